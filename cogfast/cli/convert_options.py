@@ -10,7 +10,7 @@ from cogfast.cli.options import Parser
 _WHAT = """\
 Convert weights from one format to another. The format of SRC is detected: a SAT folder or .pt
 file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its
-checkpoints, a folder written by --to cogfast, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."""
+checkpoints, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."""
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
 
@@ -22,7 +22,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("sat", "diffusers", "peft", "cogfast"),
+        choices=("sat", "diffusers", "peft"),
         help="format of DST; peft: adapters alone, as a LoRA file",
     )
     parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
@@ -46,12 +46,6 @@ def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
         "CogVideo's diffusers trainer: 64)",
     )
     parser.add_argument(
-        "--extract-lora",
-        metavar="BASE",
-        help="compute the adapters that best approximate the difference between SRC and BASE",
-    )
-    parser.add_argument("--rank", type=int, metavar="R", help="rank of the extracted adapters")
-    parser.add_argument(
         "--model-parallel-size",
         type=int,
         default=1,
@@ -68,7 +62,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="reload the written weights and compare one forward pass",
+        help="read the written weights back and compare each tensor with the source's",
     )
     parser.add_argument(
         "--allow-unexpected", action="store_true", help="leave out tensors with unknown names"

@@ -12,13 +12,11 @@ import torch
 
 from cogfast.model.config import Family
 from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
-from cogfast.model.weights.formats.cogfast_folder import write_cogfast
 from cogfast.model.weights.formats.diffusers import write_diffusers
-from cogfast.model.weights.formats.peft import write_peft
+from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
 from cogfast.model.weights.formats.sat_files import write_sat
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.lora.adapters import (
-    MergeRounding,
     adapters_of,
     merge_lora,
     only_adapters,
@@ -26,13 +24,10 @@ from cogfast.model.weights.lora.adapters import (
     with_adapters,
     without_adapters,
 )
-from cogfast.model.weights.lora.extract import Extraction, extract_lora
-from cogfast.model.weights.lora.strength import header_only, lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.vae.image_scale import log_difference_of_run
-from cogfast.model.weights.verify import check_memory, verify_peft
 from cogfast.model.weights.verify import verify as verify_target
 from cogfast.schema.values import counted
 
@@ -46,8 +41,6 @@ def convert(
     ema: bool = False,
     merge_lora: str | None = None,
     add_lora: str | None = None,
-    extract_lora: str | None = None,
-    rank: int | None = None,
     lora_alpha: float | None = None,
     model_parallel_size: int = 1,
     dtype: str | None = None,
@@ -88,39 +81,23 @@ def convert(
     ):
         log_difference_of_run(Path(run))
     _refuse_unexpected(source, allow_unexpected)
-    # Filled while the target is written, since merged weights are computed when they are read.
-    rounding = MergeRounding(kind)
-    source = with_lora_options(source, merge_lora, add_lora, lora_alpha, rounding)
-    extraction = None
-    if extract_lora is not None:
-        extraction = extracted(source, extract_lora, rank)
-        source = extraction.source
+    source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
     if to == "sat":
         _check_sat_adapters(source)
     if to == "peft" or all(is_lora_parameter(name) for name in source.shapes):
         write_adapters(source, target_path, to, kind, model_parallel_size, verify)
-        if extraction is not None:
-            logger.info("%s", extraction.report())
         return
     # Adapters alone show no model; they have been written above.
     config = identify(source)
     check_complete(source, config)
     logger.info("%s: %s, %s", source.description, Family.of_config(config), _summary(source))
-    # Before the target is written: a conversion can take many minutes.
-    if verify:
-        check_memory(source)
     if to == "sat":
         write_sat(source, config, target_path, model_parallel_size, kind)
-    elif to == "diffusers":
-        write_diffusers(source, config, target_path, kind)
     else:
-        write_cogfast(source, config, target_path, kind)
+        write_diffusers(source, config, target_path, kind)
     logger.info("%s: written for %s", dst, to)
-    if rounding.report() is not None:
-        logger.info("%s: %s", dst, rounding.report())
     if verify:
-        found = verify_target(source.as_written(kind), config, target_path, to)
-        logger.info("%s: %s", dst, found)
+        logger.info("%s: %s", dst, verify_target(source.as_written(kind), target_path))
 
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
@@ -153,16 +130,11 @@ _TRAINING_FACTS = ("rotary_positions", "trained_size")
 
 
 def with_lora_options(
-    source: WeightSource,
-    merge: str | None,
-    add: str | None,
-    alpha: float | None,
-    rounding: MergeRounding,
+    source: WeightSource, merge: str | None, add: str | None, alpha: float | None
 ) -> WeightSource:
     """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha.
 
-    rounding: records what a merge loses by rounding. ValueError if the options do not fit each other
-    or the source.
+    ValueError if the options do not fit each other or the source.
     """
     if merge is not None and add is not None:
         raise ValueError("--merge-lora and --add-lora: leave one of them out")
@@ -193,33 +165,17 @@ def with_lora_options(
                 f"{source.description}: has adapters only; give the base as SRC and the adapters as "
                 "--merge-lora LORA"
             )
-        return merge_lora(base, only_adapters(source), rounding=rounding)
+        return merge_lora(base, only_adapters(source))
     if lora is None:
         return source
     adapter = _with_alpha(open_adapter(lora), alpha)
     if merge is None:
         whole = with_adapters(source, adapter)
     else:
-        whole = merge_lora(source, adapter, rounding=rounding)
+        whole = merge_lora(source, adapter)
     # The adapters were trained later, so their facts replace the base's.
     trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
     return replace(whole, facts={**whole.facts, **trained})
-
-
-def extracted(source: WeightSource, base: str, rank: int | None) -> Extraction:
-    """Return the adapters of --extract-lora BASE --rank R."""
-    if rank is None:
-        raise ValueError(f"--extract-lora {base} needs --rank R, such as --rank 64")
-    if not Path(base).exists():
-        raise ValueError(f"--extract-lora {base}: no such file or folder")
-    before = open_source(Path(base))
-    for model in (source, before):
-        if _has_adapters(model):
-            raise ValueError(
-                f"{model.description}: has LoRA tensors, but --extract-lora compares plain models; "
-                "first merge them with cogfast convert --merge-lora"
-            )
-    return extract_lora(source, before, rank)
 
 
 def write_adapters(
@@ -236,32 +192,30 @@ def write_adapters(
     if to == "peft":
         written = write_peft(source, path, dtype)
         logger.info("%s: the adapters of %s", written, about)
-        needs_header = header_only(source)
-        if needs_header is not None:
-            logger.warning("%s: %s", written, needs_header)
         if is_verified:
-            logger.info("%s: %s", written, verify_peft(source.as_written(dtype), written))
+            expected = with_strength_in_b(source).as_written(dtype)
+            logger.info("%s: %s", written, verify_target(expected, written))
         return
     if to != "sat":
         raise ValueError(
             f"{source.description}: has adapters only; use --to peft or --to sat, or merge them with "
             f"cogfast convert BASE {path} --to {to} --merge-lora LORA"
         )
-    if model_parallel_size != 1 or is_verified:
-        option = "--verify" if is_verified else "--model-parallel-size"
+    if model_parallel_size != 1:
         raise ValueError(
-            f"{option} is for whole models, and {source.description} has adapters only; leave it "
+            f"--model-parallel-size is for whole models, and {source.description} has adapters only; leave it "
             f"out, or use cogfast convert BASE {path} --to sat --add-lora LORA"
         )
     # There is no config: adapters alone do not show the model, and SAT reads its own YAML.
     write_sat(source, None, path, dtype=dtype)
-    alpha = lora_alpha_of(source)
     logger.info(
         "%s: adapters only, of %s; set lora_config.params.lora_alpha: %g in their config",
         path,
         about,
-        alpha,
+        source.alpha,
     )
+    if is_verified:
+        logger.info("%s: %s", path, verify_target(source.as_written(dtype), path))
 
 
 def _has_adapters(source: WeightSource) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
-from cogfast.model.weights.formats.cogfast_folder import is_cogfast_folder, open_cogfast
 from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
@@ -17,8 +16,7 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     """Open the transformer's weights or adapters at `path`.
 
     path: a SAT folder, one iteration of it or its .pt file; a diffusers pipeline or transformer
-    folder; a PEFT file or folder; a run of cogfast or one of its checkpoints; a folder in cogfast's
-    own format. ema: open the moving average, which SAT folders and runs may have; None: that of a run,
+    folder; a PEFT file or folder; a run of cogfast or one of its checkpoints. ema: open the moving average, which SAT folders and runs may have; None: that of a run,
     if it has one. Reading a tensor that is not finite raises ValueError.
     """
     return _open(path, ema).checked()
@@ -47,8 +45,6 @@ def _open(path: Path, ema: bool | None) -> WeightSource:
 
 def _open_safetensors(path: Path) -> WeightSource | None:
     """Open weights in safetensors files; None if there are none."""
-    if is_cogfast_folder(path):
-        return open_cogfast(path)
     is_file = path.is_file()
     folder = find_diffusers_folder(path.parent if is_file else path)
     if is_file and path.suffix != ".safetensors":

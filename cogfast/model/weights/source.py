@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.shapes import PatchSize
+from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
 from cogfast.schema.json_files import brief
 
@@ -75,6 +76,11 @@ class WeightSource:
         """Return these weights with a check of each tensor that is read: it must be finite."""
         check = lambda name, shard: check_finite(self.description, name, self.read(name, shard))
         return replace(self, read=check)
+
+    @property
+    def alpha(self) -> float:
+        """The alpha of the adapters, SAT's default if it is unknown."""
+        return SAT_ALPHA if self.lora_alpha is None else self.lora_alpha
 
     @property
     def main_dtype(self) -> torch.dtype:

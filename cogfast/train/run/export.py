@@ -27,7 +27,6 @@ from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.lora.adapters import only_adapters
-from cogfast.model.weights.lora.strength import header_only
 from cogfast.schema.values import counted
 from cogfast.train.run.checkpoint_writer import frozen_to_keep
 
@@ -51,7 +50,7 @@ class Exporter:
     ) -> None:
         self.choice, self.last_step, self.dtype = choice, last_step, dtype
         self.interval = interval
-        self.is_lora, self.has_warned = False, False
+        self.is_lora = False
         if choice != "none":
             self.is_lora = _trains_adapters(transformer, choice)
 
@@ -95,10 +94,6 @@ class Exporter:
 
     def _write_adapters(self, draft: Path, manifest: dict) -> None:
         source = only_adapters(open_run(draft, manifest=manifest))
-        needs_header = header_only(source)
-        if needs_header is not None and not self.has_warned:
-            logger.warning("%s: %s", FILE_NAME, needs_header)
-            self.has_warned = True
         # In the dtype of the checkpoint, float32: the file is small.
         tensors, header = peft_tensors(source)
         write_safetensors(draft / FILE_NAME, tensors, header)

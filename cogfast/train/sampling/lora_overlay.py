@@ -14,18 +14,11 @@ import torch
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
-from cogfast.model.weights.lora.adapters import (
-    MergeRounding,
-    adapters_of,
-    merge_lora,
-    open_adapter,
-)
+from cogfast.model.weights.lora.adapters import adapters_of, merge_lora, open_adapter
 from cogfast.model.weights.source import WeightSource, check_finite
 from cogfast.train.distributed.parallelize import find_shards
 
 logger = logging.getLogger(__name__)
-
-_KEEPS_FLOAT32 = "deepspeed.bf16.enabled=false deepspeed.fp16.enabled=false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +98,15 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
         delta = merge_lora(zeros, lora.adapter, lora.scale)
         for plain in {f"{name.split('.matrix_')[0]}.weight" for name in lora.adapter.shapes}:
             deltas.setdefault(plain, []).append(delta)
-    rounding = MergeRounding(transformer.dtype)
     for plain in sorted(deltas):
         name, parameter = parameters[plain]
         merged = parameter.float()
         for delta in deltas[plain]:
             added = delta.read(plain, shards.get(name)).to(parameter.device)
             merged = merged + added.reshape(parameter.shape)
-        rounding.add(name, parameter, merged)
         # The sum of all files is in float32 and rounded once.
         parameter.copy_(check_finite("--lora", name, merged.to(parameter.dtype)))
     for lora in loras:
         logger.info(
             "%s, %s, scale %g", lora.adapter.description, adapters_of(lora.adapter), lora.scale
         )
-    report = rounding.report(_KEEPS_FLOAT32)
-    if report is not None:
-        logger.info("%s: %s", ", ".join(lora.adapter.description for lora in loras), report)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +29,6 @@ from cogfast.model.weights.formats.sat_files import sat_tensors
 from cogfast.model.weights.formats.sat_names import PREFIX, from_sat_name
 from cogfast.model.weights.formats.torch_files import write_torch_file
 from cogfast.model.weights.identify import check_complete, identify
-from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
@@ -40,7 +36,6 @@ from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae.names import to_sat as vae_to_sat
 from cogfast.schema.sat_network import transformer_arguments
 from conftest import COMPLETE
-from tests.model.test_lora import save_as_sat
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import write_run
 from tests.support.tiny_run import ROOT
@@ -86,17 +81,13 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> N
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILY)
 def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path: Path) -> None:
-    """SAT -> diffusers -> SAT and SAT -> cogfast -> SAT, through `count` model-parallel files."""
+    """SAT -> diffusers -> SAT and SAT -> SAT, through `count` model-parallel files."""
     before = sat_state(sat_folders[name])
     convert(sat_folders[name], tmp_path / "cut", "sat", model_parallel_size=count)
     cut = [sat_state(tmp_path / "cut", i) for i in range(count)]
     for key in (k for k in before if count > 1 and "dense_h_to_4h.weight" in k):
         assert torch.equal(torch.cat([c[key] for c in cut]), before[key])
-    convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
-    convert(tmp_path / "ours", tmp_path / "again", "sat", model_parallel_size=count)
-    for i in range(count):
-        assert_same(sat_state(tmp_path / "again", i), cut[i])
-    convert(tmp_path / "again", tmp_path / "one", "sat")
+    convert(tmp_path / "cut", tmp_path / "one", "sat")
     assert_same(sat_state(tmp_path / "one"), before)
 
     convert(tmp_path / "cut", tmp_path / "theirs", "diffusers")
@@ -111,29 +102,26 @@ def test_round_trips_keep_every_bit(name: str, count: int, sat_folders, tmp_path
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILY)
 def test_lora_checkpoints_keep_every_bit(name: str, count: int, tmp_path: Path) -> None:
-    """SAT's, base and adapters in one file: through `count` files, our format, and back."""
+    """SAT's, base and adapters in one file: through `count` files and back."""
     model = tiny(name, hidden_size=256, num_attention_heads=4, lora_rank=4)
     before = {key: value.clone() for key, value in to_sat_state_dict(model).items()}
     (tmp_path / "1").mkdir()
     torch.save({"module": before}, tmp_path / "1" / "mp_rank_00_model_states.pt")
     convert(tmp_path / "1", tmp_path / "cut", "sat", model_parallel_size=count, verify=count == 2)
-    convert(tmp_path / "cut", tmp_path / "ours", "cogfast", verify=count == 4)
-    convert(tmp_path / "ours", tmp_path / "back", "sat")
+    convert(tmp_path / "cut", tmp_path / "back", "sat", verify=count == 4)
     assert_same(sat_state(tmp_path / "back"), before)
     if count == 1:
         with pytest.raises(ValueError, match=r"LoRA rank=4 must go: merge it \(--merge-lora\)"):
-            convert(tmp_path / "ours", tmp_path / "theirs", "diffusers")
+            convert(tmp_path / "back", tmp_path / "theirs", "diffusers")
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_a_model_is_identified_from_its_tensors(name: str, sat_folders, tmp_path: Path) -> None:
+def test_a_model_is_identified_from_its_tensors(name: str, sat_folders) -> None:
     config, found = of_four_heads(name), identify(open_source(sat_folders[name]))
     differing = {f for f in config.__slots__ if getattr(config, f) != getattr(found, f)}
     # 1.0's tables say for which video they are; 1.5 has none, there the published size stands
     expected = {"2b": set(), "5b": {"text_length"}, "5b_i2v": set()}
     assert differing == expected.get(name, NOT_HELD)
-    convert(sat_folders[name], tmp_path / "ours", "cogfast")
-    assert identify(open_source(tmp_path / "ours")) == found
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -320,11 +308,9 @@ def test_a_run_and_its_average(tmp_path: Path) -> None:
         convert(tmp_path / f"sat-{ema}", tmp_path / f"one-{ema}", "sat")
         found = sat_state(tmp_path / f"one-{ema}")
         assert_same(found, {key: value.detach() + ema for key, value in state.items()})
-    convert(tmp_path / "run", tmp_path / "ours", "cogfast", dtype="bfloat16", verify=True)
-    about = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert (about["text_length"], about["latent_width"]) == (224, 300)
-    report = load_transformer(tiny("1.5_5b_i2v", latent_height=8), tmp_path / "ours")
-    assert not report.missing and "weights of cogfast" in str(report)
+    convert(tmp_path / "run", tmp_path / "theirs", "diffusers", dtype="bfloat16", verify=True)
+    about = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (about["max_text_seq_length"], about["sample_width"]) == (224, 300)
 
 
 RUN_CUTS = {  # as training cuts a model: more than SAT does
@@ -372,12 +358,11 @@ def test_shares_and_slices_of_a_run(count: int, tmp_path: Path) -> None:
     found = {k: v for k, v in sat_state(tmp_path / "sat").items() if "freqs" not in k}
     assert_same(found, {k: v for k, v in expected.items() if "freqs" not in k})
     convert(tmp_path, tmp_path / "cut", "sat", model_parallel_size=2)
-    convert(tmp_path / "cut", tmp_path / "ours", "cogfast")
-    ours = load_file(tmp_path / "ours" / "weights.safetensors")
-    assert_same(ours, {name: p.detach() for name, p in model.named_parameters()})
+    cut = open_source(tmp_path / "cut")
+    assert_same({n: cut.read(n, None) for n in cut.shapes}, dict(model.named_parameters()))
 
 
-def test_verify_sees_a_target_that_is_another_model(
+def test_verify_sees_a_tensor_that_differs(
     sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tensor_stream.Outgoing.bytes
@@ -390,19 +375,10 @@ def test_verify_sees_a_target_that_is_another_model(
     monkeypatch.setattr(tensor_stream.Outgoing, "bytes", one_wrong)
     for to in ("diffusers", "sat"):
         with pytest.raises(
-            ValueError, match="computes other outputs than the source: largest diff"
+            ValueError,
+            match=r"blocks.[01].modulation.linear.bias differs from the source's; delete",
         ):
             convert(sat_folders["5b"], tmp_path / to, to, verify=True)
-
-
-def test_verify_needs_memory(sat_folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
-    message = (
-        r"runs the model in float32, which needs 0.0 GiB, but only 0.0 are free; leave it out, or"
-    )
-    with pytest.raises(ValueError, match=message):
-        convert(sat_folders["5b"], tmp_path / "target", "sat", verify=True)
-    assert not list(tmp_path.iterdir())
 
 
 def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
@@ -453,32 +429,3 @@ def test_a_dtype_has_either_name() -> None:
         assert parse_convert(["a", "b", "--to", "sat", "--dtype", argument])["dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="--dtype: invalid choice: 'int8'"):
         parse_convert(["a", "b", "--to", "sat", "--dtype", "int8"])
-
-
-def test_a_flipped_bit_of_our_folder_is_refused(tmp_path: Path, caplog) -> None:
-    """Anywhere, in conversion and where a model loads; folders of the first format load."""
-    transformer = tiny("5b", num_layers=1)
-    save_as_sat(transformer, tmp_path / "sat")
-    convert(tmp_path / "sat", tmp_path / "ours", "cogfast")
-    names = sorted(p.name for p in (tmp_path / "ours").iterdir())
-    assert names == ["checksums.json", "config.json", "weights.safetensors"]
-    draw = random.Random(0)
-    for name in names:
-        file = tmp_path / "ours" / name
-        whole = file.read_bytes()
-        for place in (0, len(whole) - 2, *(draw.randrange(len(whole)) for _ in range(6))):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1 << draw.randrange(8)
-            file.write_bytes(damaged)
-            with pytest.raises(
-                ValueError, match=r"ours.*; (copy|use|convert|read|set|leave)"
-            ) as error:
-                load_transformer(tiny("5b", num_layers=1), tmp_path / "ours")
-            assert "\n" not in str(error.value)
-        file.write_bytes(whole)
-    config = json.loads((tmp_path / "ours/config.json").read_text())
-    (tmp_path / "ours/config.json").write_text(json.dumps(config | {"format": "cogfast-weights-1"}))
-    (tmp_path / "ours/checksums.json").unlink()
-    with caplog.at_level(logging.INFO):
-        load_transformer(transformer, tmp_path / "ours")
-    assert "written by an earlier version, without checksums to verify" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, write_peft
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import check_config, merge_lora, open_adapter
-from cogfast.model.weights.lora.strength import HEADER_KEY
 from cogfast.model.weights.open import open_source
 from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
 from tests.model.test_transformer_diffusers import diffusers_model, run_diffusers
@@ -26,8 +23,9 @@ from tests.model.weights.test_peft import adapters, pipeline, set_adapters, sour
 from tests.support.tiny_transformers import inputs, tiny
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# alpha, dtype; the rank is 128
+# alpha, dtype; the rank is 128. A strength that is no power of two is rounded, as in float32 here.
 STRENGTHS = [(1, "fp32"), (1, "bf16"), (1, "fp16"), (64, "fp32"), (64, "bf16"), (256, "fp16")]
+STRENGTHS += [(96, "fp32"), (20, "fp32")]
 
 
 def load_file_by_pipeline(theirs: torch.nn.Module, file: Path) -> None:
@@ -54,8 +52,8 @@ def load_without_header(theirs: torch.nn.Module, file: Path) -> None:
     pipeline("5b", theirs).load_lora_weights(str(bare))
 
 
-HEADER_LOADERS = (load_file_by_pipeline, load_folder_by_pipeline, load_folder_by_model)
-LOADERS = (*HEADER_LOADERS, load_file_by_model, load_without_header)
+LOADERS = (load_file_by_pipeline, load_folder_by_pipeline, load_folder_by_model)
+LOADERS += (load_file_by_model, load_without_header)
 
 
 @pytest.fixture(scope="module")
@@ -105,57 +103,6 @@ def test_every_loader_gives_the_strength_that_was_trained(
         assert (found - expected).abs().max() < 1e-5 * max(1, expected.abs().max()), load.__name__
 
 
-def test_another_strength_is_in_the_header_and_a_warning_says_so(
-    theirs: torch.nn.Module, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = adapted(base, 3.0, 4, torch.float32)
-    source = write_peft(source_of(ours, 3.0), tmp_path / "first")
-    assert HEADER_KEY not in header_of(source)
-    with caplog.at_level(logging.WARNING):
-        convert(source, tmp_path / "lora", "peft")
-    assert "lora_alpha / r = 3 / 4 is not a power of two" in caplog.text
-    assert "VideoX-Fun ignore the header and take strength 1; give them 0.75" in caplog.text
-    with torch.no_grad():
-        expected = ours(**inputs("5b"))
-    for load in HEADER_LOADERS:
-        found = output(theirs, load, tmp_path / "lora" / FILE_NAME)
-        assert (found - expected).abs().max() < 1e-5, load.__name__
-    caplog.clear()
-    convert(source, tmp_path / "other", "peft", lora_alpha=2.0)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def header_of(file: Path) -> dict[str, str]:
-    with safe_open(file, framework="pt") as opened:
-        return opened.metadata()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_our_reader_gets_every_bit_back(dtype: str, tmp_path: Path) -> None:
-    """In float16, elements of 1e-3 and strength 1/128: B alone would become subnormal."""
-    source = source_of(tiny("5b", seed=5, lora_rank=128), 1.0, DTYPES[dtype])
-    generator = torch.Generator().manual_seed(0)
-    values = {
-        name: (values.float().sign() * (0.2 + torch.rand(values.shape, generator=generator)))
-        .mul(1e-3 if "matrix_B" in name else 0.05)
-        .to(values.dtype)
-        for name, values in adapters(source).items()
-    }
-    source = source_of_values(values, 1.0)
-    file = write_peft(source, tmp_path / "lora")
-    stored = load_file(file)
-    assert all(t.dtype == DTYPES[dtype] for t in stored.values())
-    if dtype == "fp16":
-        assert min(t.abs().min() for t in stored.values()) >= torch.finfo(torch.float16).tiny
-    back = open_peft(file)
-    assert back.lora_alpha == 1.0
-    for name, value in values.items():
-        assert torch.equal(back.read(name, None), value), name
-    again = load_file(write_peft(back, tmp_path / "again"))
-    assert again.keys() == stored.keys()
-    assert all(torch.equal(again[key], tensor) for key, tensor in stored.items())
-
-
 def source_of_values(values: dict[str, torch.Tensor], alpha: float) -> object:
     whole = source_of(torch.nn.Module(), alpha)
     whole.shapes.update({n: tuple(t.shape) for n, t in values.items()})
@@ -172,9 +119,9 @@ def test_cogfast_reads_the_strength_with_and_without_the_header(base: Path, tmp_
     with torch.no_grad():
         expected = ours(**inputs("5b"))
     config: TransformerConfig = ours.config
-    check_config(open_adapter(file), config)  # as args.load_lora: alpha 1 is back
-    with pytest.raises(ValueError, match="alpha 8, .* set r: 8, lora_alpha: 8 in"):
-        check_config(open_adapter(tmp_path / "bare.safetensors"), config)
+    for path in (file, tmp_path / "bare.safetensors"):  # as args.load_lora
+        with pytest.raises(ValueError, match="alpha 8, .* set r: 8, lora_alpha: 8 in"):
+            check_config(open_adapter(path), config)
     plain = open_source(base)
     for path in (file, tmp_path / "bare.safetensors"):
         sampled, merged = tiny("5b"), tiny("5b")
@@ -189,22 +136,19 @@ def test_cogfast_reads_the_strength_with_and_without_the_header(base: Path, tmp_
 
 
 def test_an_alpha_that_another_tool_writes_counts(tmp_path: Path) -> None:
-    """It changes the strength that the matrices have; ours no longer says what they are."""
+    """It changes the strength that the matrices have."""
     source = source_of(tiny("5b", seed=5, lora_rank=4), 1.0)
     file = write_peft(source, tmp_path / "lora")
-    header = header_of(file)
+    with safe_open(file, framework="pt") as opened:
+        header = opened.metadata()
     settings = json.loads(header["lora_adapter_metadata"])
     assert settings["transformer.lora_alpha"] == settings["transformer.r"] == 4
     settings["transformer.lora_alpha"] = 2
-    tensors = load_file(file)
-    save_file(tensors, file, header | {"lora_adapter_metadata": json.dumps(settings)})
+    save_file(load_file(file), file, header | {"lora_adapter_metadata": json.dumps(settings)})
     back = open_peft(file)
     assert back.lora_alpha == 2.0
     name = "blocks.0.attention.qkv.matrix_B.1"
     assert torch.equal(back.read(name, None), source.read(name, None) / 4)
-    save_file(tensors, file, header | {HEADER_KEY: '{"lora_alpha": "much"}'})
-    with pytest.raises(ValueError, match=f"{FILE_NAME}: {HEADER_KEY}.*lora_alpha"):
-        open_peft(file)
 
 
 def test_each_of_several_ranks_has_its_strength(tmp_path: Path) -> None:
@@ -228,5 +172,10 @@ def test_each_of_several_ranks_has_its_strength(tmp_path: Path) -> None:
         assert layer.scaling == {"default_0": 1.0}
         torch.testing.assert_close(layer.get_delta_weight("default_0"), change)
     back = open_peft(file)
-    assert back.lora_alpha == 2.0
-    assert all(torch.equal(back.read(n, None), source.read(n, None)) for n in source.shapes)
+    merged, expected = (_change(x, "blocks.0.attention.out", 0) for x in (back, source))
+    torch.testing.assert_close(merged, expected)
+
+
+def _change(source: object, module: str, part: int) -> torch.Tensor:
+    a, b = (source.read(f"{module}.matrix_{side}.{part}", None) for side in "AB")
+    return b @ a * (source.lora_alpha / len(a))

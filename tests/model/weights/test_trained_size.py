@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from cogfast.config import load_config
 from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats import diffusers as diffusers_files
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import transformer_arguments
@@ -85,21 +84,11 @@ def test_a_stock_pipeline_has_the_positions_of_training(
         expected, output = trained(**given), of_pipeline(tmp_path / "theirs", given)
     assert (output - expected).abs().max() <= 2e-6 * expected.abs().max()
 
-    convert(tmp_path / "run", tmp_path / "ours", "cogfast")
-    config = identify(open_source(tmp_path / "ours"))
+    config = identify(open_source(tmp_path / "run"))
     assert (config.trained_size, config.rotary_positions) == (tuple(TRAINED), positions)
     caplog.clear()
-    convert(tmp_path / "ours", tmp_path / "sat", "sat", verify=positions == "integer")
+    convert(tmp_path / "run", tmp_path / "sat", "sat", verify=True)
     assert ("SAT's code uses integer ones" in caplog.text) == (positions == "pipeline")
-
-
-def test_verify_runs_at_the_trained_size(tmp_path: Path, monkeypatch) -> None:
-    """An export for which pipelines rescale positions is not what was trained."""
-    write_trained(tmp_path / "run", "integer", [TRAINED])
-    own = lambda c: (c.num_frames, c.latent_height, c.latent_width)
-    monkeypatch.setattr(diffusers_files, "_sample_size", own)
-    with pytest.raises(ValueError, match="computes other outputs than the source"):
-        convert(tmp_path / "run", tmp_path / "theirs", "diffusers", verify=True)
 
 
 @pytest.mark.parametrize("sizes", [[], [TRAINED, [9, 8, 8]]], ids=["unknown", "several"])

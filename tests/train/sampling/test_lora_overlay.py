@@ -1,8 +1,7 @@
-"""Adapters that are added to a loaded model, and what is logged of them."""
+"""Adapters that are added to a loaded model."""
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -18,10 +17,9 @@ WEIGHT = "blocks.0.attention.out.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_rounding_of_a_merge_is_logged(
+def test_the_change_of_the_weights(
     tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The logged share, as --merge-lora logs it, is that of the change found in the weights."""
     caplog.set_level("INFO", logger="cogfast")
     trained = tiny("5b", lora_rank=4, lora_targets=("to_out.0",), num_layers=1)
     save_as_sat(trained, tmp_path / "lora")
@@ -34,19 +32,6 @@ def test_the_rounding_of_a_merge_is_logged(
     left = model.state_dict()[WEIGHT].double() - before[WEIGHT].double()
     torch.testing.assert_close(left, change, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0)
     assert caplog.text.count("scale 0.01") == 1
-    found = re.search(
-        r"rounding to bfloat16 keeps (\S+)% of .* error of (\S+)% of .*; (\S+)", caplog.text
-    )
-    if dtype == torch.float32:
-        assert found is None
-        return
-    kept, error = (
-        (left * change).sum() / change.square().sum(),
-        (left - change).norm() / change.norm(),
-    )
-    assert float(found[1]) == pytest.approx(100 * kept.item(), abs=0.1)
-    assert float(found[2]) == pytest.approx(100 * error.item(), abs=0.1)
-    assert error > 0.01 and found[3] == "deepspeed.bf16.enabled=false"
 
 
 def test_several_files_are_rounded_once(tmp_path: Path) -> None:

@@ -28,19 +28,14 @@ from transformers import AutoTokenizer, T5EncoderModel
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
-from cogfast.model.weights.formats.cogfast_folder import write_cogfast
-from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.image_scale import pipeline_code, scale_of
 from cogfast.schema.arguments import ImageLatentScale, TrainArguments
-from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.preflight.check import check_sample
-from cogfast.train.sampling.pipeline_defaults import find_config
 from cogfast.train.sampling.sizes import sampled_sizes
 from cogfast.train.video_size import LatentSize
-from tests.model.test_lora import save_as_sat
 from tests.schema.test_stock_yaml_end_to_end import WIDTH, write_t5
 from tests.support.tiny_run import FAMILIES, ROOT
-from tests.support.tiny_transformers import randomize, tiny
+from tests.support.tiny_transformers import randomize
 from tests.support.video_files import decode_all
 
 SIZE = (32, 48)
@@ -342,18 +337,6 @@ def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) ->
             sample(tmp_path / "ema", tmp_path / kind, *arguments, sampler, "--ema")["ema"] is True
         )
         assert torch.equal(latents(tmp_path / "ema"), expected)
-
-
-def test_a_folder_of_cogfast_keeps_its_constants(tmp_path: Path) -> None:
-    """Numbers that no published model changes, but that its config.json has."""
-    model = tiny("5b", rope_theta=500.0, time_compressed_rate=2)
-    save_as_sat(model, tmp_path / "sat")
-    source = open_source(tmp_path / "sat")
-    write_cogfast(source, model.config, tmp_path / "ours")
-    file, overrides = find_config(tmp_path / "ours")
-    params = load_config([file], overrides).model.network_config.params
-    found = transformer_arguments(params)
-    assert (found["rope_theta"], found["time_compressed_rate"]) == (500.0, 2)
 
 
 def test_decoding_within_what_is_allowed(

@@ -307,9 +307,7 @@ def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
         (config.rope_theta == 10000.0, "theta", config.rope_theta, "be 10000"),
     ):
         if not is_met:
-            raise ValueError(
-                f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat or cogfast"
-            )
+            raise ValueError(f"{key}={value} must {rule} for diffusers' {CLASS_NAME}; use --to sat")
     is_rotary, joins_frames = config.position == "rotary", config.patch_size.joins_frames
     frames, rows, columns = _sample_size(config)
     return {

@@ -1,8 +1,8 @@
 """LoRA files of PEFT and diffusers: one safetensors file with `to_q.lora_A.weight` and so on.
 
 diffusers' pipelines read the strength, alpha / r, from the file's header (`lora_adapter_metadata`),
-PEFT reads it from adapter_config.json. diffusers uses strength 1 for files that store none, and many
-loaders for all files: lora/strength.py therefore moves it into the matrices where that is exact.
+PEFT reads it from adapter_config.json. Many loaders read neither and take strength 1: cogfast's files
+therefore have alpha = r, and the strength is a factor of matrix B.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,12 +24,6 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.formats.diffusers import diffusers_names
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles, write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
-from cogfast.model.weights.lora.strength import (
-    Strength,
-    into_matrices,
-    lora_alpha_of,
-    scaled,
-)
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
@@ -117,22 +111,15 @@ def open_peft(path: str | Path) -> WeightSource:
             strengths[name] = _alpha(module, rank, settings) if stored is None else stored
     # One alpha for the whole source; the few pairs with another are rescaled in `read`.
     alpha = Counter(strengths.values()).most_common(1)[0][0]
-    held = Strength.of_header(files.metadata, file)
-    is_one = all(value == shapes[name][1] for name, value in strengths.items())
-    # An alpha that was changed after the file was written counts, so ours does not.
-    if held is not None and not (is_one and held.fits(shapes)):
-        held = None
-    if held is not None:
-        alpha = held.lora_alpha
 
     def read(name: str, shard: Shard | None) -> Tensor:
         whole = files.read(found.ours[name])
-        if held is None and strengths.get(name, alpha) != alpha:
+        if strengths.get(name, alpha) != alpha:
             whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
         return whole if shard is None else shard.of(whole)
 
     has_alpha = settings is not None or alphas
-    source = WeightSource(
+    return WeightSource(
         description=f"PEFT LoRA {file}" + ("" if has_alpha else _NO_ALPHA),
         shapes=shapes,
         read=read,
@@ -141,7 +128,6 @@ def open_peft(path: str | Path) -> WeightSource:
         is_partial=True,
         lora_alpha=alpha,
     )
-    return source if held is None else scaled(source, held, is_removed=True)
 
 
 def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
@@ -158,15 +144,25 @@ def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
 def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`.
 
-    A strength alpha / r that is a power of two is in the matrices, and the header says alpha = r.
-    Another strength is in the header alone. Alpha is SAT's default if the source's is unknown. Other
-    tensors of `source` are left out. dtype: of the file; None: the source's. ValueError without
+    Other tensors of `source` are left out. dtype: of the file; None: the source's. ValueError without
     adapters.
     """
     tensors, header = peft_tensors(source, dtype)
     with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:
         write_safetensors(incomplete / FILE_NAME, tensors, header)
     return Path(folder) / FILE_NAME
+
+
+def with_strength_in_b(source: WeightSource) -> WeightSource:
+    """Return `source` with alpha / r as a factor of each matrix B, in float32: its strength is 1."""
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        values = source.read(name, shard)
+        if ".matrix_B." not in name or source.alpha == source.shapes[name][1]:
+            return values
+        return values.float() * (source.alpha / source.shapes[name][1])
+
+    return replace(source, read=read)
 
 
 def peft_tensors(
@@ -176,46 +172,32 @@ def peft_tensors(
     names = [name for name in source.shapes if is_lora_parameter(name)]
     if not names:
         raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
-    strength = into_matrices(source, dtype)
-    alpha = None if strength is not None else lora_alpha_of(source)
-    header = {_HEADER_KEY: json.dumps(_header(source, names, alpha))}
-    if strength is not None and not strength.is_one(source.shapes):
-        source = scaled(source, strength)
-        header |= strength.header()
+    read = with_strength_in_b(source).read
     tensors = [
         Outgoing(
             peft_name(name),
             source.shapes[name],
             dtype or source.dtypes[name],
-            partial(source.read, name, None),
+            partial(read, name, None),
         )
         for name in names
     ]
-    return tensors, header
+    return tensors, {_HEADER_KEY: json.dumps(_header(source.shapes, names))}
 
 
-def _header(source: WeightSource, names: list[str], alpha: float | None) -> dict[str, Any]:
-    """Return the arguments of peft.LoraConfig for the adapters. alpha: None: the rank of each pair."""
+def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str, Any]:
+    """Return the arguments of peft.LoraConfig for adapters whose alpha is their rank."""
     ranks = {
-        peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shape[0]
-        for name, shape in source.shapes.items()
-        if name in names and ".matrix_A." in name
+        peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shapes[name][0]
+        for name in names
+        if ".matrix_A." in name
     }
-    # PEFT has one `r`; a pattern, anchored by ^, names every linear with another rank.
-    # The most common one keeps the patterns short.
+    # PEFT has one `r` and one alpha; patterns name every linear with another rank. The most common
+    # one keeps them short. PEFT would also match the end of a longer name, so ^ anchors it.
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    # PEFT would also match the end of a longer name, so ^ anchors it.
     others = {f"^{module}": r for module, r in ranks.items() if r != rank}
-    common = rank if alpha is None else alpha
-    config = {
-        "r": rank,
-        # peft.LoraConfig declares it as an int.
-        "lora_alpha": int(common) if common == int(common) else common,
-        "target_modules": sorted(ranks),
-        "rank_pattern": others,
-    }
-    if alpha is None and others:
-        config["alpha_pattern"] = others
+    config = {"r": rank, "lora_alpha": rank, "target_modules": sorted(ranks)}
+    config |= {"rank_pattern": others, "alpha_pattern": others}
     return {_COMPONENT + key: value for key, value in config.items()}
 
 

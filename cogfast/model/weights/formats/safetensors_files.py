@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cogfast.core.files import ChecksumFile, DamageError, check_checksum
+from cogfast.core.files import ChecksumFile
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.json_files import InsideName, brief, read_json
 
@@ -27,11 +26,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class SafetensorsFiles:
     """The tensors of the *.safetensors files in a folder, or of one file.
 
-    checksums: {file name: checksum}, verified before the first tensor of a file is read; None: there
-    are none. ValueError for damaged files and for a folder that contradicts its index.
+    ValueError for damaged files and for a folder that contradicts its index.
     """
 
-    def __init__(self, path: Path, checksums: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         index = None if path.is_file() else _index_of(path)
@@ -58,11 +56,6 @@ class SafetensorsFiles:
                     )
                 self._file_of[key] = file
         _check_index(path, index or {}, self._file_of)
-        names = {} if checksums is None else checksums
-        # A file that the checksums do not name fails its check.
-        self._unverified = {
-            f: names.get(f.name, "not known") for f in paths if checksums is not None
-        }
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -80,23 +73,12 @@ class SafetensorsFiles:
         return _DTYPES[found]
 
     def read(self, name: str) -> Tensor:
-        return self._verified(name).get_tensor(name)
+        return self._open[self._file_of[name]].get_tensor(name)
 
     def read_range(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         # A slice reads only its own bytes of the file.
-        found = self._verified(name).get_slice(name)
+        found = self._open[self._file_of[name]].get_slice(name)
         return found[(slice(None),) * dim + (slice(start, stop),)]
-
-    def _verified(self, name: str) -> Any:
-        """Return the open file of a tensor, after verifying the file's checksum once."""
-        file = self._file_of[name]
-        checksum = self._unverified.pop(file, None)
-        if checksum is not None:
-            try:
-                check_checksum(file, checksum)
-            except DamageError as error:
-                raise ValueError(f"{file.parent}: {error}; copy the folder again") from None
-        return self._open[file]
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
@@ -159,18 +141,17 @@ def plan_files(
 
 def write_safetensors_folder(
     folder: Path, stem: str, tensors: Sequence[Outgoing], most_bytes: int = MOST_BYTES
-) -> dict[str, str]:
-    """Write <stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index. Returns
-    {file name: checksum} of the safetensors files."""
+) -> None:
+    """Write <stem>.safetensors, or <stem>-00001-of-0000N.safetensors and so on with an index."""
     files = plan_files(tensors, stem, most_bytes)
-    checksums = {name: write_safetensors(folder / name, held) for name, held in files.items()}
+    for name, held in files.items():
+        write_safetensors(folder / name, held)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(t.nbytes for t in tensors)},
             "weight_map": {t.name: name for name, held in files.items() for t in held},
         }
         write_json(folder / f"{stem}.safetensors.index.json", index)
-    return checksums
 
 
 def write_safetensors(

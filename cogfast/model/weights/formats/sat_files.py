@@ -274,7 +274,8 @@ def write_sat(
         )
     # Descriptions only: a tensor is read when it is written.
     files = [list(sat_tensors(source, config, i, count, dtype)) for i in range(count)]
-    with new_folder(path, sum(t.nbytes for file in files for t in file)) as folder:
+    sizes = [sum(t.nbytes for t in tensors) for tensors in files]
+    with new_folder(path, sum(sizes) + max(sizes)) as folder:  # write_torch_file needs twice a file
         (folder / ITERATION).mkdir()
         for i, tensors in enumerate(files):
             place = folder / ITERATION / f"mp_rank_{i:02d}_model_states.pt"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
-from cogfast.model.weights.lora.strength import lora_alpha_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
@@ -289,67 +287,24 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     )
 
 
-@dataclass(slots=True)
-class MergeRounding:
-    """Measures how much of the adapters' change survives when merged weights are rounded to `dtype`
-    (None: the base's). Each merged weight is added when it is read."""
-
-    dtype: torch.dtype | None
-    _sums: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-
-    def add(self, name: str, weight: Tensor, merged: Tensor) -> None:
-        """Add a merged weight. weight: the base's, in its dtype; merged: float32."""
-        dtype = self.dtype or weight.dtype
-        # Each weight counts once, though --verify reads it again; float32 and wider round nothing.
-        if name in self._sums or torch.promote_types(torch.float32, dtype) == dtype:
-            return
-        change = merged - weight.float()
-        # The difference between the target and a conversion of the base alone.
-        left = merged.to(dtype).float() - weight.to(dtype).float()
-        sums = ((left * change).sum(), change.square().sum(), (left - change).square().sum())
-        kept, total, error = (s.item() for s in sums)  # sync: once for each weight
-        self._sums[name] = kept, total, error
-
-    def report(self, fix: str = "--dtype fp32") -> str | None:
-        """Summarize in one line; None if nothing was rounded. fix: the option that keeps float32."""
-        if not self._sums:
-            return None
-        kept, total, error = (sum(sums) for sums in zip(*self._sums.values(), strict=True))
-        total = total or 1.0
-        return (
-            f"rounding to {self.dtype or 'the dtype of the base'} keeps {kept / total:.1%} of the "
-            f"adapters' change of the weights, with an error of {math.sqrt(error / total):.1%} of "
-            f"the change's norm; {fix} keeps all of it"
-        ).replace("torch.", "")
-
-
-def merge_lora(
-    base: WeightSource,
-    adapter: WeightSource,
-    scale: float = 1.0,
-    rounding: MergeRounding | None = None,
-) -> WeightSource:
+def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
     """Return `base` with W + scale (alpha / r) B A instead of W for every linear with adapters.
 
     Merged weights are computed when they are read, and are float32 whatever `dtypes` of the base is.
     base: a model without LoRA; any of its linears may have adapters. ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
-    alpha = lora_alpha_of(adapter)
     adapted = _adapted(adapter)
 
     def read(name: str, shard: Shard | None) -> Tensor:
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module not in adapted:
             return base.read(name, shard)
-        # The whole weight, also for a shard: rounding is measured on whole weights.
         weight = base.read(name, None)
         deltas = _deltas(adapter, module, weight.shape)
         # In float32: in bf16 most of so small a change would round away.
-        merged = weight.float() + from_diffusers(name, deltas).mul_(scale * alpha)
+        merged = weight.float() + from_diffusers(name, deltas).mul_(scale * adapter.alpha)
         check_finite(f"{adapter.description} with scale {scale:g}", name, merged)
-        if rounding is not None:
-            rounding.add(name, weight, merged)
         return merged if shard is None else shard.of(merged)
 
     return replace(
