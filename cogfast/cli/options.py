@@ -188,7 +188,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     if sources and not Path(sources[0]).exists():
-        from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
+        from cogfast.train.preflight.pipeline_folder import hub_folder, is_hub_id
 
         # A word that is neither a path nor an id is reported below, as a folder that is missing.
         if is_hub_id(sources[0]):
@@ -201,7 +201,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     fitting = [f"args.{word}" for word in layout] if run_config or settings else []
     # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
     if sources and run_config is None and not settings:
-        from cogfast.train.sampling.pipeline_defaults import find_config
+        from cogfast.train.preflight.pipeline_folder import find_config
 
         run_config, fitting = find_config(Path(sources.pop()))
     return Request(

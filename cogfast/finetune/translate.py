@@ -20,9 +20,12 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.schema.values import Problems, cut, nearest, one_line, show
-from cogfast.train.preflight.hub_cache import hub_folder, is_hub_id
-from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-from cogfast.train.sampling.pipeline_defaults import find_config
+from cogfast.train.preflight.pipeline_folder import (
+    fill_from_pipeline,
+    find_config,
+    hub_folder,
+    is_hub_id,
+)
 
 logger = logging.getLogger(__name__)
 

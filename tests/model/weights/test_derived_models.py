@@ -17,7 +17,7 @@ from cogfast.model.weights.formats.diffusers import write_diffusers
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_family, load_transformer
 from cogfast.model.weights.open import open_source
-from cogfast.train.sampling.pipeline_defaults import find_config
+from cogfast.train.preflight.pipeline_folder import find_config
 from tests.model.weights.test_peft import source_of
 from tests.support.tiny_transformers import FAMILY, tiny
 
