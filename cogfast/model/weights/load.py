@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def load_source(
     for name, target in targets.items():
         if target is None:
             unexpected.append(name)
-        elif _fits(source.shapes[name], wanted[target]):
+        elif source.shapes[name] == tuple(wanted[target]):
             loaded.append((name, target))
         elif name == "position_table.weight" and transformer.config.position == "sincos":
             ignored.append(name)  # the model's own table is computed for its own video size
@@ -151,13 +151,6 @@ def _target(name: str, parameters: Container[str]) -> str | None:
         if candidate in parameters:
             return candidate
     return None
-
-
-def _fits(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Return whether shapes are equal, or a flat tensor has the wanted number of elements."""
-    # The first format of runs stores frozen weights flat.
-    same_numel = torch.Size(found).numel() == torch.Size(wanted).numel()
-    return tuple(found) == tuple(wanted) or (same_numel and len(found) == 1)
 
 
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:

@@ -35,7 +35,6 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 )
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
-from cogfast.schema.sections import settle_pairs
 from cogfast.schema.values import cut, printable
 from cogfast.train.distributed.process_groups import ProcessGroups
 
@@ -415,11 +414,8 @@ def _write_description(
 
 def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
     """Return {key: "key: old -> new"} of the keys that differ from a checkpoint's, {} without one."""
-    before, after = _completed(manifest.get("config", {})), plain_sections(config)
-    # An earlier version recorded the values of both keys of a pair as given.
-    for sections in filter(None, (before, after)):
-        settle_pairs(sections, {})
-    return _changes(before, after) if before else {}
+    before = _completed(manifest.get("config", {}))
+    return _changes(before, plain_sections(config)) if before else {}
 
 
 def _completed(sections: dict) -> dict:

@@ -37,7 +37,7 @@ from cogfast.model.weights.vae.names import to_sat as vae_to_sat
 from cogfast.schema.sat_network import transformer_arguments
 from conftest import COMPLETE
 from tests.model.test_transformer_diffusers import run_diffusers
-from tests.model.weights.test_weights_load import write_run
+from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.tiny_run import ROOT
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
 
@@ -291,7 +291,7 @@ def tiny_vae() -> torch.nn.Module:
 
 
 def test_a_run_and_its_average(tmp_path: Path) -> None:
-    """A run's slices are converted with the model that its training_config.yaml describes."""
+    """A run's slices are converted with the model that its manifest's configuration describes."""
     trained = tiny("1.5_5b_i2v")
     folder = write_run(tmp_path / "run", trained)
     config = load_config([ROOT / "configs" / "cogvideox1.5_5b_i2v.yaml"])
@@ -299,9 +299,8 @@ def test_a_run_and_its_average(tmp_path: Path) -> None:
     network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
     network["params"] |= {"time_embed_dim": 64, "ofs_embed_dim": 64}
     network["params"]["modules"]["patch_embed_config"]["params"]["text_hidden_size"] = 32
-    OmegaConf.save(
-        {"model": {"network_config": network}}, tmp_path / "run" / "training_config.yaml"
-    )
+    manifest = json.loads((folder / "manifest.json").read_text())
+    seal(folder, manifest | {"config": {"model": {"network_config": network}}})
     state = to_sat_state_dict(trained)
     for ema, path in ((False, tmp_path / "run"), (True, folder)):
         convert(path, tmp_path / f"sat-{ema}", "sat", ema=ema, model_parallel_size=2, verify=True)
@@ -346,9 +345,7 @@ def test_shares_and_slices_of_a_run(count: int, tmp_path: Path) -> None:
                 slices.setdefault(file, {})[key] = about
     for file, tensors in files.items():
         save_file(tensors, tmp_path / file)
-    manifest = {"format": "cogfast-checkpoint-2", "step": 3}
-    manifest |= {"parameters": parameters, "slices": slices}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    seal(tmp_path, {"step": 3, "parameters": parameters, "slices": slices})
     expected = {key: value.detach() for key, value in to_sat_state_dict(model).items()}
     convert(tmp_path, tmp_path / "theirs", "diffusers", verify=True)
     convert(tmp_path / "theirs", tmp_path / "sat", "sat")

@@ -19,7 +19,7 @@ from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.preflight.video_size import check_size
 from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import LatentSize, warn_of_other_positions, warn_of_pipeline_positions
-from tests.model.weights.test_weights_load import write_run
+from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import inputs, tiny
 
@@ -30,8 +30,7 @@ TRAINED = [9, 4, 8]  # frames, latent rows and columns; the network's own are 13
 def write_trained(folder: Path, positions: str, sizes: list[list[int]]) -> torch.nn.Module:
     """A run of the tiny 5B with weights in which positions matter."""
     trained = tiny("5b", rotary_positions=positions)
-    manifest = write_run(folder, trained) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"video_sizes": sizes}))
+    checkpoint = write_run(folder, trained)
     config = load_config([ROOT / "configs" / "cogvideox_5b.yaml"])
     network = OmegaConf.to_container(config.model.network_config, resolve=True)
     network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
@@ -40,7 +39,9 @@ def write_trained(folder: Path, positions: str, sizes: list[list[int]]) -> torch
     modules = network["params"]["modules"]
     modules["patch_embed_config"]["params"]["text_hidden_size"] = 32
     modules["pos_embed_config"]["params"] |= {"text_length": 10, "positions": positions}
-    OmegaConf.save({"model": {"network_config": network}}, folder / "training_config.yaml")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    more = {"video_sizes": sizes, "config": {"model": {"network_config": network}}}
+    seal(checkpoint, manifest | more)
     return trained
 
 

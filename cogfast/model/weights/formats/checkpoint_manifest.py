@@ -6,7 +6,6 @@
     <run>/checkpoints/latest                         the name of the newest complete step
 
 With args.folder_layout=finetune, the checkpoints are <run>/checkpoint-<step> beside <run>/latest.
-Formats 1 and 2, which are still read, have no checksums; format 1 has no shards either.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from cogfast.core.files import DamageError, check_checksum, check_size, checksum
 from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
 from cogfast.schema.yaml_files import check_plain
 
-FORMATS = ("cogfast-checkpoint-1", "cogfast-checkpoint-2", "cogfast-checkpoint-3")
-FORMAT = FORMATS[-1]  # the format that is written
+FORMAT = "cogfast-checkpoint-3"
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28
 _STEP = re.compile(r"(?:checkpoint-)?(\d{1,12})")
 _HASHING_THREADS = 4  # files read in parallel; hashing alone takes 0.15 s per GiB
@@ -47,10 +45,10 @@ MANIFEST = {
     "format": str,
     "step": _Count,
     "parameters": dict[str, _PARAMETER],
-    "frozen": NotRequired[dict[str, _PARAMETER]],
+    "frozen": dict[str, _PARAMETER],
     "slices": dict[str, dict[str, _SLICE]],
-    "bytes": NotRequired[dict[str, _Count]],
-    "checksums": NotRequired[dict[str, str]],
+    "bytes": dict[str, _Count],
+    "checksums": dict[str, str],
     "attention_backend": NotRequired[str | None],
     "encode_way": NotRequired[tuple[str, bool] | None],  # of clips: mode, is_sliced
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
@@ -59,7 +57,6 @@ MANIFEST = {
 # Fields that a run needs to resume, besides the weights.
 RESUMABLE = {
     **MANIFEST,
-    "bytes": dict[str, _Count],
     "counters": dict[str, dict[str, float]],
     "loss_scaler": dict[str, bool | int | float],
     "global_batch": _Count,
@@ -188,8 +185,8 @@ def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True)
 
 
 def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
-    """Return the sections of the configuration with which a checkpoint was trained; {} if its manifest
-    has none. A resumed run may have others than at its first start."""
+    """Return the sections of the configuration with which a checkpoint was trained. A resumed run may
+    have others than at its first start."""
     sections = manifest.get("config", {})
     try:
         check_plain(sections)
@@ -209,7 +206,7 @@ def _with_infinities(node: Any) -> Any:
 
 def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
     """Return {section: (values, file)} with which a checkpoint, or the newest one of a run, was trained;
-    {} if `path` is neither or its manifest has no configuration."""
+    {} if `path` is neither."""
     checkpoint = find_run_checkpoint(path)
     if checkpoint is None:
         return {}
@@ -229,7 +226,7 @@ def _last_good(folder: Path, bad: Path | None) -> str:
             continue
         try:
             manifest = _intact_manifest(other, RESUMABLE, is_verified=True)
-            verify_files(other, manifest, manifest.get("checksums", ()))
+            verify_files(other, manifest, manifest["checksums"])
         except DamageError:
             continue
         return f"the last good one is that of step {step_of(other)}: --resume {other}"
@@ -238,13 +235,9 @@ def _last_good(folder: Path, bad: Path | None) -> str:
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     """Raise DamageError if the checksum of one of these files differs from the manifest's."""
-    checksums = manifest.get("checksums", {})
+    checksums = manifest["checksums"]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        checks = [
-            pool.submit(check_checksum, folder / name, checksums[name])
-            for name in names
-            if name in checksums
-        ]
+        checks = [pool.submit(check_checksum, folder / name, checksums[name]) for name in names]
         for check in checks:
             check.result()
 
@@ -262,16 +255,16 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
         if is_verified and seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
             raise DamageError("manifest.json is damaged: it has another checksum")
         manifest = parse_json(text, {"format": str}, "manifest.json", "it is damaged")
-        if manifest["format"] not in FORMATS:
+        if manifest["format"] != FORMAT:
             found = brief(manifest["format"])
             raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
+        if not seal:
+            raise DamageError("its manifest.json has no checksum")
         manifest = parse_json(text, schema, "manifest.json", "it is damaged")
     except ValueError as error:
         raise DamageError(str(error).replace(str(file), file.name)) from None
-    if manifest["format"] == FORMAT and not (seal and "checksums" in manifest):
-        raise DamageError("its manifest.json has no checksums")
     _check_consistent(manifest)
-    for name, size in manifest.get("bytes", {}).items():
+    for name, size in manifest["bytes"].items():
         check_size(path / name, size)
     return manifest
 
@@ -283,22 +276,18 @@ def _check_consistent(manifest: dict) -> None:
         if "/" in name or not Inside().allows(name):
             raise DamageError(f"its manifest.json names {brief(name)}, which is not in the folder")
     for table in ("bytes", "checksums"):
-        if manifest.get(table, manifest["slices"]).keys() != names:
+        if manifest[table].keys() != names:
             raise DamageError(f"the {table} in its manifest.json are not those of its files")
     lacking = manifest["parameters"].keys() - manifest.get("counters", manifest["parameters"])
     if lacking:
         raise DamageError(f"its manifest.json has no counters of {brief(min(lacking))}")
-    known = {**manifest.get("frozen", {}), **manifest["parameters"]}
+    known = {**manifest["frozen"], **manifest["parameters"]}
     for slices in manifest["slices"].values():
         for piece in slices.values():
-            about = known.get(piece["parameter"])
-            if (
-                about is None and piece["kind"] != "frozen"
-            ):  # format 1 stores no shape of frozen ones
-                name = brief(piece["parameter"])
+            about, name = known.get(piece["parameter"]), brief(piece["parameter"])
+            if about is None:
                 raise DamageError(f"its manifest.json has slices of {name} and not its shape")
-            if about and not _fits(piece, about):
-                name = brief(piece["parameter"])
+            if not _fits(piece, about):
                 raise DamageError(f"its manifest.json has a slice that does not fit {name}")
 
 

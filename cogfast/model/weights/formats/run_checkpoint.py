@@ -8,7 +8,6 @@ shard's index, the number of shards and the dim they were split along.
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,15 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
-from cogfast.model.lora import SAT_ALPHA, is_lora_parameter
+from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.formats.checkpoint_manifest import (
     config_of,
     read_manifest,
     refusal,
-    run_of,
     verify_files,
 )
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-
-logger = logging.getLogger(__name__)
 
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 
@@ -37,7 +33,7 @@ class RunFiles:
     """A checkpoint's tensors, read by ranges; files are opened when they are needed.
 
     kinds: "master", "shadow" and so on; frozen: names of stored frozen weights; shapes: {name: shape}
-    of whole parameters, flat for frozen ones of the first format.
+    of whole parameters.
     """
 
     def __init__(self, folder: Path, manifest: dict) -> None:
@@ -55,15 +51,9 @@ class RunFiles:
                 pieces.sort()
         self.kinds = {kind for _, kind in self._pieces}
         self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")
-        known = {**manifest.get("frozen", {}), **manifest["parameters"]}
+        known = {**manifest["frozen"], **manifest["parameters"]}
         self._cuts = {name: tuple(about["cut"]) for name, about in known.items() if "cut" in about}
-        # The first format stores no shape of frozen weights: add up the lengths of their slices.
-        flat = {
-            n: (sum(p[1] for p in self._pieces[n, "frozen"][0, 1]),)
-            for n in self.frozen
-            if n not in known
-        }
-        self.shapes = {**flat, **{name: tuple(about["shape"]) for name, about in known.items()}}
+        self.shapes = {name: tuple(about["shape"]) for name, about in known.items()}
 
     def has_cut(self, name: str, shard: Shard) -> bool:
         """Return whether the files hold the parameter whole or split as `shard` is."""
@@ -222,14 +212,6 @@ def open_run(
         return values.view(shape)
 
     facts = _config_of_run(checkpoint_dir, manifest)
-    alpha = facts.get("lora_alpha", SAT_ALPHA) if facts else None
-    if alpha is None and any(is_lora_parameter(name) for name in files.shapes):
-        logger.warning(
-            "%s: nothing says the lora_alpha of its run, so %g is taken, SAT's default; set it with "
-            "cogfast convert --lora-alpha X",
-            checkpoint_dir,
-            SAT_ALPHA,
-        )
     which = "EMA weights" if ema else "weights"
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
@@ -238,36 +220,25 @@ def open_run(
         dtypes=dict.fromkeys(files.shapes, torch.float32),
         facts=facts | _trained_size(manifest),
         is_partial=True,
-        lora_alpha=alpha,
+        lora_alpha=facts.get("lora_alpha", SAT_ALPHA),
     )
 
 
 def _config_of_run(checkpoint_dir: Path, manifest: dict) -> dict[str, Any]:
-    """Return the fields of TransformerConfig with which the checkpoint was trained.
-
-    They are in the manifest, or in the run's training_config.yaml if the manifest has none; {} if both
-    are missing.
-    """
+    """Return the fields of TransformerConfig with which the checkpoint was trained."""
     from omegaconf.errors import OmegaConfBaseException
 
     from cogfast.schema.sat_network import transformer_arguments
-    from cogfast.schema.yaml_files import read_yaml
 
-    place, path = checkpoint_dir / "manifest.json", run_of(checkpoint_dir) / "training_config.yaml"
-    fix = "copy it again"
-    sections: Any = config_of(checkpoint_dir, manifest)
-    if "network_config" not in sections.get("model", {}):
-        if not path.is_file():
-            return {}
-        place, fix = path, "copy it again, or use a checkpoint that was copied without it"
-        try:
-            sections = read_yaml(path, str(path), is_plain=True)
-        except ValueError as error:
-            raise ValueError(f"{error}; {fix}") from None
+    model = config_of(checkpoint_dir, manifest).get("model", {})
+    if "network_config" not in model:
+        return {}
     try:
-        return transformer_arguments(sections["model"]["network_config"]["params"])
+        return transformer_arguments(model["network_config"]["params"])
     except (OmegaConfBaseException, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{place}: damaged, it has no network_config; {fix}") from None
+        raise ValueError(
+            f"{checkpoint_dir / 'manifest.json'}: damaged, its config has no network; copy it again"
+        ) from None
 
 
 def _trained_size(manifest: dict) -> dict[str, Any]:

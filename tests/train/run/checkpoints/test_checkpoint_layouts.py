@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from tests.model.weights.test_weights_load import seal
 from tests.support import tensor_parallel_cases
 from tests.support.tensor_parallel_cases import materialize
 from tests.support.tiny_run import launch_ranks, read_run_weights
@@ -75,10 +75,7 @@ def write_files(folder: Path, cut: tuple, whole: Tensor, count: int, num_ranges:
     about = {"shape": list(shape), "dtype": "float32"}
     if count > 1:
         about["cut"] = [dim, num_parts]
-    manifest = {"format": "cogfast-checkpoint-2", "step": 3, "slices": slices}
-    manifest["parameters"] = {"w": about}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return manifest
+    return seal(folder, {"step": 3, "slices": slices, "parameters": {"w": about}})
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
@@ -111,8 +108,7 @@ def test_only_what_a_share_needs_is_read(tmp_path: Path, cut: tuple) -> None:
     """Files of other shares may be gone."""
     shape, dim, num_parts = cut
     shares = split(numbers(shape), dim, num_parts, 4)
-    write_files(tmp_path, cut, numbers(shape), 4, 1)
-    source = open_run(tmp_path)
+    source = open_run(tmp_path, manifest=write_files(tmp_path, cut, numbers(shape), 4, 1))
     (tmp_path / "rank-00000.safetensors").unlink()
     (tmp_path / "rank-00001.safetensors").unlink()
     for index in (2, 3):
@@ -137,7 +133,7 @@ def test_only_the_ranges_of_the_share_are_read_of_a_whole_parameter(tmp_path: Pa
         if not any(s["start"] < stop and start < end for start, stop in needed):
             (tmp_path / file).unlink()
     assert len(list(tmp_path.glob("*.safetensors"))) < 6
-    found = open_run(tmp_path).read("w", Shard(shape, 0, 3, 1, 2))
+    found = open_run(tmp_path, manifest=manifest).read("w", Shard(shape, 0, 3, 1, 2))
     assert torch.equal(found, split(numbers(shape), 0, 3, 2)[1])
 
 
@@ -148,7 +144,7 @@ def test_a_gap_is_refused(tmp_path: Path, cut: tuple) -> None:
     manifest = write_files(tmp_path, cut, numbers(shape), 2, 3)
     ranges = odd_ranges(torch.Size(shape).numel() // 2, 3)
     del manifest["slices"]["rank-00003.safetensors"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    seal(tmp_path, manifest)
     source = open_run(tmp_path)
     source.read("w", Shard(shape, dim, num_parts, 0, 2))
     wanted = f"{tmp_path}: its slices of shard 1 of 2 of w end at element {ranges[0][1]} of "
