@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cogfast.finetune.schemas import PLACEHOLDER, Args
+from cogfast.finetune.schemas import Args
 from tests.support.tiny_run import ROOT
 
 # Typed from finetune/schemas/args.py of zai-org/CogVideo 7a1af71: {option: (type, default, required)}.
@@ -225,26 +224,6 @@ def test_validation_needs_its_files(missing, kind):
     del given[missing]
     with pytest.raises(ValueError, match=f"--do_validation true needs --{missing}; set it"):
         Args.parse_args(words(**given))
-
-
-def test_200_random_command_lines_end_without_a_traceback():
-    rng = random.Random(0)
-    flags = [f"--{name}" for name in SHELL] + ["--learning-rate", "--", "-x", "--fps", "--dry-run"]
-    values = ["1", "0", "-1", "1e400", "true", "maybe", "", "a=b", "=", "\0", "ü" * 300, "9" * 5000]
-    values += ["49x480x720", "x", "None", PLACEHOLDER, "--rank", "lora", "t2v", "${a}", "[1", "\n"]
-    ends = {"parsed": 0, "refused": 0}
-    for _ in range(200):
-        given = words() if rng.random() < 0.7 else []
-        for _ in range(rng.randrange(4)):
-            given += [rng.choice(flags), rng.choice(values)][: rng.choice((1, 2, 2, 2))]
-        try:
-            Args.parse_args(given)
-            ends["parsed"] += 1
-        except ValueError as error:
-            assert "\n" not in str(error), given
-            assert len(str(error)) < 1500, given
-            ends["refused"] += 1
-    assert min(ends.values()) > 20, ends
 
 
 def test_help_is_grouped_has_each_default_and_imports_no_torch():

@@ -21,11 +21,9 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import cogfast.train.trainer
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
-from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer, get_model_cls
+from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
 from cogfast.finetune.schemas import PLACEHOLDER
 from cogfast.finetune.translate import translate
 from cogfast.train.encode import Encoder
@@ -132,7 +130,7 @@ def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch,
     }
     if family.endswith("i2v"):
         batch["images"] = draw(2, 3, *SIZE).clamp(-1, 1)
-    for times in ([0, 1], [10, 49], [50, 500], [998, 999]):
+    for times in ([0, 10], [50, 999]):
         t = torch.tensor(times)
         monkeypatch.setattr(run.diffusion.loss.sigma_sampler, "sample", lambda rng, t=t: t)
         rng = SlotRandom(args.seed, 0, [0, 1], 2)
@@ -254,8 +252,7 @@ def copy_adapters(transformer: torch.nn.Module, trained: dict[str, Tensor]) -> N
             tensor.copy_(ours[name])
 
 
-@pytest.mark.parametrize("cache", [None, "none"], ids=["cached", "encoded in each step"])
-@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+@pytest.mark.parametrize(("family", "cache"), [("5b", None), ("1.5_5b_i2v", "none")])
 def test_an_overridden_loss_gets_upstreams_batches(family, cache, options, tmp_path):
     """It sees upstream's keys, and with the own loss of these batches the run is the same."""
     trainer = get_model_cls(KINDS[family][0], "lora")
@@ -286,28 +283,6 @@ def test_an_overridden_loss_gets_upstreams_batches(family, cache, options, tmp_p
     assert (
         found[1][:2] == ("prompt_embedding", 1) and found[1][2] <= length and found[1][3] == WIDTH
     )
-
-
-def test_the_printed_configuration_trains_the_same_weights(options, tmp_path):
-    """All weights, bit for bit; and the last checkpoint is a model that diffusers opens."""
-    trainer = CogVideoXT2VSftTrainer(
-        Args(**options("5b", training_type="sft", train_steps=4, learning_rate=1e-3))
-    )
-    file = tmp_path / "printed.yaml"
-    file.write_text(trainer.config.describe())
-    trainer.train()
-    again = load_config([file], [f"args.run_folder={tmp_path / 'again'}"])
-    cogfast.train.trainer.Trainer(again).train()
-    expected = read_run_weights(tmp_path / "out" / "checkpoint-4")
-    found = read_run_weights(tmp_path / "again" / "checkpoint-4")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    folder = tmp_path / "out" / "checkpoint-4" / "transformer"
-    stock = dict(CogVideoXTransformer3DModel.from_pretrained(folder).named_parameters())
-    for block in range(2):
-        ours = expected[f"blocks.{block}.attention.out.weight"]
-        assert torch.equal(stock[f"transformer_blocks.{block}.attn1.to_out.0.weight"], ours)
-    assert not (tmp_path / "out" / "checkpoint-2").exists()
 
 
 # --- upstream's four scripts: their options and values, with other paths and sizes ---
@@ -423,7 +398,9 @@ def check_folder(out: Path, training: str) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
         assert any("lora_B" in name and tensor.any() for name, tensor in tensors.items())
     else:
-        CogVideoXTransformer3DModel.from_pretrained(checkpoint / "transformer")
+        stock = CogVideoXTransformer3DModel.from_pretrained(checkpoint / "transformer")
+        ours = read_run_weights(checkpoint)["blocks.1.attention.out.weight"].bfloat16()
+        assert torch.equal(stock.transformer_blocks[1].attn1.to_out[0].weight.bfloat16(), ours)
 
 
 @pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
