@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,14 +125,11 @@ def test_an_odd_clip_alone_beside_good_ones(tmp_path: Path, good: Path, kind: st
 
 # {kind of a fourth clip's caption: (its file, part of the one-line error; None: the run must continue)}
 CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
-    "none": (None, "1/4 videos without a label file"),
     "empty": (b"", "1/4 label files without a caption in the first line"),
     "spaces": (b" \t\n \n", "1/4 label files without a caption in the first line"),
     "10 MB": (b"word " * 2 * 2**20, "10485760 bytes; a caption may have at most 1048576"),
-    "not UTF-8": ("Größe".encode("latin-1"), "line 1 is not UTF-8"),
     "UTF-16": ("a caption".encode("utf-16"), "line 1 is not UTF-8"),
     "a zero": (b"a\0b\n", "line 1 is not UTF-8"),
-    "UTF-8 with a mark": ("a caption".encode("utf-8-sig"), None),
     "Windows line ends": (b"a caption\r\nanother\r\n", None),
     "several lines": (b"a caption\nanother\nanother\n", None),
     "from right to left": ("\u05d0\u05d1 \u202egnirts".encode(), None),
@@ -141,41 +137,18 @@ CAPTIONS: dict[str, tuple[bytes | None, str | None]] = {
     "escapes": (b"\x1b[31mred\x1b]0;title\x07 \x9b2J".replace(b"\x9b", b"\xc2\x9b"), None),
     "a megabyte": (b"word " * 200_000, None),
 }
-GOOD_ROWS = "path,caption\nvideos/0.mp4,a\nvideos/1.mp4,b\n"
-LINES = '{"path": "videos/0.mp4", "caption": "a"}\n{"path": "videos/1.mp4", "caption": "b"}\n'
-# {kind: (file extension, content of a manifest, part of the error; None: the run must continue)}
-MANIFESTS: dict[str, tuple[str, str, str | None]] = {
-    "an open quote": ("csv", GOOD_ROWS + '"videos/2.mp4,c\n', "is not CSV"),
-    "a quote within": ("csv", GOOD_ROWS + 'videos/2.mp4,"a" b\n', "line 4 is not CSV"),
-    "no caption column": ("csv", "path,words\nvideos/0.mp4,a\n", "has no column caption"),
-    "no rows": ("csv", "path,caption\n", "no sample in it"),
-    "nothing": ("csv", "", "has no column path"),
-    "more values than columns": ("csv", GOOD_ROWS + "videos/2.mp4,a,b\n", "line 4 has more values"),
-    "rows twice": ("csv", GOOD_ROWS + "videos/0.mp4,a\n" * 2, None),
-    "a line of a million": ("csv", GOOD_ROWS + f"videos/2.mp4,{'x ' * 500_000}\n", "is not CSV"),
-    "a line of two million": (
-        "jsonl",
-        LINES + json.dumps({"path": "videos/2.mp4", "caption": "x" * 2_000_000}),
-        "caption may have at most",
-    ),  # fmt: skip
-    "weights that are none": (
-        "jsonl",
-        LINES + '{"path": "videos/2.mp4", "caption": "c", "weight": NaN}',
-        "weight=nan must be a number, 0 or more",
-    ),  # fmt: skip
-    "types that are none": ("jsonl", LINES + '{"path": ["a"], "caption": {}}', "must be text"),
-    "a list": ("jsonl", LINES + "[1, 2]", "line 3 must be an object"),
-    "nested deeply": ("jsonl", LINES + "[" * 100_000, "line 3 is not JSON"),
-    "files that are not there": (
-        "jsonl",
-        LINES + '{"path": "../../nowhere", "caption": "c"}',
-        None,
-    ),
-    "a file of the system": ("jsonl", LINES + '{"path": "/etc/passwd", "caption": "c"}', None),
-    "an address": ("jsonl", LINES + '{"path": "s3://bucket/x.mp4", "caption": "c"}', None),
-    "a command": ("jsonl", LINES + '{"path": "pipe:touch made", "caption": "c"}', None),
-    "a name of escapes": ("jsonl", LINES + '{"path": "\\u001b[31m\\n", "caption": "c"}', None),
-    "a name of 5,000": ("jsonl", LINES + json.dumps({"path": "x" * 5000, "caption": "c"}), None),
+GOOD_LINES = [{"path": f"videos/{i}.mp4", "caption": "a"} for i in range(2)]
+_row = lambda path, caption="c": json.dumps({"path": path, "caption": caption})
+# {kind of a manifest's third line: (the line, part of the error; None: the run must continue)}
+MANIFESTS: dict[str, tuple[str, str | None]] = {
+    "a line of two million": (_row("videos/2.mp4", "x" * 2_000_000), "caption may have at most"),
+    "nested deeply": ("[" * 100_000, "line 3 is not JSON"),
+    "files that are not there": (_row("../../nowhere"), None),
+    "a file of the system": (_row("/etc/passwd"), None),
+    "an address": (_row("s3://bucket/x.mp4"), None),
+    "a command": (_row("pipe:touch made"), None),
+    "a name of escapes": (_row("\x1b[31m\n"), None),
+    "a name of 5,000": (_row("x" * 5000), None),
 }
 
 
@@ -187,28 +160,16 @@ def _tar(path: Path, members: list[tuple[str | tarfile.TarInfo, bytes]]) -> None
             tar.addfile(info, io.BytesIO(data))
 
 
-def _member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
-
-
 def _shard(kind: str, path: Path, clip: bytes) -> None:
     members: list = [
         (f"{i}.{end}", data) for i in range(4) for end, data in (("mp4", clip), ("txt", b"text"))
     ]
     if kind == "a member of the same name":
         members.append(("0.txt", b"new text"))
-    elif kind == "a name that leaves":
-        members.append(("../9.mp4", clip))
-    elif kind == "a hard link":
-        members.append((_member("9.mp4", tarfile.LNKTYPE, "0.mp4"), b""))
-    elif kind == "a link":
-        members.append((_member("9.mp4", tarfile.SYMTYPE, "/etc/passwd"), b""))
     elif kind == "a sparse member":
-        members.append((_member("9.mp4", tarfile.GNUTYPE_SPARSE), b""))
-    elif kind == "a device":
-        members.append((_member("9.mp4", tarfile.CHRTYPE), b""))
+        sparse = tarfile.TarInfo("9.mp4")
+        sparse.type = tarfile.GNUTYPE_SPARSE
+        members.append((sparse, b""))
     elif kind == "a tar in it":
         _tar(path, members)
         members.append(("9.tar", path.read_bytes()))
@@ -216,44 +177,22 @@ def _shard(kind: str, path: Path, clip: bytes) -> None:
         members += [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")]
     _tar(path, members)
     data = path.read_bytes()
-    if kind == "cut in a video":
-        path.write_bytes(data[: len(data) // 2])
-    elif kind == "cut in a header":
-        path.write_bytes(data[:100])
-    elif kind == "a zip":
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr("0.mp4", clip)
-    elif kind == "noise in its headers":
+    if kind == "noise in its headers":
+        middle = len(data) // 2 // 512 * 512 + 100
         noise = bytearray(data)
-        noise[len(data) // 2 // 512 * 512 + 100 :: 37] = bytes(
-            len(noise[len(data) // 2 // 512 * 512 + 100 :: 37])
-        )
+        noise[middle::37] = bytes(len(noise[middle::37]))
         path.write_bytes(noise)
 
 
 TARS: dict[str, str | None] = {
     "a member of the same name": None,
-    "a name that leaves": "'../9.mp4' has an absolute path or .. in its name",
-    "a hard link": "'9.mp4' is a link to '0.mp4'",
-    "a link": "'9.mp4' is a link to '/etc/passwd'",
     "a sparse member": "'9.mp4' is a sparse file",
-    "a device": None,
     "a tar in it": None,
     "names of escapes": None,
-    "cut in a video": None,
-    "cut in a header": "not a tar file (",
-    "a zip": "not a tar file (",
     "noise in its headers": None,
 }
 
-QUICK = (
-    "10 MB",
-    "escapes",
-    "a name of escapes",
-    "nested deeply",
-    "names of escapes",
-    "a sparse member",
-)
+QUICK = ("10 MB", "escapes", "a name of escapes", "nested deeply", "names of escapes")
 SOURCES = (*CAPTIONS, *MANIFESTS, *TARS)
 
 
@@ -269,9 +208,9 @@ def test_sources(tmp_path: Path, good: Path, kind: str) -> None:
         if text is not None:
             (data / "labels/odd.txt").write_bytes(text)
     elif kind in MANIFESTS:
-        ending, text, message = MANIFESTS[kind]
-        source, target, number = data / f"clips.{ending}", MANIFEST, 2
-        source.write_text(text)
+        line, message = MANIFESTS[kind]
+        source, target, number = data / "clips.jsonl", MANIFEST, 2
+        source.write_text("\n".join([*map(json.dumps, GOOD_LINES), line]))
     else:
         source, target, message = root / "s.tar", SHARDS, TARS[kind]
         _shard(kind, source, (good / "videos/0.mp4").read_bytes())

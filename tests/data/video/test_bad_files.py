@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-import av
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -21,15 +20,10 @@ from cogfast.data.video import file as video_file
 from cogfast.data.video.clip import read_image
 from cogfast.data.video.file import read_header
 from cogfast.data.video.reader import open_video
+from tests.cli.hostile.media_kinds import BAD
 from tests.support.video_files import constant_rate, sat_folder, write_clip
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
-
-
-def _truncated(path: Path) -> None:
-    """Cut off the index, which writers put at the end."""
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) * 2 // 3])
 
 
 def _cut_short(path: Path) -> None:
@@ -39,27 +33,9 @@ def _cut_short(path: Path) -> None:
     path.write_bytes(whole[: whole.index(b"mdat") + 60])
 
 
-def _audio_only(path: Path) -> None:
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=16000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
-        frame.sample_rate = 16000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-
-
-def _no_right(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
-
-
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _picture(path: Path) -> None:
-    Image.new("RGB", (48, 32)).save(path, "png")
+def _made(kind: str) -> Callable[[Path], None]:
+    """Replace a clip by a file of the hostile suite."""
+    return lambda path: (path.unlink(), BAD[kind](path))[0]
 
 
 def _all_at_once(path: Path) -> None:
@@ -73,12 +49,20 @@ def _all_at_once(path: Path) -> None:
 
 # {kind: (function that damages a good clip, reason from its header (None: good), reason from reading)}
 KINDS = {
-    "truncated": (_truncated, "no video stream in it", "no video stream|not a readable video"),
+    "truncated": (
+        _made("cut at 60%"),
+        "no video stream in it",
+        "no video stream|not a readable video",
+    ),
     "cut short": (_cut_short, None, "do not decode|does not decode|truncated|not a readable video"),
-    "zero bytes": (lambda p: p.write_bytes(b""), r"empty \(0 bytes\)", r"empty \(0 bytes\)"),
-    "audio only": (_audio_only, "no video stream in it", "no video stream in it|not a readable"),
+    "zero bytes": (_made("zero bytes"), r"empty \(0 bytes\)", r"empty \(0 bytes\)"),
+    "audio only": (
+        _made("audio alone"),
+        "no video stream in it",
+        "no video stream in it|not a readable",
+    ),
     "one frame": (
-        lambda p: write_clip(p, [0.0], size=(32, 48)),
+        _made("one frame"),
         "1 frame at .* fps = .* s, need 1.1 s",
         "1 frame at .* fps = .* s, need 1.1 s",
     ),
@@ -89,11 +73,11 @@ KINDS = {
         "not a readable video",
         "not a readable video",
     ),
-    "no video": (lambda p: p.write_text("a text"), "not a readable video", "not a readable video"),
-    "unreadable": (_no_right, "cannot be opened", "cannot be opened"),
-    "a pipe": (_pipe, "not a file but a folder, pipe", "not a file but a folder, pipe"),
+    "no video": (_made("text"), "not a readable video", "not a readable video"),
+    "unreadable": (_made("a link to itself"), "cannot be opened", "cannot be opened"),
+    "a pipe": (_made("a pipe"), "not a file but a folder, pipe", "not a file but a folder, pipe"),
     "a picture": (
-        _picture,
+        _made("a picture"),
         r"an image \(png\), not a video",
         r"image \(png\)|not a readable|1 frame at",
     ),
