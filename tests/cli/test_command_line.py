@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,31 +37,10 @@ def train_arguments(sat_configs: Path, *arguments: str) -> list[str]:
 
 
 def test_sats_flags_become_overrides(sat_configs):
-    flags = [
-        "--train-iters",
-        "10",
-        "--bf16",
-        "--save-interval",
-        "5",
-        "--load",
-        "some: where",
-        "--train-data",
-        "a",
-        "b",
-        "--experiment-name",
-        "7",
-        "--no-load-rng",
-        "--lr",
-        "1e-4",
-        "--seed",
-        "3",
-        "--resume",
-        "auto",
-        "--local_rank",
-        "0",
-        "--zero_stage",
-        "1",
-    ]
+    flags = shlex.split(
+        "--train-iters 10 --bf16 --save-interval 5 --load 'some: where' --train-data a b "
+        "--experiment-name 7 --no-load-rng --lr 1e-4 --seed 3 --resume auto --local_rank 0 --zero_stage 1"
+    )
     request = parse_train(train_arguments(sat_configs, *flags))
     config = load_config(request.base, request.overrides)
     args = config.args
@@ -202,28 +182,15 @@ def test_help_imports_nothing_slow():
     assert run(sys.executable, "-c", code).stdout == "False\n"
 
 
-def test_upstreams_script_names(sat_configs):
-    arguments = train_arguments(sat_configs, "--seed", "11", "--dry-run")
-    shown = run(sys.executable, "scripts/train_video.py", *arguments)
-    assert shown.returncode == 0, shown.stderr
-    assert "  seed: 11" in shown.stdout
+def test_upstreams_script_of_sampling():
     refused = run(sys.executable, "scripts/sample_video.py", "--base", "nothing.yaml")
     assert refused.returncode == 2
     assert "--base nothing.yaml: no such file" in refused.stderr
 
 
-def test_finetune_scripts_pass_arguments_on(tmp_path, sat_configs):
+def test_a_finetune_script_passes_arguments_on(tmp_path, sat_configs):
     base = f"{sat_configs / 'cogvideox_2b.yaml'} {sat_configs / 'sft.yaml'}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    one = run(
-        ROOT / "scripts/finetune_single_gpu.sh",
-        "args.train_iters=77",
-        "--dry-run",
-        BASE=base,
-        PATH=path,
-    )
-    assert one.returncode == 0, one.stderr
-    assert "  train_iters: 77" in one.stdout
     # torchrun is replaced by a script that shows its arguments
     fake = tmp_path / "torchrun"
     fake.write_text('#! /bin/bash\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"\n')

@@ -44,22 +44,21 @@ def go(file: Path) -> None:
     Path(f"{file}.go").touch()
 
 
-@pytest.mark.parametrize("lost", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
 def test_a_reader_that_ends_does_not_end_the_command(tmp_path: Path, lost: str) -> None:
     """The reader of a pipe ends first, as in `cogfast train 2>&1 | head`."""
     file = tmp_path / "end"
     process = start(file, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for name in ("stdout", "stderr"):
-        if lost in (name, "both"):
+        if lost == name:
             getattr(process, name).close()
     go(file)
-    kept = {"stdout": process.stderr, "stderr": process.stdout}.get(lost)
-    text = kept.read().decode() if kept else ""
+    text = (process.stderr if lost == "stdout" else process.stdout).read().decode()
     assert process.wait(timeout=30) == 0
     assert file.read_text() == "True ''"
     if lost == "stdout":
         assert text.startswith("line 0\nof a library\nline 1\n")
-    elif lost == "stderr":
+    else:
         assert text == "printed 0\nprinted 1\nprinted 2\n"
 
 
@@ -75,7 +74,7 @@ def test_a_terminal_that_is_closed_does_not_end_the_command(tmp_path: Path) -> N
     assert file.read_text() == "True ''"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_at_the_start(tmp_path: Path, closed: str) -> None:
     """Files that the command opens do not take their place."""
     file = tmp_path / "end"
@@ -90,4 +89,4 @@ def test_streams_that_are_closed_at_the_start(tmp_path: Path, closed: str) -> No
     )
     assert done.returncode == 0, done.stderr
     assert file.read_text() == "True ''"
-    assert (done.stdout == "") == (">&- " in f"{closed} ".replace("2>&-", ""))
+    assert (done.stdout == "") == (closed != "2>&-")

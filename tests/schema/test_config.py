@@ -63,22 +63,14 @@ def test_upstreams_files_load_unchanged(sat_configs, model, second):
             expected = float(value) if isinstance(value, str) and value.startswith("1e-") else value
             assert loaded[key] == expected, key
             assert config.origins[key] == file.name, key
-
-
-@pytest.mark.parametrize("second", ["sft", "inference"])
-@pytest.mark.parametrize("model", MODELS)
-def test_dry_run_is_yaml_with_an_origin_at_every_value(sat_configs, model, second):
-    files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
-    config = load_config(files)
+    # A dry run is YAML with an origin at every value.
     text = config.describe()
-    assert text == load_config(files).describe()
     assert OmegaConf.to_container(OmegaConf.create(text)) == values(config)
-    names = (f"{model}.yaml", f"{second}.yaml", "default")
     for line in text.splitlines():
         if line.startswith("#"):
             assert " is accepted and not used: " in line
         elif not line.rstrip().endswith((":", ": {}", "-")):
-            assert line.rpartition("  # ")[2] in names, line
+            assert line.rpartition("  # ")[2] in (*(f.name for f in files), "default"), line
 
 
 def test_saved_configuration_loads_to_the_same(sat_configs, tmp_path):

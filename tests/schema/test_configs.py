@@ -104,19 +104,17 @@ def facts(config: Config) -> dict:
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
-    ours, theirs = facts(load_as_upstream(name)), facts(load_config([sat_configs / f"{name}.yaml"]))
+    configs = load_as_upstream(name), load_config([sat_configs / f"{name}.yaml"])
+    ours, theirs = map(facts, configs)
     for key, value in theirs.items():
         assert ours[key] == value, key
-    scales = [
-        ModelArguments.from_config(config).image_latent_scale
-        for config in (load_as_upstream(name), load_config([sat_configs / f"{name}.yaml"]))
-    ]
+    scales = [ModelArguments.from_config(config).image_latent_scale for config in configs]
     # The released 1.5-I2V and diffusers' pipeline have another scale than SAT's trainer.
     own = "pipeline" if name == "cogvideox1.5_5b_i2v" else "trainer"
     assert scales == [own, "trainer"]
 
 
-@pytest.mark.parametrize("more", [("sft",), ("lora", "sft"), ("inference",), ("lora", "inference")])
+@pytest.mark.parametrize("more", [("sft",), ("lora", "inference")])
 @pytest.mark.parametrize("model", MODELS)
 def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, *more)]
@@ -134,7 +132,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["cogvideox_2b", "cogvideox1.5_5b_i2v"])
 def test_placeholders_are_refused_with_the_fix(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -176,9 +174,9 @@ def test_precision_and_stage(model: str) -> None:
     assert TrainArguments.from_config(load(model, "sft")).zero_stage == 2
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_order_of_lora_and_sft_does_not_matter(model: str) -> None:
-    assert load(model, "lora", "sft").sections() == load(model, "sft", "lora").sections()
+def test_order_of_lora_and_sft_does_not_matter() -> None:
+    one, other = (load("cogvideox_5b", *more) for more in (("lora", "sft"), ("sft", "lora")))
+    assert one.sections() == other.sections()
 
 
 def test_script_defaults_load() -> None:

@@ -277,20 +277,14 @@ def test_sampling_takes_the_runs_choice(
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["cudnn", "efficient", "fa2", "fa3", "fa4"])
-@pytest.mark.parametrize("command", ["train", "sample"])
+@pytest.mark.parametrize(("command", "name"), [("train", "cudnn"), ("sample", "fa3")])
 def test_a_name_that_cannot_run_says_what_can(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture, command: str, name: str
 ) -> None:
     arguments = ["--base", str(base), f"args.attention_backend={name}", f"args.save={tmp_path}"]
     if command == "sample":
-        arguments += [
-            "args.force_inference=true",
-            "--prompt",
-            "a bar",
-            "--out",
-            str(tmp_path / "out"),
-        ]
+        out = str(tmp_path / "out")
+        arguments += ["args.force_inference=true", "--prompt", "a bar", "--out", out]
     assert main([command, *arguments]) == 2
     wanted = f"args.attention_backend={name}: it needs a CUDA GPU; this machine can run: auto, flash, math"
     assert capsys.readouterr().err.strip().endswith(wanted)

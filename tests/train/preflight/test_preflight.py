@@ -104,16 +104,14 @@ REFUSED = {
     "args.train_data=[nowhere]": "args.train_data: folder nowhere does not exist; set it to",
     "args.valid_data=[nowhere]": "args.valid_data: folder nowhere does not exist; set it to",
     "args.train_data=[]": "args.train_data is empty; set it to the folders of",
-    "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
     "args.train_data_weights=[0]": "must be numbers of 0 or more, at least one of them above 0; ",
-    "args.cached_noised_images=-1": "args.cached_noised_images=-1 must be a whole number from 0 to",
+    "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
     "args.cached_noised_images=2": "but args.latent_cache is not set; set that to a folder of",
     "args.cached_noised_images=2 args.latent_cache=cache": (
         "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
     ),
     "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
-    "args.epochs=0": "args.epochs=0 must be a whole number from 1 to 1e+09 or null",
     "args.model_parallel_size=4": (
         "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
         "6, 10, 15, 30"
@@ -133,8 +131,6 @@ REFUSED = {
         "configs/lora.yaml to --base, or args.quantize_base=none"
     ),
     "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA, whose base is frozen, but this run",
-    "args.quantize_base=int4": "args.quantize_base='int4' must be one of none, int8, fp8",
-    "args.replica_check_interval=0": "args.replica_check_interval=0 must be a whole number from 1",
     "args.context_parallel_size=4": (
         "command line: args.context_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
         "6, 10, 15, 30"
@@ -155,7 +151,6 @@ REFUSED = {
     "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),
-    "deepspeed.train_micro_batch_size_per_gpu=0": "_per_gpu=0 must be a whole number from 1 to",
     "deepspeed.train_batch_size=15": (
         "deepspeed.train_batch_size=15 does not fit 8 data-parallel ranks: "
         "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"
@@ -190,8 +185,6 @@ REFUSED = {
     "args.split=": "args.split='' must be the shares of training, validation and test data, such",
     "args.split=0,1": "args.split='0,1' must be the shares of training",
     "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "by a text enc",
-    "args.eval_iters=0": "command line: args.eval_iters=0 must be a whole number from 1",
-    "args.keep_last=-1": "command line: args.keep_last=-1 must be a whole number from 0",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
     "model.input_key=jpg": "model.input_key=jpg must be mp4, the key of the videos",
     **{
@@ -207,7 +200,6 @@ REFUSED = {
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
     ),
     "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
-    "args.warmup=3": "command line: args.warmup=3 must be a share of the steps",
     "model.first_stage_config.params.ckpt_path=null": (
         "command line: model.first_stage_config.params.ckpt_path is missing: an autoencoder with random"
     ),
@@ -217,7 +209,6 @@ REFUSED = {
     "model.sampler_config.params.num_steps=0": (
         "model.sampler_config: num_steps=0 must be from 1 to 1000; use 50"
     ),
-    "model.denoiser_config.params.num_idx=0": "num_idx=0 must be a whole number from 2 to 100000",
     "deepspeed.optimizer.params.betas=[0.9,2]": (
         "deepspeed.optimizer: FusedEmaAdam betas=[0.9, 2] must be in [0, 1)"
     ),
@@ -292,14 +283,7 @@ def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
         check_train(checked, world_size=8)
 
 
-FRAMES_1_5 = {
-    49: None,
-    57: None,
-    60: "use 57 or 65",
-    81: None,
-    161: None,
-    177: "at most 161; use 161",
-}
+FRAMES_1_5 = {57: None, 60: "use 57 or 65", 161: None, 177: "at most 161; use 161"}
 
 
 @pytest.mark.parametrize("num_frames", FRAMES_1_5)
@@ -325,8 +309,6 @@ def test_sizes_within_a_rotary_table_and_beyond(config):
     "model, size, fix",
     [
         ("cogvideox_2b", [470, 720], [480, 720]),
-        ("cogvideox_5b_i2v", [300, 333], [480, 720]),
-        ("cogvideox_5b", [470, 730], [464, 720]),
         ("cogvideox_5b", [500, 4000], [480, 720]),
         ("cogvideox1.5_5b_i2v", [767, 1361], [768, 1360]),
     ],
