@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -141,9 +142,12 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("case", SECOND)
-def test_the_second_ctrl_c_ends_a_save_and_no_other_signal(case: str) -> None:
-    sent, is_ended = SECOND[case]
+def test_the_second_ctrl_c_ends_a_save_and_no_other_signal() -> None:
+    with ThreadPoolExecutor(len(SECOND)) as pool:  # each spends its time in sleeps
+        list(pool.map(lambda case: check_second(*case), SECOND.values()))
+
+
+def check_second(sent: list[signal.Signals | float], is_ended: bool) -> None:
     process = started(SAVING.format(seconds=60 if is_ended else 2.5))
     assert process.stdout.readline() == "listens\n"
     for step in sent:
@@ -153,11 +157,10 @@ def test_the_second_ctrl_c_ends_a_save_and_no_other_signal(case: str) -> None:
             process.send_signal(step)
     printed, errors = process.communicate(timeout=30)
     if is_ended:
-        assert errors == "ended at once by a second SIGINT\n"
-        assert printed == "saving\n"
+        assert (printed, errors) == ("saving\n", "ended at once by a second SIGINT\n"), sent
         assert process.returncode > 128
     else:
-        assert (printed, errors, process.returncode) == ("saving\nremoved\n", "", 0)
+        assert (printed, errors, process.returncode) == ("saving\nremoved\n", "", 0), sent
 
 
 def test_a_signal_after_the_save_changes_nothing() -> None:

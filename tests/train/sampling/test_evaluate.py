@@ -99,13 +99,11 @@ def hand_computed(trainer: Trainer, num_samples: int) -> list[float]:
     return (bands / num_samples).tolist()
 
 
-@pytest.mark.parametrize(
-    ("family", "num_frames"), [("5b", 9), ("1.5_5b_i2v", 17), ("1.5_5b_i2v", 9)]
-)
+@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
 def test_held_out_loss_is_the_formula_at_band_middles(
-    tmp_path: Path, data: Path, family: str, num_frames: int
+    tmp_path: Path, data: Path, family: str
 ) -> None:
-    frames = (f"data.params.max_num_frames={num_frames}",)
+    frames = ("data.params.max_num_frames=9",)
     options = {"eval_with_ema": False, "eval_num_samples": 0}
     trainer = make(tmp_path, data, family, frames, **options)
     transformer = trainer.engine.transformer
@@ -233,7 +231,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
     assert found[:, :, :7].min() > 0.99 and found[:, :, 9:].max() < -0.99
 
 
-@pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+@pytest.mark.parametrize("family", ["2b", "1.5_5b_i2v"])
 def test_videos_have_the_frames_of_the_data(tmp_path: Path, data: Path, family: str) -> None:
     """Captions, and for I2V first frames, of the held-out clips; padding frames are dropped."""
     fps = 24 if family == "2b" else None
@@ -267,15 +265,12 @@ def test_an_evaluation_uses_the_negative_prompt_as_sampling_does(
     assert differences["dim"] < 1e-6 and differences["none"] > 1e-4
 
 
-@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
-def test_encoded_data_is_sampled_from_its_embeddings(
-    tmp_path: Path, data: Path, family: str
-) -> None:
+def test_encoded_data_is_sampled_from_its_embeddings(tmp_path: Path, data: Path) -> None:
     """Two latent frames: 5 pixel frames, fewer than the model's table holds. No T5 is loaded."""
     base = write_config(
         tmp_path / "base.yaml",
         data,
-        family,
+        "1.5_5b_i2v",
         dataset={"target": ENCODED},
         valid_data=["anything"],
         train_data=["anything"],
@@ -411,9 +406,6 @@ def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(
     ("owner", "method", "what"),
     [
         (Evaluator, "_encoded", "the held-out loss"),
-        (Evaluator, "_band_losses", "the held-out loss"),
-        (Evaluator, "_prompts", "sampling"),
-        (VideoMaker, "condition", "sampling"),
         (VideoMaker, "frames", "sampling"),
     ],
 )

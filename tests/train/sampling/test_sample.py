@@ -21,7 +21,6 @@ from cogfast.train.sampling.sizes import read_image
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     CHANNELS,
-    SIDE,
     launch_ranks,
     run_folder,
     write_clips,
@@ -47,7 +46,7 @@ def train(folder: Path, data: Path, family: str, *overrides: str, **named: objec
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return {f: train(folder / f, data, f) for f in ("5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")}
+    return {f: train(folder / f, data, f) for f in ("5b", "5b_i2v", "1.5_5b")}
 
 
 @pytest.fixture
@@ -68,11 +67,9 @@ def latents(folder: Path) -> torch.Tensor:
     return torch.stack([load_file(folder / name)["latents"] for name in files])
 
 
-@pytest.mark.parametrize("family", ["5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+@pytest.mark.parametrize("family", ["5b_i2v", "1.5_5b"])
 def test_videos_of_a_run(tmp_path: Path, runs: dict[str, Path], picture: Path, family: str) -> None:
     image = ["--image", str(picture)] if family.endswith("i2v") else []
-    if family == "1.5_5b_i2v":  # which takes the picture's shape otherwise
-        image.append(f"args.sampling_image_size=[{SIDE},{SIDE}]")
     arguments = ["--prompt", "a bar", "--prompt", "two bars", *image]
     found = sample(runs[family], tmp_path / "out", *arguments)
     assert list(found.values()) == ["a bar", "two bars"]
@@ -145,16 +142,6 @@ def test_prompts_of_a_file_with_images(
     assert not torch.allclose(one[1], two[1], rtol=0, atol=1e-3)
 
 
-def test_a_seed_gives_its_videos(tmp_path: Path, runs: dict[str, Path]) -> None:
-    arguments = ["--prompt", "a", "--prompt", "a", LATENTS]
-    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
-        sample(runs["5b"], tmp_path / name, *arguments, "--seed", str(seed))
-    one, again, other = (latents(tmp_path / name) for name in ("one", "again", "other"))
-    assert torch.equal(one, again)
-    assert not torch.allclose(one, other, rtol=0, atol=1e-2)
-    assert not torch.allclose(one[0], one[1], rtol=0, atol=1e-2)  # one prompt, noise of its own
-
-
 def test_each_prompt_gets_a_video_of_each_seed(
     tmp_path: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -167,6 +154,7 @@ def test_each_prompt_gets_a_video_of_each_seed(
     rows = json.loads((tmp_path / "all" / "settings.json").read_text())["prompts"]
     assert [(row["text"], row["seed"]) for row in rows] == [("a", 5), ("a", 9), ("b", 5), ("b", 9)]
     four = latents(tmp_path / "all")
+    assert not torch.allclose(four[0], four[1], rtol=0, atol=1e-2)
     for i, (prompt, seed) in enumerate((("a", 5), ("a", 9), ("b", 5), ("b", 9))):
         out = tmp_path / str(i)
         (name,) = sample(runs["5b"], out, "--prompt", prompt, LATENTS, "--seed", str(seed))

@@ -169,16 +169,13 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("family", "num_frames"), [("2b", 9), ("5b", 9), ("1.5_5b", 17), ("1.5_5b", 9)]
-)
+@pytest.mark.parametrize("family", ["2b", "1.5_5b"])
 def test_a_pipeline_alone_gives_diffusers_latents(
-    family: str, num_frames: int, pipelines: Pipelines, tmp_path: Path
+    family: str, pipelines: Pipelines, tmp_path: Path
 ) -> None:
-    padded = (num_frames - 1) // 4 + (2 if family == "1.5_5b" else 1)
-    size = f"args.sampling_num_frames={padded}"
+    size = f"args.sampling_num_frames={4 if family == '1.5_5b' else 3}"
     settings = sample(tmp_path, pipelines.path(family), *LATENTS, size)
-    expected = pipelines.latents(pipelines.load(family), num_frames)
+    expected = pipelines.latents(pipelines.load(family), 9)
     assert_close(latents(tmp_path), expected)
     assert settings["dtype"] == "fp32"
     assert settings["scale_factor"] == 0.7

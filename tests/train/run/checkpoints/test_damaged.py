@@ -240,3 +240,22 @@ def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> N
     write_manifest(checkpoint, manifest)
     with pytest.raises(ValueError, match=f"{match}.*--resume {run}/checkpoints/00000002$"):
         read_manifest(checkpoint, RESUMABLE)
+
+
+def test_what_is_missing_names_the_last_good_checkpoint(good: Path, tmp_path: Path) -> None:
+    """Damaged ones before it are skipped."""
+    run = copy_of(good, tmp_path)
+    old, damaged, new = (run / "checkpoints" / f"0000000{step}" for step in (2, 3, 4))
+    shutil.copytree(old, damaged)
+    weights = damaged / "rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    for gone, what in (
+        ("rank-00000.safetensors", "is missing"),
+        ("manifest.json", "it has no man"),
+    ):
+        (new / gone).unlink()
+        with pytest.raises(ValueError, match=f"{what}.*that of step 2: --resume {old}$"):
+            read_manifest(new, RESUMABLE)
+    shutil.rmtree(new)
+    with pytest.raises(ValueError, match=f"no such folder.*that of step 2: --resume {old}$"):
+        read_manifest(new, RESUMABLE)

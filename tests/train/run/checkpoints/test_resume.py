@@ -19,7 +19,6 @@ import torch
 from cogfast.__main__ import _line
 from cogfast.config import load_config
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
-from cogfast.train.run import checkpoint_writer
 from cogfast.train.run import folder as folder_module
 from cogfast.train.run.folder import _lock
 from cogfast.train.run.stop_signals import StopSignals
@@ -132,92 +131,6 @@ def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path, base: Path)
     assert len(losses(run_folder(tmp_path))) == 1
 
 
-def test_a_missing_path_is_refused(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(ValueError, match="refusing to start from scratch"):
-        finish(base, tmp_path, f"args.resume={tmp_path}/nowhere")
-
-
-def test_resuming_in_the_middle_forgets_what_came_after(
-    tmp_path: Path, base: Path, short_run: Path
-) -> None:
-    copy = tmp_path / short_run.name
-    shutil.copytree(short_run, copy)
-    resume_copy(short_run, tmp_path, base, f"args.resume={copy}/checkpoints/00000004")
-    assert len(losses(copy)) == 12
-    assert losses(copy)[:8] == losses(short_run)
-
-
-DAMAGES = {
-    "truncated file": "has 721046 bytes instead of 721056",
-    "garbled file": "rank-00000.safetensors is damaged: its checksum is",
-    "missing rank file": "rank-00000.safetensors is missing",
-    "bad manifest": "manifest.json: damaged JSON",
-    "no manifest": "it has no manifest.json",
-    "another format": "says format other, not cogfast-checkpoint-3",
-    "no folder": "no such folder",
-}
-
-
-def damage(checkpoint: Path, how: str) -> None:
-    weights, manifest = checkpoint / "rank-00000.safetensors", checkpoint / "manifest.json"
-    if how == "truncated file":
-        weights.write_bytes(weights.read_bytes()[:-10])
-    elif how == "garbled file":
-        weights.write_bytes(bytes(weights.stat().st_size))
-    elif how == "missing rank file":
-        weights.unlink()
-    elif how == "bad manifest":
-        manifest.write_bytes(manifest.read_bytes()[:-10])
-    elif how == "no manifest":
-        manifest.unlink()
-    elif how == "another format":
-        manifest.write_text('{"format": "other"}')
-    else:
-        shutil.rmtree(checkpoint)
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_checkpoint_names_the_last_good_one(
-    tmp_path: Path, base: Path, short_run: Path, how: str
-) -> None:
-    """The message names a folder that can be resumed, and skips damaged ones."""
-    copy = tmp_path / short_run.name
-    shutil.copytree(short_run, copy)
-    checkpoints = copy / "checkpoints"
-    shutil.copytree(checkpoints / "00000004", checkpoints / "00000006")
-    damage(checkpoints / "00000006", "truncated file")
-    damage(checkpoints / "00000008", how)
-    with pytest.raises(ValueError, match=re.escape(DAMAGES[how])) as refused:
-        resume_copy(short_run, tmp_path, base, "args.resume=latest")
-    where = str(refused.value).rpartition("the last good one is that of step 4: --resume ")[2]
-    if how == "truncated file":
-        resume_copy(short_run, tmp_path, base, f"args.resume={where}")
-        assert (checkpoints / "latest").read_text() == "00000012"
-    else:
-        assert where == str(checkpoints / "00000004")
-
-
-def test_no_good_checkpoint_is_reported(tmp_path: Path, base: Path, short_run: Path) -> None:
-    copy = tmp_path / short_run.name
-    shutil.copytree(short_run, copy)
-    for path in (copy / "checkpoints").glob("0*"):
-        damage(path, "missing rank file")
-    with pytest.raises(ValueError, match="its folder has no other checkpoint"):
-        resume_copy(short_run, tmp_path, base, "args.resume=auto")
-
-
-def test_another_model_is_refused(tmp_path: Path, base: Path, short_run: Path) -> None:
-    with pytest.raises(ValueError, match=r"another model: \d+ trained parameters differ"):
-        resume_copy(
-            short_run,
-            tmp_path,
-            base,
-            "args.resume=latest",
-            "args.accept_changes=true",
-            "model.network_config.params.num_layers=3",
-        )
-
-
 DECISIVE = {
     "args.seed=5": "args.seed: 1234 -> 5",
     "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2",
@@ -234,18 +147,16 @@ DECISIVE = {
 }
 
 
-@pytest.mark.parametrize("override", DECISIVE)
-def test_a_change_of_what_is_trained_is_refused(
-    tmp_path: Path, base: Path, short_run: Path, override: str
+def test_changes_of_what_is_trained_are_refused(
+    tmp_path: Path, base: Path, short_run: Path
 ) -> None:
     """The refusal comes before anything is written to the run's folder."""
-    copy = tmp_path / short_run.name
-    shutil.copytree(short_run, copy)
     advice = "change it back, or resume anyway with args.accept_changes=true"
-    wanted = re.escape(f"{DECISIVE[override]}; {advice}")
-    with pytest.raises(ValueError, match=wanted):
-        resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
-    assert {path.name for path in copy.iterdir()} == {path.name for path in short_run.iterdir()}
+    for override, change in DECISIVE.items():
+        with pytest.raises(ValueError, match=re.escape(f"{change}; {advice}")):
+            resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
+    names = {path.name for path in (tmp_path / short_run.name).iterdir()}
+    assert names == {path.name for path in short_run.iterdir()}
 
 
 def test_accepted_and_free_changes_resume(
@@ -289,32 +200,6 @@ def test_the_time_limit_saves_and_ends(
     )
     with pytest.raises(ValueError, match=r"args\.max_hours=0\.0 must be more than 0"):
         finish(base, tmp_path, "args.max_hours=0.0")
-
-
-def test_full_disk_keeps_the_run_and_the_last_checkpoint(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Writing step 8 fails: training continues, `latest` stays at 4 and then moves to 12."""
-    written = checkpoint_writer.write_safetensors
-
-    def write(path: Path, tensors: list) -> str:
-        if "00000008" in str(path):
-            raise OSError(28, "No space left on device")
-        return written(path, tensors)
-
-    monkeypatch.setattr(checkpoint_writer, "write_safetensors", write)
-    finish(base, tmp_path, "args.train_iters=12", "args.num_workers=0", "args.keep_last=0")
-    folder = run_folder(tmp_path) / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["00000004", "00000012", "latest"]
-    assert (folder / "latest").read_text() == "00000012"
-    assert "checkpoint of step 8 failed" in caplog.text
-    assert "No space left" in caplog.text
-
-
-def test_old_checkpoints_are_removed(tmp_path: Path, base: Path) -> None:
-    finish(base, tmp_path, "args.train_iters=14", "args.num_workers=0")
-    folder = run_folder(tmp_path) / "checkpoints"
-    assert sorted(p.name for p in folder.glob("0*")) == ["00000012", "00000014"]
 
 
 HOLD = """
