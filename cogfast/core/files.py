@@ -40,8 +40,8 @@ def is_disk_full(error: OSError) -> bool:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary name, sync the file and rename it to `path`."""
-    # The temporary name has the process id, since two processes may write the same file.
-    draft = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+    # A random name, since processes of several machines may write the same file at once.
+    draft = path.with_name(f"{path.name}.{os.urandom(6).hex()}{UNFINISHED}")
     try:
         try:
             write(draft)

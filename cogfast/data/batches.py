@@ -103,11 +103,6 @@ class BatchLoader:
         if self._batches is None:
             raise StopIteration
         expected = next(self._expected)
-        step, slots = expected
-        if isinstance(self._dataset, CachedVideos):
-            # Wait here, not in a reading thread, so that the wait is logged.
-            for slot in slots:
-                self._dataset.wait(self._order.index(step, slot), is_logged=True)
         try:
             batch = next(self._batches)
         except RuntimeError:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.data.cache.source_hashes import hash_text
+from cogfast.data.cache.keys import hash_text
 
 OVERRIDABLE = ("encode_video", "encode_text", "collate_fn", "compute_loss")
 # Key of a batch -> key of a sample

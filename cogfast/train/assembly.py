@@ -17,13 +17,9 @@ from torch.utils.data import Subset
 from cogfast.config import Config, instantiate, resolve
 from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
-from cogfast.data.cache.dataset import CachedVideos
-from cogfast.data.cache.shards import Spec
-from cogfast.data.cache.source_hashes import Sources
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.folders import SourceError
-from cogfast.data.video.settings import ClipSettings
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
@@ -37,7 +33,6 @@ from cogfast.model.weights.vae.image_scale import scale_of
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.merged_config import refuse
 from cogfast.schema.places import is_none
-from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.distributed.context_parallel import split_context
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
@@ -169,7 +164,7 @@ def assemble_encoder(
 ) -> Encoder:
     model = ModelArguments.from_config(config)
     device, dtype = groups.device, DTYPES[args.precision]
-    text_node, text_dropout = _text_entry(config)
+    text_node, text_dropout = text_entry(config)
 
     # Returns a FirstStage, a TextEncoder or None.
     def build_frozen(node: dict | None, where: str) -> Any:
@@ -204,7 +199,7 @@ def assemble_encoder(
     )
 
 
-def _text_entry(config: Config) -> tuple[dict | None, float]:
+def text_entry(config: Config) -> tuple[dict | None, float]:
     """Return the node of the text encoder and the fraction of captions to drop."""
     conditioner = config.model.get("conditioner_config")
     entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
@@ -227,29 +222,12 @@ class Datasets:
     valid: SizedDataset | None
 
 
-def assemble_datasets(
-    config: Config, args: TrainArguments, overrides: EncodeOverrides = NO_OVERRIDES
-) -> Datasets:
-    """Build the training and validation data sets.
+def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
+    """Build the training and validation data sets, of videos.
 
     Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
-    the training data (args.split). With args.latent_cache, samples are read from the cache.
+    the training data (args.split).
     """
-    datasets = _video_datasets(config, args)
-    if args.latent_cache is None:
-        return datasets
-    train, valid, folder = datasets.train, datasets.valid, Path(args.latent_cache)
-    # Preflight refuses a cache for other data sets.
-    assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
-    assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
-    specs = specs_of(config, args, train.settings, Sources(folder), overrides)
-    # Both share one folder: a clip in both data sets is stored once.
-    trusts = args.trusted_cache is not None
-    cached = None if valid is None else CachedVideos(folder, valid, specs, trusts)
-    return Datasets(CachedVideos(folder, train, specs, trusts), cached)
-
-
-def _video_datasets(config: Config, args: TrainArguments) -> Datasets:
     whole = _dataset(config, "args.train_data", args.train_data)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
@@ -299,21 +277,6 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         raise
 
 
-def specs_of(
-    config: Config,
-    args: TrainArguments,
-    settings: ClipSettings,
-    sources: Sources,
-    overrides: EncodeOverrides,
-) -> dict[str, Spec]:
-    """Return the specs, by "video" and "text", that the entries of a latent cache must match."""
-    specs = cache_specs(config, args, settings, _text_entry(config)[0], sources)
-    for kind, spec in specs.items():
-        name = f"encode_{kind}"
-        spec |= {name: overrides.identity[name]} if name in overrides.identity else {}
-    return specs
-
-
 def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:
     if not isinstance(dataset, CaptionedVideos):
         raise ValueError(
@@ -361,17 +324,9 @@ def assemble_batches(
         start_step=start_step,
         num_workers=args.num_workers,
         prefetch_factor=args.prefetch_factor,
-        timeout=reading_timeout(args),
+        timeout=args.decode_timeout,
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
     num_needed = None if end_step is None else accumulation * max(0, end_step - start_step)
     return ModelBatches(loader, groups, args.device_prefetch, num_needed)
-
-
-def reading_timeout(args: TrainArguments) -> float:
-    """Return the time limit for reading one sample, in seconds; 0 is no limit.
-
-    Reading from a latent cache has none: it may wait for a shard that is still being written.
-    """
-    return args.decode_timeout if args.latent_cache is None else 0.0

@@ -34,6 +34,7 @@ from cogfast.train.assembly import (
     assemble_order,
     assemble_transformer,
 )
+from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
 from cogfast.train.distributed.model_batches import ModelBatches
@@ -128,9 +129,10 @@ class Trainer:
         self.global_batch = args.batch_size * self.accumulation * self.groups.data_size
         # Before the model is built: headers determine buckets and order, and unreadable data should
         # fail early.
-        self.datasets, bad = survey_datasets(
-            assemble_datasets(config, args, overrides), args, self.groups, self.global_batch
+        videos, bad = survey_datasets(
+            assemble_datasets(config, args), args, self.groups, self.global_batch
         )
+        self.datasets = read_from_cache(videos, config, args, self.groups, overrides)
         self.order = assemble_order(self.datasets.train, args.seed, self.global_batch)
         self.num_steps = self._count_steps()
         self.learning_rate = build_learning_rate(args, self.num_steps)

@@ -103,12 +103,12 @@ def test_buckets_and_weights_from_a_cache(tmp_path: Path, data: Path) -> None:
     make(tmp_path / "cached", data, *overrides).train()
     pixels, cached = (losses(run_folder(tmp_path / n / "runs")) for n in ("pixels", "cached"))
     assert pixels == cached and len(cached) == 6
-    shards = sorted((tmp_path / "cache").glob("*.safetensors"))
+    entries = sorted((tmp_path / "cache").rglob("*.safetensors"))
     other = [*more, "data.params.video_size=[32,16]", "data.params.max_num_frames=5"]
     cache_latents(
         load_config([base], other)
     )  # changed sampling in evaluations encodes nothing again
-    assert sorted((tmp_path / "cache").glob("*.safetensors")) == shards
+    assert sorted((tmp_path / "cache").rglob("*.safetensors")) == entries
 
 
 def test_epochs_count_weights_and_buckets(tmp_path: Path, data: Path) -> None:

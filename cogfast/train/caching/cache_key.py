@@ -6,23 +6,22 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
-from cogfast.data.cache.shards import ENCODE_CHUNKS, Spec
-from cogfast.data.cache.source_hashes import Sources, hash_text
+from cogfast.data.cache.entries import ENCODE_CHUNKS, Spec
+from cogfast.data.cache.keys import Sources, hash_text
 from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.components import resolve
+from cogfast.train.assembly import text_entry
+from cogfast.train.encode import EncodeOverrides
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("decode_chunks", "use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
-# Ways to encode that are an entry of their own in the spec, which "auto" chooses from. The other two
-# are among the arguments of the autoencoder that are hashed.
-_OF_SPEC = ("auto", "frames", "tiles")
 # Sub-folders of a diffusers model folder that each encoder reads.
 _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
@@ -31,13 +30,10 @@ def cache_specs(
     config: Config,
     args: TrainArguments,
     settings: ClipSettings,
-    text_node: Mapping | None,
     sources: Sources,
+    overrides: EncodeOverrides,
 ) -> dict[str, Spec]:
-    """Return the specs of cache entries by "video" and "text".
-
-    text_node: {target, params} of the text encoder. sources: hashes the weight files.
-    """
+    """Return the specs of cache entries by "video" and "text". sources: hashes the weight files."""
     clip = {
         f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
     }
@@ -46,30 +42,32 @@ def cache_specs(
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
     for name in ("keep_decoded_mib", "buckets", *of_buckets):
         del clip[f"data.params.{name}"]
-    # Left out by default: caches of versions without this key stay valid.
-    if settings.resize == "crop":
-        del clip["data.params.resize"]
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
     has_image = ModelArguments.from_config(config).noised_image_input
     number = args.cached_noised_images
     chunks = _encode_chunks(config)
+    own = () if chunks is None else ("encode_chunks",)
     video = {
-        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources),
+        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources, own),
         "precision": args.precision,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
         **({"args.cached_noised_images": number} if number else {}),
-        **({ENCODE_CHUNKS: chunks} if chunks in _OF_SPEC else {}),
+        **({} if chunks is None else {ENCODE_CHUNKS: chunks}),
         **clip,
     }
+    node, _ = text_entry(config)
     text = {
-        "text encoder": _identity("text encoder", text_node, config, sources),
-        "max_length": None if text_node is None else _max_length(text_node, config),
+        "text encoder": _identity("text encoder", node, config, sources, ("max_length",)),
+        "max_length": None if node is None else _max_length(node, config),
         "precision": args.precision,
     }
-    return {"video": video, "text": text}
+    specs = {"video": video, "text": text}
+    for name, value in overrides.identity.items():  # encode_video, encode_text
+        specs[name.removeprefix("encode_")][name] = value
+    return specs
 
 
 def _encode_chunks(config: Config) -> str | None:
@@ -81,7 +79,8 @@ def _encode_chunks(config: Config) -> str | None:
     is_ours = target is video_autoencoder_from_sat
     if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
         return None
-    return arguments.get("encode_chunks", "auto")
+    chunks = arguments.get("encode_chunks", "auto")
+    return "frames" if chunks == "diffusers" else chunks
 
 
 def _max_length(node: Mapping, config: Config) -> int | None:
@@ -90,16 +89,20 @@ def _max_length(node: Mapping, config: Config) -> int | None:
     return arguments.get("max_length", None if default is None else default.default)
 
 
-def _identity(part: str, node: Mapping | None, config: Config, sources: Sources) -> str:
-    """Hash class, arguments and weights of an encoder. The location of its files does not matter."""
+def _identity(
+    part: str, node: Mapping | None, config: Config, sources: Sources, own: Sequence[str]
+) -> str:
+    """Hash class, arguments and weights of an encoder. The location of its files does not matter.
+
+    own: arguments that are entries of the spec.
+    """
     if node is None:
         return "none"
     target, arguments = resolve(node, config.allow_import)
     described = {
         name: _described(part, value, sources)
         for name, value in arguments.items()
-        if name not in (*_WITHOUT_EFFECT, "max_length")
-        and not (name == "encode_chunks" and value in _OF_SPEC)
+        if name not in (*_WITHOUT_EFFECT, *own)
     }
     text = json.dumps([target.__module__, target.__qualname__, described], sort_keys=True)
     return hash_text(text)[:12]

@@ -10,7 +10,6 @@ from typing import TypeGuard
 
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, survey, table
-from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
@@ -111,7 +110,7 @@ def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard
     if not isinstance(dataset, CaptionedVideos):
         return False
     # Buckets are chosen by the videos' sizes, so these headers are read in any case.
-    is_read = args.check_videos and not isinstance(dataset, CachedVideos)
+    is_read = args.check_videos and args.latent_cache is None
     return is_read or dataset.settings.buckets is not None
 
 

@@ -31,7 +31,7 @@ from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
-from cogfast.train.assembly import Diffusion, assemble_order, reading_timeout
+from cogfast.train.assembly import Diffusion, assemble_order
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
 from cogfast.train.distributed.process_watch import UnsharedError, is_of_another_rank
@@ -208,7 +208,7 @@ class Evaluator:
             num_steps=num_steps,
             # The workers of training stay alive meanwhile.
             num_workers=min(1, args.num_workers),
-            timeout=reading_timeout(args),
+            timeout=args.decode_timeout,
             bad_samples_path=self.folder / "bad_samples_valid.jsonl",
             max_bad_fraction=args.max_bad_fraction,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -103,8 +104,9 @@ def _examine_clips(root: Path, good: Path, kinds: dict[str, Callable[[Path], Non
     outcomes = _both(root, _config(root, good, data, FOLDER, number=NUM_GOOD + len(kinds)))
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes[-1].output
     assert outcomes[0].output.count("  loss ") == 2, outcomes[0].output
-    for place in ("runs/*/bad_samples.jsonl", "cache/bad_s*.jsonl"):
-        found = _recorded(next(iter(root.glob(place)), root / "none"))
+    of_run = _recorded(next(iter(root.glob("runs/*/bad_samples.jsonl")), root / "none"))
+    lines = re.findall(r"skipped (.*?\.mp4): (.+)", outcomes[1].output)
+    for found in (of_run, {Path(path).stem: reason for path, reason in lines}):
         assert found.keys() >= kinds.keys() & BAD.keys(), found
         assert not found.keys() & {*READ, *(str(i) for i in range(NUM_GOOD))}, found
     for index, path in enumerate(VideoFolder(data, **CLIP).paths):

@@ -416,7 +416,7 @@ def test_a_cache_is_made_by_dali(tmp_path):
     ):
         cache_latents(load_config([base], [*arguments(backend, cache), *more]))
         if cache == "again":
-            lost = sorted((tmp_path / cache).glob("video*.safetensors"))[0]
+            lost = sorted((tmp_path / cache).glob("video*/*/*.safetensors"))[0]
             lost.unlink()
             cache_latents(load_config([base], arguments("dali", cache)))
             assert contents(tmp_path / "dali") == contents(tmp_path / "again")

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from cogfast.config import load_config
 from cogfast.data.batches import BatchLoader
-from cogfast.data.cache.source_hashes import Sources
+from cogfast.data.cache.keys import Sources
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.distributed import process_groups
 from cogfast.train.distributed.process_watch import UnsharedError
@@ -79,7 +79,7 @@ def main() -> None:
     if cache:
         changed = Sources.changed
         if groups.rank == 1:
-            changed = lambda sources, paths: list(paths)[1:]
+            changed = lambda sources, files: list(files)[1:]
         for _ in range(2):
             with patch.object(Sources, "changed", changed):
                 cache_latents(load_config([base], [f"args.latent_cache={cache}"]))

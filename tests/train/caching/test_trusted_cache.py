@@ -21,15 +21,13 @@ from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.dataset import CachedVideos
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.assembly import assemble_datasets, assemble_order
-from cogfast.train.caching import command
+from cogfast.train.assembly import assemble_order
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_cache
 from tests.support.tiny_run import CHANNELS, SIDE, run, write_clips_with_vae
 from tests.support.video_files import decode_all
-from tests.train.caching.test_cache import contents, write_vae_config
+from tests.train.caching.test_cache import contents, datasets_of, write_vae_config
 
 NUM_CLIPS, SCALE = 4, 0.7
 FOLDER = {
@@ -89,7 +87,7 @@ def build(
 
 
 def dataset(config: Config) -> CachedVideos:
-    found = assemble_datasets(config, TrainArguments.from_config(config)).train
+    found = datasets_of(config).train
     assert isinstance(found, CachedVideos)
     return found
 
@@ -128,9 +126,8 @@ def test_training_gets_the_batch_of_their_data_set(
     cache_latents(config)
     # Two clips show whether the files are of 2B or of 5B. The others have a folder of their own.
     assert encoded == [(1, 3, 9, SIDE, SIDE)] * (2 if family == "5b" else 0)
-    text = f"args.trusted_cache={folder}: took 4 of 4 clips and 4 of 4 captions"
+    text = f"args.trusted_cache={folder}: has 4 of these clips and 4 of these captions"
     assert text in caplog.messages
-    assert f"args.trusted_cache={folder}: its clips are stretched to their size" in caplog.text
 
     batch = batch_of(config)
     stems = [Path(path).stem for path in batch["paths"]]
@@ -162,17 +159,20 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     config = build(data, tmp_path)
     cache_latents(config)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w] == [
-        f"{files / '1.safetensors'}: cannot be read (Error while deserializing header: incomplete "
-        "metadata, file not fully covered)",
-        f"{files / '2.safetensors'}: encoded_video has shape [8, 2, 4, 4], this run needs [8, 3, 4, 4]",
-        f"{of_text[0]}: prompt_embedding is not finite",
-        f"{of_text[1]}: prompt_embedding is torch.bfloat16, this run needs torch.float32",
-    ]
-    text = "took 1 of 4 clips and 1 of 4 captions"
-    assert (
-        f"args.trusted_cache={folder}: {text}; encoding 3 clips and 3 captions" in caplog.messages
+    reasons = [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w]
+    assert sorted(dict.fromkeys(reasons)) == sorted(
+        [
+            f"{files / '1.safetensors'}: Error while deserializing header: incomplete metadata, file not "
+            "fully covered",
+            f"{files / '2.safetensors'}: encoded_video is [8, 2, 4, 4] torch.float32, not [8, 3, 4, 4] "
+            "torch.float32",
+            f"{of_text[0]}: prompt_embedding is not finite",
+            f"{of_text[1]}: prompt_embedding is [8, 16] torch.bfloat16, not [8, 16] torch.float32",
+        ]
     )
+    assert f"{tmp_path / 'ours'}: encoding 4 of 4 clips and 4 of 4 captions" in caplog.messages
+    text = "has 3 of these clips and 3 of these captions"
+    assert f"args.trusted_cache={folder}: {text}" in caplog.messages
     # One clip of theirs beside three with a variance, which are those of a cache without theirs.
     mixed = latents_of(batch_of(config))
     plain = build(data, tmp_path, "5b", f"args.latent_cache={tmp_path / 'plain'}", trusts=False)
@@ -186,9 +186,9 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
 
     # The first run's copies are enough for the second, even if nothing is left of the files.
     shutil.rmtree(folder / "video_latent")
-    before = (tmp_path / "ours" / "index.jsonl").read_bytes()
+    before = contents(tmp_path / "ours")
     cache_latents(config)
-    assert (tmp_path / "ours" / "index.jsonl").read_bytes() == before
+    assert contents(tmp_path / "ours") == before
 
     untrusted = build(data, tmp_path, trusts=False)
     with pytest.raises(ValueError, match="from a trusted cache, and args.trusted_cache is not set"):
@@ -218,7 +218,7 @@ def test_two_ranks_write_the_files_of_one(data: Path, tmp_path: Path, theirs: Th
     words = [f"args.latent_cache={tmp_path / 'two'}", f"args.trusted_cache={tmp_path / 'cache'}"]
     words.append("model.en_and_decode_n_samples_a_time=1")
     output = run(["cache", "--base", str(tmp_path / "base.yaml"), *words], 2).stdout
-    assert output.count("took 3 of 4 clips and 3 of 4 captions") == 1
+    assert output.count("has 3 of these clips and 3 of these captions") == 1
     assert contents(tmp_path / "two") == contents(tmp_path / "ours")
 
 
@@ -232,28 +232,12 @@ def test_a_stem_that_two_videos_share_is_not_trusted(
         shutil.copy(data / part.replace("1", "2"), other / part)
     config = build(data, tmp_path, "5b", f"args.train_data=[{data},{other}]")
     cache_latents(config)
-    line = f"{data}/videos/1.mp4 and {other}/videos/1.mp4 have the same file name, and 1.safetensors in {folder}"
+    line = f"encoding 1 clip with a file name that other videos have, first: {data}/videos/1.mp4"
     assert caplog.text.count(line) == 1
+    assert "encoding 4 of 4 clips and 4 of 4 captions" in caplog.text
     assert (
-        f"args.trusted_cache={folder}: took 3 of 4 clips and 4 of 4 captions; encoding 1 clip"
-        in caplog.text
+        f"args.trusted_cache={folder}: has 3 of these clips and 4 of these captions" in caplog.text
     )
-
-
-def test_a_file_that_changes_while_clips_are_encoded_ends_the_run(
-    data: Path, tmp_path: Path, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, choose = theirs(), command.choose_trusted
-
-    def damage(*given: object) -> object:
-        found = choose(*given)  # type: ignore[arg-type]
-        for path in folder.rglob("*.safetensors"):
-            path.write_bytes(b"short")
-        return found
-
-    monkeypatch.setattr(command, "choose_trusted", damage)
-    with pytest.raises(RuntimeError, match=r"has changed since the start: cannot be read .*again"):
-        cache_latents(build(data, tmp_path))
 
 
 SCALE_2B = 1.15258426

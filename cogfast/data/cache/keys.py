@@ -1,0 +1,195 @@
+"""The keys of a latent cache: hashes of what a sample is made of, wherever its files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from cogfast.core.files import WriteError
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.store import Store
+from cogfast.data.sources.tar_shards import MEMBER
+
+_HASHING_THREADS = 8
+_BLOCK = 2**20  # bytes read at once
+_UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
+
+# The files of samples: {name: (offset, bytes) of a member of a tar shard, SHARD::MEMBER, else ()}
+Files = Mapping[str, tuple[int, ...]]
+
+
+def hash_text(text: str) -> str:
+    """Hash a caption or any other text."""
+    # surrogatepass: file names need not be valid UTF-8.
+    encoded = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def used_samples(videos: CaptionedVideos) -> list[int]:
+    """The samples that training can ask for: weight above 0, and assigned to a bucket."""
+    clips = videos.clips
+    is_used = np.ones(len(videos), dtype=bool)
+    if clips.weights is not None:
+        is_used &= clips.weights > 0
+    if clips.buckets is not None:
+        is_used &= clips.buckets >= 0
+    return np.flatnonzero(is_used).tolist()
+
+
+def source_files(videos: CaptionedVideos, indices: Iterable[int]) -> Files:
+    """Return the files that samples are read from: a video each, and images of their own."""
+    clips, found = videos.clips, {}
+    for index in indices:
+        # Offset and bytes of the video, then of the image; -1 for none.
+        at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
+        found[clips.files[index]] = tuple(at[:2]) if at[0] >= 0 else ()
+        image = _image_of(videos, index)
+        if image:
+            found[image] = tuple(at[2:]) if min(at[0], at[2]) >= 0 else ()
+    return found
+
+
+def _image_of(videos: CaptionedVideos, index: int) -> str:
+    """The sample's conditioning image, a file or a member of a tar shard; "" if it has none."""
+    clips = videos.clips
+    if clips.places is not None and min(clips.places[index, [0, 2]]) >= 0:
+        return f"{clips.files[index]}{MEMBER}image"
+    return "" if clips.images is None else clips.images[index]
+
+
+def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
+    """The key of a sample's clip: a hash of its file's content and of its own settings.
+
+    Copies of a file, even in different data sets, share an entry.
+    """
+    clips, settings, common = videos.clips, videos.settings_of(index), videos.settings
+    # Settings common to all samples are in the spec; only deviations from them are hashed here.
+    own: dict[str, object] = {}
+    if clips.spans is not None and not np.isnan(clips.spans[index]).all():
+        own["span"] = [str(second) for second in clips.spans[index]]
+    for name in ("fps", "max_num_frames", "video_size"):
+        # With buckets the common size is only what evaluations sample, so it is not in the spec.
+        is_buckets = common.buckets is not None and name != "fps"
+        if is_buckets or getattr(settings, name) != getattr(common, name):
+            own[name] = str(getattr(settings, name))
+    image = _image_of(videos, index)
+    if image:
+        own["image"] = sources.recorded(image)
+    return hash_text(json.dumps([sources.recorded(clips.files[index]), own], sort_keys=True))
+
+
+class Sources:
+    """Content hashes of files, read again only if size or mtime changed.
+
+    They are lines [file, version, hash] of sources.jsonl, to which any number of processes append.
+    The last line of a file counts; malformed lines, such as those of a killed process, do not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "sources.jsonl"
+        self._known: dict[str, tuple[str, str]] = {}
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            text = f"{self.path} cannot be read ({error.strerror}); use a readable folder"
+            raise ValueError(f"args.latent_cache: {text}") from None
+        for line in lines:
+            try:
+                name, version, content = json.loads(line)
+                self._known[str(name)] = str(version), str(content)
+            except (ValueError, TypeError, RecursionError):
+                continue
+
+    def changed(self, files: Files) -> list[str]:
+        """Forget and return the files that are new, or changed since they were hashed."""
+        version = cache(_version)  # many members of a tar shard share its version
+        found = []
+        for name, part in files.items():
+            known = self._known.get(os.path.abspath(name))
+            if known is None or known[0] != version(_file_of(name, part)):
+                self._known.pop(os.path.abspath(name), None)
+                found.append(name)
+        return found
+
+    def unreadable(self, files: Files) -> list[str]:
+        return [name for name in files if self.recorded(name).startswith(_UNREADABLE)]
+
+    def recorded(self, name: str) -> str:
+        """The content hash of a file as of when it was last read; "" if it is not known."""
+        return self._known.get(os.path.abspath(name), ("", ""))[1]
+
+    def content(self, name: str) -> str:
+        """The current content hash of a file, which is read if it is new or changed."""
+        if self.changed({name: ()}):
+            self._known |= hash_files([name], {})
+        return self.recorded(name)
+
+    def add(self, found: Mapping[str, tuple[str, str]]) -> None:
+        """Add what hash_files returned, also to the file."""
+        self._known |= found
+        text = "".join(json.dumps([name, *row]) + "\n" for name, row in found.items())
+        # A cache may come from elsewhere: writing through its links could damage any file.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        try:
+            with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
+                file.write(text.encode())  # in one piece, between those of other processes
+        except OSError as error:
+            raise WriteError(self.path, error) from None
+
+
+def hash_files(names: Sequence[str], files: Files) -> dict[str, tuple[str, str]]:
+    """Hash files in parallel: {absolute name: (version, content hash)}. files: the parts to hash."""
+
+    def row(name: str) -> tuple[str, str]:
+        part = files.get(name, ())
+        file = _file_of(name, part)
+        # Take the version first: a file that changes while it is read is then hashed again.
+        version = _version(file)
+        return version, hash_file(file, *part)
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(zip(map(os.path.abspath, names), pool.map(row, names), strict=True))
+
+
+def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:
+    """Hash the content of a file or of a part of it; if it cannot be read, hash its name."""
+    # hashlib releases the interpreter lock for large blocks, so that threads hash in parallel.
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        if not _version(path):
+            raise FileNotFoundError(path)
+        with Store(path).open() as file:
+            file.seek(start)
+            while block := file.read(min(num_bytes, _BLOCK)):
+                digest.update(block)
+                num_bytes -= len(block)
+    except OSError:
+        return _UNREADABLE + hash_text(path)
+    return digest.hexdigest()
+
+
+def _file_of(name: str, part: tuple[int, ...]) -> str:
+    return name.partition(MEMBER)[0] if part else name
+
+
+def _version(file: str) -> str:
+    """A text that changes with the file; "" if it cannot be read or is no regular file.
+
+    Reading a pipe would block.
+    """
+    try:
+        store = Store(file)
+        is_file = store.is_remote or stat.S_ISREG(os.stat(file).st_mode)
+        return store.version() if is_file else ""
+    except OSError:
+        return ""

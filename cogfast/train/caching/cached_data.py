@@ -1,0 +1,79 @@
+"""The data sets of a run that trains from a latent cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cogfast.config import Config
+from cogfast.data.cache.dataset import CachedVideos
+from cogfast.data.cache.entries import Entries, difference, find_entries, trusted_spec
+from cogfast.data.cache.keys import Sources, hash_text, sample_key, source_files, used_samples
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import PackedStrings
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
+from cogfast.train.assembly import Datasets
+from cogfast.train.caching.cache_key import cache_specs
+from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.encode import EncodeOverrides
+
+
+def read_from_cache(
+    datasets: Datasets,
+    config: Config,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    overrides: EncodeOverrides,
+) -> Datasets:
+    """Return the data sets with their samples read from args.latent_cache, if it is set.
+
+    Rank 0 looks for the entries. ValueError if any is missing. Call it after buckets are assigned.
+    """
+    if args.latent_cache is None:
+        return datasets
+    # Preflight refuses a cache for other data sets.
+    train, valid = datasets.train, datasets.valid
+    assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
+    assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
+    every = [train] if valid is None else [train, valid]
+    entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
+    cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
+    return Datasets(cached[0], None if valid is None else cached[1])
+
+
+def _find(
+    every: list[CaptionedVideos], config: Config, args: TrainArguments, overrides: EncodeOverrides
+) -> tuple[dict[str, list[Entries]], list[PackedStrings]]:
+    """Return the entries by kind, and the keys of the clips of each data set."""
+    assert args.latent_cache is not None, "the caller reads from it"
+    folder, trusts = Path(args.latent_cache), args.trusted_cache is not None
+    sources = Sources(folder)
+    specs = cache_specs(config, args, every[0].settings, sources, overrides)
+    changed = [name for v in every for name in sources.changed(source_files(v, used_samples(v)))]
+    keys = [[sample_key(v, i, sources) for i in range(len(v))] for v in every]
+    used = [(number, i) for number, v in enumerate(every) for i in used_samples(v)]
+    clips = [keys[number][i] for number, i in used]
+    texts = [hash_text(every[number].captions[i]) for number, i in used]
+    entries, there = {}, {}
+    for kind, wanted in (("video", clips), ("text", texts)):
+        entries[kind], there[kind] = find_entries(folder, kind, specs[kind], set(wanted), trusts)
+    pairs = zip(clips, texts, strict=True)
+    num_usable = sum(clip in there["video"] and text in there["text"] for clip, text in pairs)
+    if num_usable == len(used):
+        return entries, [PackedStrings(of_one) for of_one in keys]
+    whys = dict.fromkeys(difference(folder, kind, spec) for kind, spec in specs.items())
+    why = "; ".join(text for text in whys if text)
+    if not any(folder.glob("video-*")):
+        why = "the folder has no cache"
+    elif not why and changed:
+        why = f"{counted(len(changed), 'video')} changed or moved since caching"
+    elif (
+        not why
+        and not trusts
+        and Entries(folder, "video", trusted_spec(specs["video"])).folder.is_dir()
+    ):
+        why = "the rest comes from a trusted cache, and args.trusted_cache is not set"
+    raise ValueError(
+        f"args.latent_cache={folder}: {why or 'not all are encoded'}: {num_usable} of {len(used)} "
+        "usable; run `cogfast cache` again with this configuration"
+    )
