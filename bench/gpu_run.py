@@ -3,7 +3,7 @@
 PART is a piece or a set of pieces:
     short   the rows of the README's table in 25 minutes, what is worth more first
     ops     kernel_tests, tensor_parallel, op_times, quantized, attention
-    2b, 5b, 1.5-5b, 1.5-5b-i2v  blocks and training steps against the model of diffusers
+    2b, 5b, 1.5-5b, 1.5-5b-i2v  training steps against the model of diffusers
     videos  data, data_runs
 Each piece prints a table and writes DIR/<piece>.json after every row. Each piece of a set runs in a
 process of its own: a crash or a hang costs what that piece has not measured yet. Pieces that --minutes
@@ -46,7 +46,6 @@ _RESERVE_SECONDS = 20.0
 PIECES = {
     "facts": "bench.harness.device_facts:list_facts",
     "rates": "bench.harness.rates:measure_rates",
-    "matmul": "bench.kernel_ops.matmul_shapes:measure_matmuls",
     "goldens": "bench.checks.goldens_on_device:check_goldens",
     "train": "bench.checks.training_on_device:check_training",
     "tensor_parallel": "bench.checks.tensor_parallel_on_device:check_tensor_parallel",
@@ -74,7 +73,6 @@ PARTS: dict[str, Mapping[str, float | None]] = {
         "op_times": 4.5,
         "goldens": 1.0,
         "kernel_tests": 3.0,
-        "matmul": 0.8,
         "train": 1.0,
     },
     "ops": dict.fromkeys(("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention")),

@@ -1,4 +1,4 @@
-"""Time every fused op and compare it with the copy rate and with other packages.
+"""Time every fused op and compare it with the copy rate, eager PyTorch and torch.compile.
 
     python -m bench.ops --out DIR       the piece op_times of bench.gpu_run: a table, JSON and a plot
     python -m pytest bench/ops.py       record the same figures with pytest-benchmark
@@ -10,10 +10,8 @@ and the exit status is 1. GB/s always count the bytes that a perfect kernel woul
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -23,12 +21,9 @@ from bench.harness.rates import copy_rate
 from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
 from bench.kernel_ops.optimizer_ops import optimizer_benches
-from bench.kernel_ops.peers import Unavailable
 from cogfast.diagnostics.timing import spread
 
 _LEAST_SECONDS = 20  # time that an op with all its peers may need
-_FOREIGN = re.compile("Liger|DeepSpeed")  # peers that bring GPU code of their own
-_NOT_FOUND = (ImportError, Unavailable)
 
 
 def benches(settings: Settings) -> list[Bench]:
@@ -42,115 +37,70 @@ def benches(settings: Settings) -> list[Bench]:
     return [*of_blocks[:num_first], *optimizer_benches(settings), *of_blocks[num_first:]]
 
 
-@dataclass
-class _Report:
-    """The rows, problems and missing peers that measure_ops has collected."""
-
-    copy: Row
-    peers: Sequence[str]
-    rows: list[dict[str, object]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    timed: list[tuple[Bench, dict[str, dict[str, object]]]] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)  # by peer: why a figure is missing
-    absent: dict[str, str] = field(default_factory=dict)  # by peer: why it can never run here
-
-    def outcome(self) -> Outcome:
-        drawn = [row for row in self.rows if "percent_of_copy" in row]
-        bars = Bars(
-            title="fused ops, bf16",
-            unit="percent of the copy rate of the same run",
-            labels=[f"{row['op']} {row['way']}\n{row['model']}" for row in drawn],
-            series={OURS: [row["percent_of_copy"] for row in drawn]},
-            # The goals are drawn across the bars.
-            marks=("goal", [row["goal_percent"] for row in drawn]),
-        )
-        shown = ("op", "model", "way", "status", "median_ms", "p10_ms", "p90_ms", "gb_per_s")
-        shown += ("percent_of_copy", "goal_percent", *(f"vs {name}" for name in self.peers))
-        numbers = {f"copy_{key}": value for key, value in self.copy.items()}
-        numbers |= {f"no figure for {name}": reason for name, reason in self.reasons.items()}
-        return Outcome(numbers, self.rows, shown, self.problems, bars if drawn else None)
-
-
 def measure_ops(settings: Settings) -> Outcome:
     """Measure a row for every op, shape and way; `vs X` is the time of X over that of cogfast."""
-    todo = benches(settings)
-    peers = list(dict.fromkeys(name for bench in todo for name in bench.peers()))
     # Measure the copy rate of this run, since clocks differ from machine to machine and from day to day.
-    report = _Report(copy_rate(settings), peers)
+    copy = copy_rate(settings)
+    numbers = {f"copy_{key}": value for key, value in copy.items()}
+    todo = benches(settings)
+    peers = list(dict.fromkeys(name for bench in todo for name in bench.peers))
+    shown = ("op", "model", "way", "status", "median_ms", "p10_ms", "p90_ms", "gb_per_s")
+    shown += ("percent_of_copy", "goal_percent", *(f"vs {name}" for name in peers))
+    rows: list[Row] = []
+    problems: list[str] = []
+    outcome = Outcome()
     for bench in todo:
         if settings.seconds_left < _LEAST_SECONDS:
             note = {"status": "left out: no time"}
-            report.rows += [{**bench.describe(), "way": way, **note} for way in bench.ways]
+            rows += [{**bench.describe(), "way": way, **note} for way in bench.ways]
         else:
-            _measure(bench, report)
-        settings.keep(report.outcome())
-    # Other packages come last: what breaks the CUDA context costs no figure of ours.
-    for bench, rows in report.timed:
-        if settings.seconds_left >= _LEAST_SECONDS:
-            _measure_peers(bench, rows, report, are_foreign=True)
-            settings.keep(report.outcome())
-    return report.outcome()
+            found, wrong = _measure(bench, copy["gb_per_s"])
+            rows += found
+            problems += wrong
+        outcome = Outcome(numbers, list(rows), shown, list(problems), _bars(rows))
+        settings.keep(outcome)
+    return outcome
 
 
-def _measure(bench: Bench, report: _Report) -> None:
-    """Measure the rows of one op at one shape, and of PyTorch's; if the op is wrong, they are marked."""
-    wrong = bench.check()
-    report.problems += wrong
-    status = WRONG if wrong else "ok"
+def _bars(rows: Sequence[Row]) -> Bars | None:
+    drawn = [row for row in rows if "percent_of_copy" in row]
+    if not drawn:
+        return None
+    return Bars(
+        title="fused ops, bf16",
+        unit="percent of the copy rate of the same run",
+        labels=[f"{row['op']} {row['way']}\n{row['model']}" for row in drawn],
+        series={OURS: [row["percent_of_copy"] for row in drawn]},
+        # The goals are drawn across the bars.
+        marks=("goal", [row["goal_percent"] for row in drawn]),
+    )
+
+
+def _measure(bench: Bench, copy_gb_per_s: float) -> tuple[list[Row], list[str]]:
+    """Return the rows of one op at one shape, and the problems; an op that is wrong is timed as well."""
+    problems = bench.check()
+    status = WRONG if problems else "ok"
     rows = {way: {**bench.describe(), "way": way, "status": status} for way in bench.ways}
-    report.rows += rows.values()
-    try:
-        timed = time_contestant(bench, OURS, bench.ways)
-    except Exception as error:  # the other ops are measured after any failure
-        report.problems.append(f"{bench}: {why(error)}")
-        for row in rows.values():
-            row |= {"status": WRONG, "error": why(error)}
-        return
-    report.timed.append((bench, rows))
-    for way, times_ms in timed.items():
-        rows[way] |= spread(times_ms)
-        rate = _gb_per_s(bench, way, times_ms)
-        rows[way] |= {"bytes": bench.num_bytes(way), "gb_per_s": rate}
-        rows[way] |= {"percent_of_copy": 100 * rate / report.copy["gb_per_s"]}
-        rows[way] |= {"goal_percent": bench.goal(way), "peers": {}}
-    _measure_peers(bench, rows, report, are_foreign=False)
-
-
-def _measure_peers(
-    bench: Bench, rows: dict[str, dict[str, object]], report: _Report, are_foreign: bool
-) -> None:
-    """Time the peers of an op that run PyTorch's GPU code, or those that bring their own."""
-    names = [name for name in bench.peers() if (_FOREIGN.search(name) is not None) == are_foreign]
-    for name in names:
-        for way, times in _time_peer(bench, name, report.absent).items():
-            rows[way]["peers"][name] = times
-            if "median_ms" in times:
-                rows[way][f"vs {name}"] = times["median_ms"] / rows[way]["median_ms"]
+    for name in (OURS, *bench.peers):
+        try:
+            timed = time_contestant(bench, name, bench.ways)
+        except Exception as error:  # what follows is measured after any failure
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            problems.append(f"{bench}: {name}: {text}")
+            if name == OURS:
+                failed = {"status": WRONG, "error": text}
+                return [{**row, **failed} for row in rows.values()], problems
+            continue
+        for way, times_ms in timed.items():
+            times, row = spread(times_ms), rows[way]
+            if name == OURS:
+                rate = bench.num_bytes(way) / times["median_ms"] / 1e6
+                row |= {**times, "bytes": bench.num_bytes(way), "gb_per_s": rate}
+                row |= {"percent_of_copy": 100 * rate / copy_gb_per_s}
+                row |= {"goal_percent": bench.goal(way)}
             else:
-                report.reasons.setdefault(name, times["unavailable"])
-
-
-def _time_peer(bench: Bench, name: str, absent: dict[str, str]) -> dict[str, Row]:
-    # A package that is missing once is missing for every op.
-    if name in absent:
-        return dict.fromkeys(bench.ways, {"unavailable": absent[name]})
-    try:
-        timed = time_contestant(bench, name, bench.ways)
-    except Exception as error:  # a failing peer must not cost other figures
-        if isinstance(error, _NOT_FOUND):
-            absent[name] = why(error)  # do not try this peer again
-        return dict.fromkeys(bench.ways, {"unavailable": why(error)})
-    return {way: spread(times_ms) for way, times_ms in timed.items()}
-
-
-def _gb_per_s(bench: Bench, way: str, times_ms: Sequence[float]) -> float:
-    return bench.num_bytes(way) / spread(times_ms)["median_ms"] / 1e6
-
-
-def why(error: Exception) -> str:
-    """Return one line that says why a peer has no figure."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return text if isinstance(error, _NOT_FOUND) else f"{type(error).__name__}: {text}"
+                row[f"vs {name}"] = times["median_ms"] / row["median_ms"]
+    return list(rows.values()), problems
 
 
 class _Clock:
@@ -194,28 +144,20 @@ def pytest_generate_tests(metafunc) -> None:
         pytest.param(bench, way, name, marks=clock, id=f"{bench}-{way}-{name}")
         for bench in benches(_settings_here())
         for way in bench.ways
-        for name in (OURS, *bench.peers())
+        for name in (OURS, *bench.peers)
     ]
     metafunc.parametrize(("bench", "way", "name"), cases)
 
 
 def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
-    """Record a figure with pytest-benchmark; a peer that cannot run is skipped."""
-    import pytest
-
+    """Record a figure with pytest-benchmark."""
     wrong = _wrong_here(bench)
     assert not wrong, wrong
-    try:
-        times_ms = time_contestant(bench, name, (way,))[way]
-    except _NOT_FOUND as error:
-        if name == OURS:
-            raise
-        # A peer may be missing: an optional package, or one that needs a GPU. Ours would have raised.
-        pytest.skip(f"{name} cannot be compared with here: {why(error)}")
-    rate = _gb_per_s(bench, way, times_ms)
+    times_ms = time_contestant(bench, name, (way,))[way]
+    num_bytes = bench.num_bytes(way)
     benchmark.group = f"{bench} {way}"
-    benchmark.extra_info |= {**bench.describe(), "way": way, "by": name}
-    benchmark.extra_info |= {"bytes": bench.num_bytes(way), "gb_per_s": rate}
+    benchmark.extra_info |= {**bench.describe(), "way": way, "by": name, "bytes": num_bytes}
+    benchmark.extra_info["gb_per_s"] = num_bytes / spread(times_ms)["median_ms"] / 1e6
     _CLOCK.play(times_ms, benchmark)
 
 

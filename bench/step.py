@@ -1,5 +1,5 @@
-"""Time a block or a training step of cogfast and of diffusers' model with the same weights:
-python -m bench.step [--model 5b --what step block --mode sft lora ...] [--out FILE].
+"""Time a training step of cogfast and of diffusers' model with the same weights:
+python -m bench.step [--model 5b --mode sft lora ...] [--out FILE].
 
 A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. All values
 of an option are measured in turn. Outputs and gradients of the two sides are compared first; a case
@@ -31,7 +31,6 @@ from bench.steps.step_cases import (
     Engine,
     Mode,
     Plan,
-    What,
     best_rows,
     measure_case,
 )
@@ -39,7 +38,7 @@ from bench.steps.step_models import MODELS
 from bench.steps.step_sides import SIDES, Policy, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
 
-_CASE_KEYS = ("model", "what", "mode", "checkpointing", "engine", "num_layers", "ratio")
+_CASE_KEYS = ("model", "mode", "checkpointing", "engine", "num_layers", "ratio")
 _TIME_KEYS = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
 _USE_KEYS = ("peak_memory_gib", "attention_kernels")
 _FAILURE_KEYS = ("does_not_fit", "lacks_policy", "unavailable", "error")
@@ -68,10 +67,10 @@ def measure_cases(
     rows: list[Row] = []
     problems: list[str] = []
     skipped: list[str] = []
-    took: dict[tuple[str, str], float] = {}  # seconds; without compilation for each layer
+    took: dict[str, float] = {}  # seconds; without compilation for each layer
     outcome = Outcome()
     for case in cases:
-        kind = (case.what, case.engine)
+        kind = case.engine
         layers = case.layers if case.engine == "eager" else 1  # all layers are compiled once
         needed = layers * took[kind] if kind in took else _FIRST_GUESS_SECONDS[case.engine]
         started = clock()
@@ -109,8 +108,7 @@ def _bars(rows: Sequence[Row]) -> Bars | None:
     if not drawn:
         return None
     labels = [
-        f"{r['what']} {r['mode']} {r['engine']}\n"
-        f"checkpointing {r['checkpointing']}, layers: {r['num_layers']}"
+        f"{r['mode']} {r['engine']}\ncheckpointing {r['checkpointing']}, layers: {r['num_layers']}"
         for r in drawn
     ]
     series = {side: [r[f"{side}_model_tflop_per_s"] for r in drawn] for side in SIDES}
@@ -125,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, nargs="+", choices=get_args(choices), default=[default]
     )
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    many("--what", What, "step")
     many("--mode", Mode, "sft")
     many("--checkpointing", Policy, "none")
     many("--engine", Engine, "eager")
@@ -162,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_pairs=arguments.pairs,
         seconds=arguments.seconds,
     )
-    options = (arguments.what, arguments.mode, arguments.engine, arguments.checkpointing)
+    options = (arguments.mode, arguments.engine, arguments.checkpointing)
     cases = [
-        Case(arguments.model, what, mode, checkpointing, engine, arguments.layers)
-        for what, mode, engine, checkpointing in product(*options)
+        Case(arguments.model, mode, checkpointing, engine, arguments.layers)
+        for mode, engine, checkpointing in product(*options)
     ]
     outcome = measure_cases(cases, plan)
     print(table(replace(outcome, numbers={})))

@@ -1,4 +1,9 @@
-"""The benchmark of an op of a block at a shape, by `cogfast` and by its peers."""
+"""The benchmark of an op of a block at a shape: by cogfast, by eager PyTorch and by torch.compile.
+
+Outputs and gradients of cogfast are compared with float32 or float64 first. The error of a tensor may
+be twice that of the op's reference in the same dtype plus a floor, both in the norm and at the worst
+element.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +13,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch._functorch.config
+from torch import Tensor
 
 from bench.harness.outcome import Row, Settings
 from bench.kernel_ops.op_cases import (
     WAYS,
     Op,
-    Run,
     Tensors,
     TokenShape,
+    as_leaves,
     bytes_of,
-    draw_given,
     draw_inputs,
-    run_ours,
+    small,
 )
-from bench.kernel_ops.op_check import check_op, check_peer, given_for, parts
-from bench.kernel_ops.peers import compile_call, is_compiled, peers_of
 from cogfast.diagnostics.timing import time_calls
 
-OURS = "cogfast"
-Calls = Mapping[
-    str, Sequence[Callable[[], object]]
-]  # by way; the calls of a way use different buffers
+OURS, EAGER, COMPILED = "cogfast", "torch eager", "torch.compile"
+# By way; the calls of a way use different buffers.
+Calls = Mapping[str, Sequence[Callable[[], object]]]
+Compute = Callable[[TokenShape, Tensors], Sequence[Tensor]]
+
+_FACTOR = 2.0
+# bf16, fp16: an eighth of the spacing of numbers. float32: a different summation order changes a result
+# by a few spacings.
+_FLOORS = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13, torch.float32: 2.0**-20}
+_MOST_CHARACTERS = 300  # of an error message
 
 
 class Bench(Protocol):
@@ -36,6 +46,7 @@ class Bench(Protocol):
 
     settings: Settings
     ways: Sequence[str]
+    peers: Sequence[str]
 
     def describe(self) -> Row:
         """Return op, model and shape."""
@@ -46,14 +57,11 @@ class Bench(Protocol):
     def goal(self, way: str) -> float:
         """Return the goal in percent of the copy rate."""
 
-    def peers(self) -> Sequence[str]:
-        """Return the names of the peers."""
-
-    def check(self, at_small_shapes: bool = True) -> list[str]:
+    def check(self) -> list[str]:
         """Return a sentence for each result of cogfast that is wrong."""
 
     def calls(self, name: str) -> Calls:
-        """Return the calls of `cogfast` or of a peer; Unavailable or ImportError if it cannot run."""
+        """Return the calls of `cogfast` or of a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,7 @@ class OpBench:
     shape: TokenShape
 
     ways = WAYS
+    peers = (EAGER, COMPILED)
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"
@@ -83,40 +92,37 @@ class OpBench:
     def goal(self, way: str) -> float:
         return self.op.goals[way]
 
-    def peers(self) -> Sequence[str]:
-        return tuple(peers_of(self.op))
-
-    def check(self, at_small_shapes: bool = True) -> list[str]:
-        return check_op(self.op, self.shape, self.settings.device, at_small_shapes)
+    def check(self) -> list[str]:
+        return check_op(self.op, self.shape, self.settings.device)
 
     def calls(self, name: str) -> Calls:
-        device = self.settings.device
-        build = peers_of(self.op).get(name, run_ours)
-        if name != OURS:
-            check_peer(build, self.op, self.shape, device)
-        num_sets = self.settings.num_buffer_sets(self.num_bytes("forward"))
-        sets: list[Tensors] = [
-            draw_inputs(self.op, self.shape, torch.bfloat16, device) for _ in range(num_sets)
+        op, device = self.op, self.settings.device
+        compute = {OURS: op.run, EAGER: op.reference, COMPILED: op.exact or op.reference}[name]
+        if name == COMPILED:
+            compute = compile_call(compute, self.settings.is_tiny)
+        sets = [
+            draw_inputs(op, self.shape, torch.bfloat16, device)
+            for _ in range(self.settings.num_buffer_sets(self.num_bytes("forward")))
         ]
-        runs = [build(self.op, self.shape, inputs) for inputs in sets]
-        # All calls share one compilation: only the first one resets the compiler.
-        if is_compiled(name):
-            is_tiny = self.settings.is_tiny
-            compiled = [compile_call(run.call, is_tiny, i == 0) for i, run in enumerate(runs)]
-            runs = [Run(call, run.leaves) for call, run in zip(compiled, runs, strict=True)]
-        with torch.no_grad():
-            given = draw_given(self.op, self.op.reference(self.shape, sets[0]))
         return {
-            "forward": [run.call for run in runs],
-            "backward": [_backward(run, given) for run in runs],
+            "forward": [lambda inputs=inputs: compute(self.shape, inputs) for inputs in sets],
+            "backward": [self._backward(compute, inputs) for inputs in sets],
         }
 
+    def _backward(self, compute: Compute, inputs: Tensors) -> Callable[[], object]:
+        # The graph is kept, so that backward can be timed many times.
+        outputs, leaves = compute(self.shape, inputs), trained(self.op, inputs)
+        given = [torch.randn_like(out) for out in outputs]
+        return lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
-def _backward(run: Run, given: Tensors) -> Callable[[], object]:
-    # The graph is kept, so that backward can be timed many times.
-    outputs = run.call()
-    flat, leaves, gradients = parts(outputs), parts(run.leaves), given_for(outputs, given)
-    return lambda: torch.autograd.grad(flat, leaves, gradients, retain_graph=True)
+
+def compile_call(call: Callable, is_tiny: bool) -> Callable:
+    """Compile a call for one shape; at tiny sizes without code generation, which takes seconds."""
+    torch.compiler.reset()  # else earlier shapes would make sizes symbolic
+    # This backward pass is timed many times: it must not overwrite its buffers.
+    torch._functorch.config.donated_buffer = False
+    backend = "aot_eager" if is_tiny else "inductor"
+    return torch.compile(call, backend=backend, dynamic=False)
 
 
 def time_contestant(bench: Bench, name: str, ways: Sequence[str]) -> dict[str, list[float]]:
@@ -128,3 +134,73 @@ def time_contestant(bench: Bench, name: str, ways: Sequence[str]) -> dict[str, l
     # Peers hold buffers of several GB: the ones of the peer before are freed first.
     calls = bench.calls(name)
     return {way: time_calls(calls[way], settings.device, settings.seconds) for way in ways}
+
+
+def trained(op: Op, inputs: Tensors) -> list[Tensor]:
+    """Return the inputs that are not frozen."""
+    return [x for name, x in inputs.items() if name not in op.frozen]
+
+
+def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
+    """Check the op of cogfast in bf16 at this shape, and in three dtypes at a small one."""
+    cases = [(shape, torch.bfloat16)] + [(small(shape), dtype) for dtype in _FLOORS]
+    wrong = []
+    for case_shape, dtype in cases:
+        torch.manual_seed(0)  # the largest error depends on the draws
+        inputs = draw_inputs(op, case_shape, dtype, device)
+        try:
+            found = _differences(op, case_shape, inputs)
+        except Exception as error:  # the other ops are measured after any failure
+            found = [f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_CHARACTERS]]
+        kind = str(dtype).removeprefix("torch.")
+        wrong += [f"{op}, {case_shape}, {kind}: {text}" for text in found]
+    return wrong
+
+
+def _differences(op: Op, shape: TokenShape, inputs: Tensors) -> list[str]:
+    dtype = next(iter(inputs.values())).dtype
+    # One precision above that of the op.
+    exact = torch.float64 if dtype == torch.float32 else torch.float32
+    with torch.no_grad():
+        given = [torch.randn_like(out) for out in op.reference(shape, inputs)]
+    raised = as_leaves(op, {k: x.to(exact) for k, x in inputs.items()})
+    truth = _answers(op.exact or op.reference, op, shape, raised, [x.to(exact) for x in given])
+    plain = _answers(op.reference, op, shape, inputs, given)
+    return compare(_answers(op.run, op, shape, inputs, given), plain, truth, _FLOORS[dtype])
+
+
+def _answers(
+    compute: Compute, op: Op, shape: TokenShape, inputs: Tensors, given: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return outputs and gradients by name; those of packed qkv are three."""
+    outputs = compute(shape, inputs)
+    found = dict(zip(op.outputs, outputs, strict=True))
+    names = [name for name in inputs if name not in op.frozen]
+    gradients = torch.autograd.grad(outputs, trained(op, inputs), given)
+    for name, gradient in zip(names, gradients, strict=True):
+        if name == "qkv":
+            found |= dict(zip(("d_q", "d_k", "d_v"), gradient.unbind(2), strict=True))
+        else:
+            found[f"d_{name}"] = gradient
+    return {name: x.detach() for name, x in found.items()}
+
+
+def compare(found: Tensors, plain: Tensors, truth: Tensors, floor: float) -> list[str]:
+    """Return a sentence for each tensor whose error is above its limit; `plain` are the reference's."""
+    wrong = []
+    for name, true in truth.items():
+        value = found[name]
+        # Subtraction would broadcast.
+        if value.shape != true.shape:
+            wrong.append(f"{name}: shape {list(value.shape)}, not {list(true.shape)}")
+            continue
+        off, usual = (x.to(true.dtype) - true for x in (value, plain[name]))
+        norm, top = true.norm(), true.abs().max()
+        relative, limit = (off.norm() / norm).item(), (usual.norm() / norm).item()
+        largest, most = off.abs().max().item(), usual.abs().max().item()
+        limit, most = _FACTOR * limit + floor, _FACTOR * most + floor * top.item()
+        if not relative <= limit:  # also true for NaN
+            wrong.append(f"{name}: relative error {relative:.2e} > {limit:.2e}")
+        elif not largest <= most:
+            wrong.append(f"{name}: largest error {largest:.2e} > {most:.2e}")
+    return wrong

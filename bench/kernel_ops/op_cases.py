@@ -29,9 +29,6 @@ from cogfast.kernels import qk_norm_rope3d as qk
 EPS = 1e-5  # of the norms in a block
 RANK = 128  # of configs/lora.yaml
 Tensors = Mapping[str, Tensor]
-# Inputs by name. A tuple has the text rows and the video rows of one [B, S, M]: some peers keep them in two
-# tensors.
-Values = Mapping[str, Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,8 @@ class Op:
     """A fused op, with inputs by the argument names of its function.
 
     frozen: inputs without a gradient in this variant. exact: a reference for float32 and float64, for
-    an op whose `reference` computes in float32.
+    an op whose `reference` computes in float32; it has no complex numbers, which torch.compile does not
+    fuse, and is the one that is compiled.
     """
 
     name: str
@@ -179,16 +177,19 @@ def _split_qkv(shape: TokenShape, inputs: Tensors) -> tuple:
 
 
 def _qk_exact(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
-    """Compute entirely in the dtype of the inputs; the reference rotates in float32."""
+    """Rotate pairs of real numbers, in float32 or the dtype of the inputs if that has more bits."""
     q, k, v = inputs["qkv"].unbind(2)
     turned = []
     for x, name in ((q, "query"), (k, "key")):
         weight, bias = inputs[f"{name}_weight"], inputs[f"{name}_bias"]
         x = F.layer_norm(x, x.shape[-1:], weight, bias, qk.EPS)
         if shape.is_rotary:
-            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-            angles = rotation_of(shape, inputs).per_row(shape.num_text).to(pairs.dtype)
-            x = torch.view_as_real(pairs * angles[:, None]).flatten(-2)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            first, second = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+            angles = rotation_of(shape, inputs).per_row(shape.num_text)
+            cos, sin = angles.real[:, None].to(wide), angles.imag[:, None].to(wide)
+            pairs = (first * cos - second * sin, second * cos + first * sin)
+            x = torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
         turned.append(x)
     return turned[0], turned[1], v
 
@@ -277,50 +278,15 @@ def bytes_of(op: Op, way: str, shape: TokenShape, dtype: torch.dtype = torch.bfl
     return op.units[way] * shape.batch * shape.num_tokens * shape.width * dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A call with its inputs: it returns outputs by name; gradients are taken of `leaves`."""
-
-    call: Callable[[], Values]
-    leaves: Values
-
-
 def draw_inputs(op: Op, shape: TokenShape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Draw the inputs as leaves; those that are not frozen require a gradient."""
 
     def draw(*size: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
         return scale * torch.randn(size, dtype=dtype, device=device)
 
-    # Views keep their strides when they become leaves.
-    return mark_trained(op, op.draw(shape, draw))
+    return as_leaves(op, op.draw(shape, draw))
 
 
-def mark_trained(op: Op, inputs: Tensors) -> Tensors:
+def as_leaves(op: Op, inputs: Tensors) -> Tensors:
     """Return the inputs as leaves with the same strides."""
     return {k: x.detach().requires_grad_(k not in op.frozen) for k, x in inputs.items()}
-
-
-def trained(op: Op, inputs: Tensors) -> Values:
-    """Return the inputs that are not frozen."""
-    return {name: x for name, x in inputs.items() if name not in op.frozen}
-
-
-def draw_given(op: Op, outputs: Sequence[Tensor]) -> Tensors:
-    """Draw a gradient for every output."""
-    return {
-        name: torch.randn(x.shape, dtype=x.dtype, device=x.device)
-        for name, x in zip(op.outputs, outputs, strict=True)
-    }
-
-
-def run_ours(op: Op, shape: TokenShape, inputs: Tensors) -> Run:
-    """Return a run of the fused op."""
-    call = lambda: dict(zip(op.outputs, op.run(shape, inputs), strict=True))
-    return Run(call, trained(op, inputs))
-
-
-def run_reference(op: Op, shape: TokenShape, inputs: Tensors, exact: bool = False) -> Run:
-    """Return a run of the reference, or of the exact reference."""
-    reference = op.exact if exact and op.exact is not None else op.reference
-    call = lambda: dict(zip(op.outputs, reference(shape, inputs), strict=True))
-    return Run(call, trained(op, inputs))

@@ -6,13 +6,12 @@ Bytes per parameter of a perfect kernel, for FusedEmaAdam and for torch's AdamW 
     the new weight in bf16                                                        + 2        + 6
     clipping: the norm reads the gradient; torch's also scales it in place        + 2       + 12
 
-torch and DeepSpeed need gradients in float32, the dtype of the weights. With the quickstart's
+torch needs gradients in float32, the dtype of the weights. With the quickstart's
 count of parameters all of them have float32 gradients, in one tensor and in 100.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness.outcome import Row, Settings
-from bench.kernel_ops.peers import Unavailable, compile_call, is_compiled, need_gpu
+from bench.kernel_ops.op_bench import COMPILED, EAGER, compile_call
 from cogfast.kernels.fused_ema_adam import (
     FusedEmaAdam,
     fused_ema_adam_reference,
@@ -167,22 +166,11 @@ def _torch_foreach_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **_ADAM, foreach=True)
 
 
-def _deepspeed_adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    need_gpu(params[0].device)
-    adam = importlib.import_module("deepspeed.ops.adam").FusedAdam
-    try:
-        return adam(params, **_ADAM)
-    except Exception as error:  # the kernel is compiled here, which can fail in many ways
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Unavailable(f"its kernel is not built: {reason}") from error
-
-
 PEERS: dict[str, Callable[[Streams, int, bool], Callable[[], object]]] = {
-    "torch eager": _reference,
-    "torch.compile": _reference,
+    EAGER: _reference,
+    COMPILED: _reference,
     "AdamW(fused) + lerp": _with_lerp(_torch_adamw),
     "AdamW(foreach) + lerp": _with_lerp(_torch_foreach_adamw),
-    "DeepSpeed FusedAdam + lerp": _with_lerp(_deepspeed_adam),
 }
 
 
@@ -199,6 +187,7 @@ class OptimizerBench:
     gradient: torch.dtype = torch.bfloat16
 
     ways = ("step",)
+    peers = tuple(PEERS)
 
     def __str__(self) -> str:
         return f"{self.describe()['op']}, {self.describe()['model']}"
@@ -221,9 +210,6 @@ class OptimizerBench:
 
     def goal(self, way: str) -> float:
         return _GOAL
-
-    def peers(self) -> Sequence[str]:
-        return tuple(PEERS)
 
     def check(self) -> list[str]:
         small = _TINY_LENGTHS if self.settings.is_tiny else _CHECKED_LENGTHS
@@ -265,13 +251,13 @@ class OptimizerBench:
 
     def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
         device = self.settings.device
-        # Adam of torch and DeepSpeed needs the gradient in the dtype of the weights.
+        # Adam of torch needs the gradient in the dtype of the weights.
         takes_any_gradient = name not in PEERS or PEERS[name] is _reference
         gradient = self.gradient if takes_any_gradient else torch.float32
         streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)
         call = PEERS.get(name, _ours)(streams, self.num_tensors, self.has_clip)
-        if is_compiled(name):
-            call = compile_call(call, self.settings.is_tiny, is_first=True)
+        if name == COMPILED:
+            call = compile_call(call, self.settings.is_tiny)
         return {"step": [call]}  # larger than the caches: one buffer set is enough
 
 

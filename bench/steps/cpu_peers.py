@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
-from bench.steps.step_cases import Case, make_call
+from bench.steps.step_cases import make_call
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
 from cogfast.diagnostics.timing import spread
@@ -92,7 +92,7 @@ def measure(model: str, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     torch._dynamo.reset()
     config, batch_size = MODELS[model]
     variant = Variant(config, batch_size, dtype, CPU)
-    calls = {name: _make(name, model, variant) for name in CONTENDERS}
+    calls = {name: _make(name, variant) for name in CONTENDERS}
     for call in calls.values():
         for _ in range(_WARM_UP):
             call()
@@ -121,7 +121,7 @@ def summarize(times: dict[str, list[float]]) -> Row:
     return row
 
 
-def _make(name: str, model: str, variant: Variant) -> Callable[[], None]:
+def _make(name: str, variant: Variant) -> Callable[[], None]:
     """Return one training step of a contender."""
     if name == "floor":
         network, batch = Floor(variant), draw_batch(variant)
@@ -135,7 +135,7 @@ def _make(name: str, model: str, variant: Variant) -> Callable[[], None]:
     built = SIDES[side](variant)
     if engine:
         built.compile_blocks()
-    return make_call(side, built, Case(model), variant)
+    return make_call(side, built, variant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,7 @@
-"""Measure one case of bench.step: a block or a training step of cogfast and of diffusers.
+"""Measure one case of bench.step: a training step of cogfast and of diffusers.
 
-If both sides fit into memory together (a block, or anything on a CPU), calls alternate and the ratio is
-the median over pairs, so that other load slows both sides. A training step on a GPU has the GPU to
-itself: the sides are built in the order ours, diffusers, diffusers, ours, and the ratio is that of the
+On a CPU calls alternate and the ratio is the median over pairs, so that other load slows both sides.
+On a GPU a side has the memory to itself: the sides are built in the order ours, diffusers, diffusers, ours, and the ratio is that of the
 medians.
 """
 
@@ -20,14 +19,13 @@ import torch
 from bench.harness.outcome import Row
 from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
-from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch, draw_block_input
+from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.train.plan.flops import peak_flops, train_flops
 
-What = Literal["step", "block"]
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]
 
@@ -43,7 +41,6 @@ class Case:
     """A case to measure; num_layers None means all layers of the model."""
 
     model: str
-    what: What = "step"
     mode: Mode = "sft"
     checkpointing: Policy = "none"
     engine: Engine = "eager"
@@ -51,24 +48,22 @@ class Case:
 
     @property
     def layers(self) -> int:
-        if self.what == "block":
-            return 1
         return self.num_layers or MODELS[self.model][0].num_layers
 
     def __str__(self) -> str:
         return (
-            f"{self.model} {self.what} {self.mode}, {self.layers} layers, "
+            f"{self.model} {self.mode}, {self.layers} layers, "
             f"checkpointing {self.checkpointing}, {self.engine}"
         )
 
     def describe(self) -> dict[str, object]:
         """Return the keys that every row has, also one without figures."""
-        keys = ("model", "what", "mode", "checkpointing", "engine")
+        keys = ("model", "mode", "checkpointing", "engine")
         layers = {
             "num_layers": self.layers,
             "num_layers_of_model": MODELS[self.model][0].num_layers,
         }
-        return {key: getattr(self, key) for key in keys} | layers
+        return {"what": "step", **{key: getattr(self, key) for key in keys}, **layers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +116,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     if wrong:
         row["disagrees"] = f"{len(wrong)} of the compared tensors, first {wrong[0]}"
     problems = [f"{case}: {text}" for text in wrong]
-    is_alternating = case.what == "block" or plan.device.type == "cpu"
+    is_alternating = plan.device.type == "cpu"
     row["order"] = "pairs" if is_alternating else "rounds"
     times, seen = time_sides(case, plan, variant, (tuple(SIDES),) if is_alternating else _ROUNDS)
     # Both sides count equal FLOPs; recomputation does not count.
@@ -249,7 +244,7 @@ def _build(
     built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()
-    call = make_call(side, built, case, variant)
+    call = make_call(side, built, variant)
     call()  # compiles, and creates the optimizer state
     if seen is not None:
         return call, seen
@@ -270,10 +265,8 @@ def _build(
     return call, figures
 
 
-def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[[], None]:
+def make_call(side: str, built: Side, variant: Variant) -> Callable[[], None]:
     """Return the call to time."""
-    if case.what == "block":
-        return built.block_call(draw_block_input(variant))
     # Every step takes one batch: data loading is not part of the comparison.
     batch = draw_batch(variant)
     update = UPDATES[side](built.network.parameters())
@@ -289,7 +282,7 @@ def make_call(side: str, built: Side, case: Case, variant: Variant) -> Callable[
 def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Return rows with the best policy of each side: the fastest of those measured.
 
-    There is a row for each model, number of layers, block or step, and mode: against the eager and
+    There is a row for each model, number of layers and mode: against the eager and
     against the compiled model of diffusers. cogfast may use either engine in both.
     """
     keys = ("model", "num_layers", "num_layers_of_model", "what", "mode", "dtype")

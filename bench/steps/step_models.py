@@ -150,15 +150,6 @@ class Batch:
     target: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class BlockInput:
-    """Inputs of a block: hidden and the output gradient [B, S, M], conditioning [B, time_embed_dim]."""
-
-    hidden: Tensor
-    given: Tensor
-    conditioning: Tensor
-
-
 def draw_batch(variant: Variant, seed: int = 1) -> Batch:
     """Draw latents, text and target from a normal distribution, in the dtype of the variant."""
     config, b = variant.config, variant.batch_size
@@ -173,15 +164,3 @@ def draw_batch(variant: Variant, seed: int = 1) -> Batch:
     text = draw(b, config.text_length, config.text_hidden_size)
     latents = draw(b, config.in_channels, *video)
     return Batch(latents, timesteps, text, draw(b, config.out_channels, *video))
-
-
-def draw_block_input(variant: Variant, seed: int = 2) -> BlockInput:
-    """Draw all inputs of a block from a normal distribution, in the dtype of the variant."""
-    generator = torch.Generator(variant.device).manual_seed(seed)
-    draw = lambda *shape: torch.randn(
-        shape, generator=generator, device=variant.device, dtype=torch.float32
-    ).to(variant.dtype)
-    tokens = (variant.batch_size, variant.num_tokens, variant.config.hidden_size)
-    return BlockInput(
-        draw(*tokens), draw(*tokens), draw(variant.batch_size, variant.config.time_embed_dim)
-    )

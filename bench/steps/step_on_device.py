@@ -10,6 +10,7 @@ more (computed, not measured), so that only one policy of ours is measured on it
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -24,66 +25,36 @@ _OURS: tuple[Policy, ...] = ("attention_kept", "pointwise")  # that the model of
 _NUM_LAYERS_15 = 4  # of 1.5-5B, for cases that would not fit into memory or time
 
 
-def measure_2b(settings: Settings) -> Outcome:
-    """Run the piece 2b of bench.gpu_run."""
-    return _measure("2b", cases_2b(_memory_gib(settings.device)), settings)
-
-
-def measure_5b(settings: Settings) -> Outcome:
-    """Run the piece 5b of bench.gpu_run."""
-    return _measure("5b", cases_5b(_memory_gib(settings.device)), settings)
-
-
-def measure_15_5b(settings: Settings) -> Outcome:
-    """Run the piece 1.5-5b of bench.gpu_run."""
-    return _measure("1.5-5b", cases_15_5b(), settings)
-
-
-def measure_15_5b_i2v(settings: Settings) -> Outcome:
-    """Run the piece 1.5-5b-i2v of bench.gpu_run."""
-    return _measure("1.5-5b-i2v", cases_15_5b_i2v(), settings)
-
-
 def cases_2b(memory_gib: float) -> list[Case]:
     """Return cases of the whole 2B, and without checkpointing also of as many layers as fit."""
-    block, none = Case("2b", what="block"), Case("2b")
-    full, lora = replace(none, checkpointing="full"), replace(none, mode="lora")
-    lora_full = replace(full, mode="lora")
+    none = Case("2b")
     fewer = [] if memory_gib > _LARGE_GIB else [replace(none, num_layers=20)]
+    full, lora = replace(none, checkpointing="full"), replace(none, mode="lora")
+    cases = [full, none, *fewer, lora, replace(full, mode="lora")]
     ours = [replace(none, checkpointing=policy) for policy in _OURS]
-    cases = [full, none, *fewer, lora, block, _compiled(full), lora_full, _compiled(block)]
-    cases += [_compiled(none), *map(_compiled, fewer), _compiled(lora), _compiled(lora_full)]
-    return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
+    return [*cases, *map(_compiled, cases), *ours]
 
 
 def cases_5b(memory_gib: float) -> list[Case]:
     """Return cases that train all weights of as many layers as fit, and LoRA on the whole 5B."""
     is_large = memory_gib > _LARGE_GIB
-    block, lora = Case("5b", what="block"), Case("5b", mode="lora")
-    none = Case("5b", num_layers=16 if is_large else 10)
+    none, lora = Case("5b", num_layers=16 if is_large else 10), Case("5b", mode="lora")
     full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
     whole = [replace(full, num_layers=None)] if is_large else []
-    ours = [replace(case, checkpointing=p) for case in (lora, *whole) for p in _OURS]
-    cases = [*whole, full, none, lora, block, lora_full, _compiled(full), _compiled(block)]
-    cases += [_compiled(none), _compiled(lora_full), *map(_compiled, whole), _compiled(lora)]
-    return cases + [replace(block, mode="lora"), replace(block, checkpointing="full"), *ours]
+    ours = [replace(case, checkpointing=policy) for case in (lora, *whole) for policy in _OURS]
+    cases = [*whole, full, none, lora, lora_full]
+    return [*cases, *map(_compiled, cases), *ours]
 
 
-def cases_15_5b() -> list[Case]:
+def cases_15_5b(memory_gib: float) -> list[Case]:
     """Return LoRA on the whole 1.5-5B by the policy that keeps attention, then cases of fewer layers."""
-    block = Case("1.5-5b", what="block")
-    whole, full, lora_full, none, lora = steps = _steps_15("1.5-5b")
-    cases = [whole, full, block, lora_full, _compiled(full), _compiled(block), none, lora]
-    cases += [_compiled(case) for case in steps[2:]]
-    return cases + [replace(lora, checkpointing=policy) for policy in _OURS]
+    whole, *fewer = cases_15_5b_i2v(memory_gib, "1.5-5b")
+    ours = [replace(fewer[-1], checkpointing=policy) for policy in _OURS]
+    return [whole, *fewer, *map(_compiled, fewer), *ours]
 
 
-def cases_15_5b_i2v() -> list[Case]:
+def cases_15_5b_i2v(memory_gib: float, model: str = "1.5-5b-i2v") -> list[Case]:
     """Return the steps of 1.5-5B-I2V, whose blocks are those of 1.5-5B."""
-    return _steps_15("1.5-5b-i2v")
-
-
-def _steps_15(model: str) -> list[Case]:
     whole = Case(model, mode="lora", checkpointing="attention_kept")
     none = Case(model, num_layers=_NUM_LAYERS_15)
     both = [none, replace(none, mode="lora")]
@@ -94,8 +65,20 @@ def _compiled(case: Case) -> Case:
     return replace(case, engine="compiled")
 
 
-def _measure(model: str, cases: list[Case], settings: Settings) -> Outcome:
-    plan = Plan(settings.device, torch.bfloat16, num_pairs=_PAIRS, seconds=_SECONDS)
+CASES = {
+    "2b": cases_2b,
+    "5b": cases_5b,
+    "1.5-5b": cases_15_5b,
+    "1.5-5b-i2v": cases_15_5b_i2v,
+}
+
+
+def _measure(model: str, settings: Settings) -> Outcome:
+    device, memory_gib = settings.device, 0.0
+    if device.type == "cuda":
+        memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    cases = CASES[model](memory_gib)
+    plan = Plan(device, torch.bfloat16, num_pairs=_PAIRS, seconds=_SECONDS)
     if settings.is_tiny:
         # No compilation: it would take longer on a CPU than everything else.
         eager = [case for case in cases if case.engine == "eager"]
@@ -105,7 +88,7 @@ def _measure(model: str, cases: list[Case], settings: Settings) -> Outcome:
     return measure_cases(cases, plan, settings.deadline, settings.keep)
 
 
-def _memory_gib(device: torch.device) -> float:
-    if device.type != "cuda":
-        return 0.0
-    return torch.cuda.get_device_properties(device).total_memory / 2**30
+# The pieces of bench.gpu_run
+measure_2b, measure_5b, measure_15_5b, measure_15_5b_i2v = (
+    partial(_measure, model) for model in CASES
+)

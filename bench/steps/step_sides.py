@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from bench.steps.step_models import Batch, BlockInput, Variant
+from bench.steps.step_models import Batch, Variant
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.config import TransformerConfig
@@ -50,9 +48,6 @@ class Side(Protocol):
 
     def compile_blocks(self) -> None:
         """Compile every block by torch.compile."""
-
-    def block_call(self, given: BlockInput) -> Callable[[], None]:
-        """Return a call of the first block, forward and backward, with inputs in its layout."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters, by diffusers' names."""
@@ -96,20 +91,6 @@ class Ours:
             block.compile(fullgraph=True)
         policies = [self.policy] * len(self.network.blocks)
         apply_policies(self.network, policies, is_compiled=True)
-
-    def block_call(self, given: BlockInput) -> Callable[[], None]:
-        block, hidden = self.network.blocks[0], given.hidden.clone().requires_grad_()
-        run, *_ = self.network.training_calls or (block,)
-        # The transformer applies silu once for all blocks; diffusers does so in each norm.
-        conditioning = nn.functional.silu(given.conditioning)
-        num_text, rotation = self.variant.config.text_length, self.network.rotary(self.variant.grid)
-
-        def call() -> None:
-            output = run(hidden, conditioning, num_text, rotation)
-            output.backward(given.given)
-            _drop_gradients([hidden, *block.parameters()])
-
-        return call
 
     def gradients(self) -> dict[str, Tensor]:
         trained = [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
@@ -208,23 +189,6 @@ class Theirs:
     def compile_blocks(self) -> None:
         for block in self.network.transformer_blocks:
             block.compile(fullgraph=True)
-
-    def block_call(self, given: BlockInput) -> Callable[[], None]:
-        block, num_text = self.network.transformer_blocks[0], self.variant.config.text_length
-        split = lambda x: (x[:, num_text:].clone(), x[:, :num_text].clone())  # video, text
-        # diffusers keeps text and video in two tensors.
-        inputs = [x.requires_grad_() for x in split(given.hidden)]
-        gradients, conditioning, rotary = split(given.given), given.conditioning, self.rotary
-        run: Callable[..., tuple[Tensor, Tensor]] = block
-        if self.network.gradient_checkpointing:
-            run = partial(checkpoint, block, use_reentrant=False)
-
-        def call() -> None:
-            outputs = run(*inputs, conditioning, rotary)
-            torch.autograd.backward(outputs, gradients)
-            _drop_gradients([*inputs, *block.parameters()])
-
-        return call
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self.network.named_parameters() if p.requires_grad}
@@ -348,11 +312,6 @@ def _copy_weights(ours: nn.Module, theirs: nn.Module) -> None:
             target = targets.pop(name)
             target.copy_(part.reshape(target.shape))
     assert not targets, f"parameters of diffusers without a weight of cogfast: {sorted(targets)}"
-
-
-def _drop_gradients(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None
 
 
 def free_memory(device: torch.device) -> None:

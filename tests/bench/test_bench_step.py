@@ -16,7 +16,7 @@ from bench.harness.outcome import Outcome
 from bench.steps import agreement, step_cases
 from bench.steps.agreement import compare_sides
 from bench.steps.step_cases import Case, Plan, best_rows, measure_case
-from bench.steps.step_models import MODELS, Variant, draw_batch, draw_block_input
+from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
 from bench.steps.step_sides import SIDES, UPDATES, Ours, OurUpdate, PeerUpdate, Theirs, as_diffusers
 from cogfast.model import initialization
@@ -96,7 +96,7 @@ def test_compiled_sides_agree_and_are_timed(monkeypatch) -> None:
         return 1.0
 
     monkeypatch.setattr(step_cases, "_time", count)
-    row, problems = measure_case(Case("5b-smallest", what="block", engine="compiled"), PLAN)
+    row, problems = measure_case(Case("5b-smallest", engine="compiled"), PLAN)
     assert problems == [] and row["num_gradients_compared"] == 64 and row["ratio"] == 1.0
     assert len(numbers) == 12 and len(set(numbers)) == 1 and numbers[0] >= 2
 
@@ -125,7 +125,7 @@ def test_sides_that_disagree_are_marked_and_timed(monkeypatch) -> None:
     monkeypatch.setitem(SIDES, "ours", Wrong)
     row, problems = measure_case(Case("2b-smallest"), replace(PLAN, agreements={}))
     (problem,) = problems
-    assert problem.startswith("2b-smallest step sft, 2 layers, checkpointing none, eager: ")
+    assert problem.startswith("2b-smallest sft, 2 layers, checkpointing none, eager: ")
     assert "transformer_blocks.1.ff.net.0.proj.bias: relative error 1.00e-01 > 1.00e-04" in problem
     start = (
         "1 of the compared tensors, first transformer_blocks.1.ff.net.0.proj.bias: relative error"
@@ -141,7 +141,7 @@ def test_sides_that_cannot_be_compared_are_timed(monkeypatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
 
     monkeypatch.setattr(step_cases, "compare_sides", fail)
-    row, (problem,) = measure_case(Case("2b-smallest", what="block"), replace(PLAN, agreements={}))
+    row, (problem,) = measure_case(Case("2b-smallest"), replace(PLAN, agreements={}))
     assert problem.endswith(": not compared: OutOfMemoryError: CUDA out of memory")
     assert row["ratio"] > 0 and row["disagrees"].endswith("CUDA out of memory")
 
@@ -207,18 +207,14 @@ def test_checkpointing_runs_each_block_twice(side: str) -> None:
         built.forward(draw_batch(given)).square().mean().backward()
         assert [seen.count(module) for module in inner] == [times] * 2
         seen.clear()
-        built.block_call(draw_block_input(given))()
-        assert seen == [inner[0]] * times
-        seen.clear()
 
 
 def test_a_policy_of_one_side_can_be_its_best() -> None:
-    cases = [Case("2b-smallest", what=w, checkpointing="pointwise") for w in ("block", "step")]
-    for case in cases:
-        row, problems = measure_case(case, PLAN)
-        assert problems == [] and row["ours_median_ms"] > 0 and "ratio" not in row
-        assert row["diffusers_lacks_policy"] == "checkpointing is one of none, full"
-    ours, both = timed(replace(cases[1], model="2b"), 1.0, None), timed(Case("2b"))
+    case = Case("2b-smallest", checkpointing="pointwise")
+    row, problems = measure_case(case, PLAN)
+    assert problems == [] and row["ours_median_ms"] > 0 and "ratio" not in row
+    assert row["diffusers_lacks_policy"] == "checkpointing is one of none, full"
+    ours, both = timed(replace(case, model="2b"), 1.0, None), timed(Case("2b"))
     best, _ = best_rows([ours, both, timed(replace(Case("2b"), engine="compiled"))])
     assert best["ours_policy"] == "checkpointing pointwise, eager" and best["ratio"] == 1 / 3
 
@@ -298,7 +294,7 @@ def test_time_that_runs_out_is_noted(monkeypatch) -> None:
     outcome = step.measure_cases(cases, PLAN, deadline, kept.append, clock=lambda: now)
     assert [row["checkpointing"] for row in outcome.rows] == ["full"]
     skipped = outcome.numbers["skipped"]
-    assert len(skipped) == 3 and skipped[0].startswith("2b step sft, 30 layers, checkpointing none")
+    assert len(skipped) == 3 and skipped[0].startswith("2b sft, 30 layers, checkpointing none")
     assert [len(each.rows) for each in kept] == [1, 1, 1, 1]
 
 
@@ -324,8 +320,13 @@ def test_the_time_of_a_case_is_guessed_from_its_layers(monkeypatch) -> None:
 
 def timed(case: Case, ours: float | None = 2.0, theirs: float | None = 3.0) -> dict[str, object]:
     row = {
-        **{key: getattr(case, key) for key in ("model", "what", "mode", "checkpointing", "engine")},
-        **{"num_layers": case.layers, "num_layers_of_model": 30, "dtype": "bfloat16"},
+        **{key: getattr(case, key) for key in ("model", "mode", "checkpointing", "engine")},
+        **{
+            "what": "step",
+            "num_layers": case.layers,
+            "num_layers_of_model": 30,
+            "dtype": "bfloat16",
+        },
     }
     for side, ms in (("ours", ours), ("diffusers", theirs)):
         row |= {} if ms is None else {f"{side}_median_ms": ms, f"{side}_model_tflop_per_s": 1 / ms}
@@ -355,35 +356,29 @@ def test_cases_for_a_gpu() -> None:
         for memory_gib in (79.0, 139.0):
             listed = cases(memory_gib)
             assert len(set(listed)) == len(listed)
-            assert listed[0].checkpointing == "full" and listed[0].what == "step"
+            assert listed[0].checkpointing == "full"
             # A short run measures only the first cases.
-            first = {(c.mode, c.checkpointing) for c in listed[:4] if c.what == "step"}
+            first = {(c.mode, c.checkpointing) for c in listed[:4]}
             assert first == {("sft", "full"), ("sft", "none"), ("lora", "none")}
-            kinds = {(case.what, case.mode, case.engine) for case in listed}
-            whats = [("block", "sft"), ("block", "lora"), ("step", "sft"), ("step", "lora")]
-            assert {(what, mode, "eager") for what, mode in whats} <= kinds
-            assert {("block", "sft", "compiled"), ("step", "lora", "compiled")} <= kinds
+            kinds = {(case.mode, case.engine) for case in listed}
+            assert kinds == {(m, e) for m in ("sft", "lora") for e in ("eager", "compiled")}
         assert listed[0].layers == layers  # on an H200
-    for listed in (cases_15_5b(), cases_15_5b_i2v()):
+    for listed in (cases_15_5b(79.0), cases_15_5b_i2v(79.0)):
         assert len(set(listed)) == len(listed)
-        assert [
-            (c.layers, c.mode) for c in listed if c.num_layers is None and c.what == "step"
-        ] == [(42, "lora")]
+        assert [(c.layers, c.mode) for c in listed if c.num_layers is None] == [(42, "lora")]
         assert listed[0].checkpointing not in Theirs.policies  # it has no time for both sides
         assert {("sft", "full"), ("lora", "none")} <= {(c.mode, c.checkpointing) for c in listed}
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
     out = tmp_path / "results" / "step.json"
-    argv = ["--model", "5b-smallest", "--what", "step", "block", "--layers", "1", "--pairs", "3"]
+    argv = ["--model", "5b-smallest", "--mode", "sft", "lora", "--layers", "1", "--pairs", "3"]
     assert step.main([*argv, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["piece"] == "step" and report["problems"] == []
     assert report["versions"]["torch"] == torch.__version__ and report["machine"]
-    assert [(row["what"], row["num_layers"]) for row in report["rows"]] == [
-        ("step", 1),
-        ("block", 1),
-    ]
+    modes = [(row["what"], row["mode"], row["num_layers"]) for row in report["rows"]]
+    assert modes == [("step", "sft", 1), ("step", "lora", 1)]
     assert all(row["ratio"] > 0 and row["order"] == "pairs" for row in report["rows"])
     assert "best: model 5b-smallest" in capsys.readouterr().out
 

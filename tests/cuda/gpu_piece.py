@@ -6,14 +6,12 @@ from timing what it compared.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import bench.kernel_ops.op_bench
-import bench.kernel_ops.op_check
 import bench.steps.step_cases
 from bench import gpu_run
 from bench.kernel_ops.optimizer_ops import OptimizerBench
@@ -29,19 +27,8 @@ def without_problems(compare: Callable) -> Callable:
     return wrapped
 
 
-def without_refusal(check: Callable) -> Callable:
-    """Let pass what an assertion of `check` refuses."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(AssertionError):
-            check(*args, **kwargs)
-
-    return wrapped
-
-
 COMPARISONS = (
-    (bench.kernel_ops.op_check, "compare", without_problems),
-    (bench.kernel_ops.op_bench, "check_peer", without_refusal),
+    (bench.kernel_ops.op_bench, "compare", without_problems),
     (OptimizerBench, "_compare", without_problems),
     (bench.steps.step_cases, "compare_sides", without_problems),
 )

@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.harness.reference import write
-from bench.results_table import Results, all_folders, read_results
 from cogfast.config import load_config
 from cogfast.train.plan import measured as measured_steps
-from cogfast.train.plan.gpus import GPUS
-from cogfast.train.plan.measured import MEASURED, MeasuredStep, StepCase, rates_of, read_measured
-from cogfast.train.plan.step_time import stated_rates
+from cogfast.train.plan.measured import MeasuredStep, StepCase
 from cogfast.train.run.health import speed
 from cogfast.train.run.health.speed import compare
 from cogfast.train.trainer import Trainer
@@ -98,49 +94,3 @@ def test_a_run_compares_itself_once(
     plan = json.loads((trainer.folder / "plan.json").read_text())
     assert (plan["step_ms"], plan["measured_peak"]) == (0.001, None)
     assert plan["peak"] == sum(plan["memory"].values()) > 0
-
-
-def test_the_stored_file_has_the_results() -> None:
-    """Results of benchmarks are written by `python -m bench.harness.reference`, and by nothing else."""
-    assert MEASURED.read_text() == write([read_results(folder) for folder in all_folders()])
-    assert read_measured().step(CASE) is None
-
-
-def test_results_of_a_gpu_become_rates_and_steps(tmp_path: Path) -> None:
-    head = {"device": "cuda", "machine": "NVIDIA H100 80GB HBM3"}
-    row = {"model": "5b", "what": "step", "mode": "lora", "checkpointing": "auto"}
-    row |= {"engine": "eager", "num_layers": 42, "num_tokens": 17776, "batch_size": 1}
-    row |= {"dtype": "bfloat16", "ours_checkpointing": "pointwise in all 42 layers"}
-    row |= {"ours_median_ms": 2000.0, "ours_forward_backward_ms": 1900.0, "ours_optimizer_ms": 90.0}
-    attention = {"backend": "default"}
-    for way, rate, ms in (("forward", 400.0, 10.0), ("backward", 300.0, 30.0)):
-        attention |= {f"{way}_tflop_per_s": rate, f"{way}_median_ms": ms}
-    matmuls = [{"tflop_per_s": rate, "median_ms": ms} for rate, ms in ((600.0, 1.0), (500.0, 3.0))]
-    rows = {
-        "facts": [],
-        "rates": [{"what": "copy", "gb_per_s": 3000.0}],
-        "matmul": matmuls,
-        "attention": [attention, {"backend": "math", "unavailable": "too large"}],
-        "5b": [row, {**row, "what": "block"}],
-    }
-    reports = {
-        f"{piece}.json": {**head, "piece": piece, "rows": of_piece, "numbers": {"memory_gib": 79.1}}
-        for piece, of_piece in rows.items()
-    }
-    path = tmp_path / "measured.json"
-    path.write_text(write([Results(tmp_path, reports)]))
-    measured = read_measured(path)
-    (step,) = measured.steps
-    assert (step.step_ms, step.forward_backward_ms, step.optimizer_ms) == (2000, 1900, 90)
-    assert (step.case.device, step.case.lora_rank, step.case.precision) == ("h100-80", 128, "bf16")
-    assert step.case.policy == "pointwise in all 42 layers"
-    (gpu,) = [gpu for gpu in GPUS if gpu.name == "h100-80"]
-    rates = rates_of(gpu, measured=measured)
-    assert rates.is_measured and "5b" not in rates.source
-    # All operations over all of their time.
-    assert rates.matmul == pytest.approx((600 * 1 + 500 * 3) / 4 * 1e12)
-    assert (rates.attention_forward, rates.attention_backward) == (400e12, 300e12)
-    assert rates.copy == 3000e9
-    assert rates.link == stated_rates(gpu).link
-    other = next(gpu for gpu in GPUS if gpu.name == "h200")
-    assert rates_of(other, measured=measured) == stated_rates(other)
