@@ -2,15 +2,11 @@
 
 The ranks share the GPU and communicate by gloo through host memory, so that a machine with one GPU can
 check the Triton kernels under tensor parallelism, with and without sequence parallelism. Nothing is
-timed. Each rank runs as
-python -m bench.checks.tensor_parallel_on_device FOLDER RANK DEVICE
+timed.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 
 from bench.checks.goldens_on_device import (
     GOLDEN,
@@ -37,10 +32,8 @@ from cogfast.train.distributed.parallelize import allocate, find_shards, paralle
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 
 _CASE, _SIZE = "t2v_5b", 2
-_ROOT = GOLDEN.parents[1]
 # Variants: whether the rows of the hidden state are split over the ranks between the blocks.
 _VARIANTS = {"whole rows": False, "rows split": True}
-_TIMEOUT_SECONDS = 240
 
 
 def check_tensor_parallel(settings: Settings) -> Outcome:
@@ -50,7 +43,8 @@ def check_tensor_parallel(settings: Settings) -> Outcome:
     rows: list[Row] = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        _launch(Path(folder), settings.device)
+        # If a rank fails, the other one is killed and the error is raised here.
+        torch.multiprocessing.spawn(_run, (Path(folder), settings.device), nprocs=_SIZE)
         for name in _VARIANTS:
             found = [_read(Path(folder), name, rank) for rank in range(_SIZE)]
             row, wrong = compare_float32(stored, join_ranks(found), factor)
@@ -60,36 +54,6 @@ def check_tensor_parallel(settings: Settings) -> Outcome:
     shown = ("case", "output_largest_error", "loss_relative_error")
     shown += ("gradient_worst_error_of_largest", "num_gradients")
     return Outcome({"float32_tolerance_factor": factor}, rows, shown, problems)
-
-
-def _launch(folder: Path, device: torch.device) -> None:
-    """Run all ranks; RuntimeError with the end of the log of the first rank that fails."""
-    environment = dict(os.environ)
-    if device.type == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": ""}  # Triton must not see the GPU
-    command = [sys.executable, "-m", "bench.checks.tensor_parallel_on_device", str(folder)]
-    processes = []
-    for rank in range(_SIZE):
-        with open(folder / f"log-{rank}", "w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(rank), device.type],
-                    cwd=_ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    # If a rank fails, the other one would wait for it: all are killed.
-    try:
-        for rank, process in enumerate(processes):
-            if process.wait(timeout=_TIMEOUT_SECONDS) != 0:
-                end = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-15:])
-                raise RuntimeError(f"rank {rank}: exit status {process.returncode}\n{end}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _read(folder: Path, variant: str, rank: int) -> tuple[Answers, dict[str, Shard]]:
@@ -105,17 +69,11 @@ def join_ranks(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> Answers:
         shards = [shards[key] for _, shards in found]
         gradients[key] = torch.empty(shards[0].shape)
         for shard, (answers, _) in zip(shards, found, strict=True):
-            _put(gradients[key], answers.gradients[key], shard)
+            # A shard may hold several ranges, such as a part of each of q, k and v.
+            pieces = answers.gradients[key].split([b - a for a, b in shard.ranges], shard.dim)
+            for (start, stop), piece in zip(shard.ranges, pieces, strict=True):
+                gradients[key].narrow(shard.dim, start, stop - start).copy_(piece)
     return Answers(first.outputs, first.loss, gradients)
-
-
-def _put(whole: Tensor, share: Tensor, shard: Shard) -> None:
-    offset = 0
-    # A shard may hold several ranges, such as a part of each of q, k and v.
-    for start, stop in shard.ranges:
-        piece = share.narrow(shard.dim, offset, stop - start)
-        whole.narrow(shard.dim, start, stop - start).copy_(piece)
-        offset += stop - start
 
 
 def find_differences(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> list[str]:
@@ -130,7 +88,7 @@ def find_differences(found: Sequence[tuple[Answers, dict[str, Shard]]]) -> list[
     ]
 
 
-def _run(folder: Path, rank: int, device: torch.device) -> None:
+def _run(rank: int, folder: Path, device: torch.device) -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     store = dist.FileStore(str(folder / "store"), _SIZE)
     # gloo: NCCL refuses two ranks on one GPU.
@@ -149,7 +107,3 @@ def _run(folder: Path, rank: int, device: torch.device) -> None:
         torch.save((answers, named), folder / f"{name}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run(Path(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3]))

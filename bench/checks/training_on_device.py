@@ -62,16 +62,12 @@ class CpuDrawsTrainer(Trainer):
 
 def check_training(settings: Settings) -> Outcome:
     """Run the three trainings and judge their losses."""
+    cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        start = lambda run, device: _Process(run, device, settings.is_tiny, Path(folder))
-        bf16 = start("bf16", settings.device).read_lines()  # nothing else runs, since it is timed
-        pair = [start("fp32", device) for device in (settings.device, torch.device("cpu"))]
-        try:
-            fp32, on_cpu = (process.read_lines() for process in pair)
-        finally:
-            for process in pair:
-                process.stop()
-        return judge(bf16, fp32, on_cpu)
+        runs = [("bf16", settings.device), ("fp32", settings.device), ("fp32", cpu)]
+        folders = (Path(folder) / str(number) for number in range(len(runs)))
+        pairs = zip(runs, folders, strict=True)
+        return judge(*(_train(*run, settings.is_tiny, out) for run, out in pairs))
 
 
 def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> Outcome:
@@ -127,39 +123,33 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class _Process:
-    """A training run in a subprocess; with `device` cpu the GPU is hidden from it."""
-
-    def __init__(self, run: str, device: torch.device, is_tiny: bool, parent: Path) -> None:
-        self.run, self.device = run, device
-        self.folder = Path(tempfile.mkdtemp(dir=parent))
-        environment = dict(os.environ)
-        if device.type == "cpu":
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, "-m", "bench.checks.training_on_device", run, str(self.folder)]
-        command += ["--tiny"] if is_tiny else []
-        with open(self.folder / "log", "w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def read_lines(self) -> list[Row]:
-        """Wait for the end of the run and return the lines of metrics.jsonl, one per step."""
+def _train(run: str, device: torch.device, is_tiny: bool, folder: Path) -> list[Row]:
+    """Train in a process and return the lines of metrics.jsonl, one per step."""
+    environment = dict(os.environ)
+    if device.type == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "bench.checks.training_on_device", run, str(folder)]
+    with open(folder.with_suffix(".log"), "w+") as log:
+        process = subprocess.Popen(
+            [*command, *["--tiny"] * is_tiny],
+            cwd=_ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            status = self.process.wait(timeout=_TIMEOUT_SECONDS)
+            status: object = process.wait(timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            self.stop()
             status = f"none, killed after {_TIMEOUT_SECONDS} s"
-        if status != 0:
-            end = "\n".join((self.folder / "log").read_text().splitlines()[-15:])
-            raise RuntimeError(f"{self.run} on {self.device}: exit status {status}\n{end}")
-        (path,) = self.folder.glob("*/metrics.jsonl")
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def stop(self) -> None:
-        """Kill the process if it still runs."""
-        self.process.kill()
-        self.process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        end = "\n".join(log.read().splitlines()[-15:])
+    if status != 0:
+        raise RuntimeError(f"{run} on {device}: exit status {status}\n{end}")
+    (path,) = folder.glob("*/metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main() -> None:

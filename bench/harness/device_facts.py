@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import os
 import platform
 import subprocess
-from pathlib import Path
 
 import torch
 
+from bench.harness.machine import version_of
 from bench.harness.outcome import Outcome, Settings
 
 _VERSIONS = ("torch", "triton", "deepspeed", "omegaconf", "transformers", "safetensors", "einops")
@@ -44,7 +43,7 @@ def list_facts(settings: Settings) -> Outcome:
         numbers |= _gpu(settings.device)
     numbers["nvcuvid"] = _video_decoder()
     numbers |= {name: _importable(module) for name, module in _ATTENTION.items()}
-    numbers |= {f"version_{name}": _version(name) for name in _VERSIONS}
+    numbers |= {f"version_{name}": version_of(name) for name in _VERSIONS}
     return Outcome(numbers)
 
 
@@ -75,23 +74,12 @@ def _output_of(*argv: str) -> str | None:
 
 
 def _video_decoder() -> str:
-    """Report whether libnvcuvid loads, as DALI loads it, or where a copy is that does not."""
-    folder = _driver_folder()
-    # Some machines have the library next to the driver, but not on the search path.
-    copies = sorted(str(path) for path in folder.glob("libnvcuvid*")) if folder else []
+    """Report whether libnvcuvid loads, as DALI loads it."""
     try:
         ctypes.CDLL("libnvcuvid.so.1")
     except OSError as error:
-        return f"does not load: {error}" + (f"; but there is {copies[0]}" if copies else "")
+        return f"does not load: {error}"
     return "loads"
-
-
-def _driver_folder() -> Path | None:
-    """Return the folder of the libcuda that this process has loaded."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.is_file() else []
-    paths = (line.split()[-1] for line in lines if "/libcuda.so" in line)
-    return next((Path(path).parent for path in paths), None)
 
 
 def _importable(module: str) -> str:
@@ -100,10 +88,3 @@ def _importable(module: str) -> str:
     except Exception as error:  # a broken installation raises any type
         return f"no: {type(error).__name__}: {error}".splitlines()[0]
     return "yes"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

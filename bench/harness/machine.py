@@ -13,7 +13,7 @@ import torch
 
 from cogfast.train.plan.measured import cpu_name
 
-_PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed", "liger-kernel")
+_PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed")
 _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
 
 
@@ -24,8 +24,8 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "device": str(device),
         "machine": torch.cuda.get_device_name(device) if is_gpu else cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "python": platform.pythonversion_of(),
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -38,7 +38,8 @@ def write_report(path: Path | None, piece: str, device: torch.device, **content:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

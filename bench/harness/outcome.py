@@ -50,15 +50,13 @@ class Settings:
 class Bars:
     """A bar plot: one bar for every label and series.
 
-    line: (name, value), drawn across the plot. marks: (name, one value per label), drawn across the
-    bars of each label.
+    marks: (name, one value per label), drawn across the bars of each label.
     """
 
     title: str
     unit: str
     labels: Sequence[str]
     series: Mapping[str, Sequence[float]]
-    line: tuple[str, float] | None = None
     marks: tuple[str, Sequence[float]] | None = None
 
 
@@ -116,10 +114,6 @@ def draw(bars: Bars, path: Path) -> str:
         places = [place + (i - (len(bars.series) - 1) / 2) * height for place in range(len(values))]
         drawn = axes.barh(places, values, height=0.9 * height, label=name)
         axes.bar_label(drawn, fmt="%.3g", padding=3)
-    # The line is a reference for all labels, such as a copy rate.
-    if bars.line is not None:
-        name, value = bars.line
-        axes.axvline(value, color="black", lw=1, ls="--", label=f"{name}: {value:.3g}")
     if bars.marks is not None:
         name, values = bars.marks
         # A mark spans the bars of its label and a little more.

@@ -184,10 +184,9 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
 def compare(
     output: Tensor, qkv: Sequence[Tensor], given: Tensor
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the errors of an output [B, S, H, D] and its gradients on the first and last head.
+    """Return the relative errors of an output [B, S, H, D] and its gradients on the first and last head.
 
-    q, k, v and the gradient `given` of the output are [B, S, H, D] in bf16. A relative error is the
-    norm of the difference over the norm; a largest error is an absolute difference.
+    q, k, v and the gradient `given` of the output are [B, S, H, D] in bf16.
     """
     gradients = torch.autograd.grad(output, qkv, given, retain_graph=True)
     actual = dict(zip(("out", "dq", "dk", "dv"), (output, *gradients), strict=True))
@@ -196,23 +195,17 @@ def compare(
     # All heads would need tens of GB in float32: S^2 scores each.
     for head in sorted({0, output.shape[2] - 1}):
         of_head = [x.detach()[:, :, head : head + 1] for x in (*qkv, given)]
-        expected = _reference([x.float() for x in of_head])
-        plain = _reference(of_head)
+        exact, plain = _reference([x.float() for x in of_head]), _reference(of_head)
         for name, whole in actual.items():
-            values, truth = whole.detach()[:, :, head : head + 1].float(), expected[name]
-            relative = ((values - truth).norm() / truth.norm()).item()
-            limit = 2 * ((plain[name].float() - truth).norm() / truth.norm()).item()
-            limit += _RELATIVE_FLOOR
-            if not relative <= limit:  # also true for NaN
-                wrong.append(f"{name} of head {head}: relative error {relative:.2e} > {limit:.2e}")
-            _raise_to(errors, f"{name}_relative_error", relative)
-            _raise_to(errors, f"{name}_relative_limit", limit)
-            _raise_to(errors, f"{name}_largest_error", (values - truth).abs().max().item())
+            off = lambda x, truth=exact[name]: ((x.float() - truth).norm() / truth.norm()).item()
+            error = off(whole.detach()[:, :, head : head + 1])
+            limit = 2 * off(plain[name]) + _RELATIVE_FLOOR
+            if not error <= limit:  # also true for NaN
+                wrong.append(f"{name} of head {head}: relative error {error:.2e} > {limit:.2e}")
+            for key, value in (("error", error), ("limit", limit)):
+                key = f"{name}_relative_{key}"
+                errors[key] = max(errors.get(key, value), value)
     return errors, wrong
-
-
-def _raise_to(errors: dict[str, float], key: str, value: float) -> None:
-    errors[key] = max(errors.get(key, value), value)
 
 
 def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
