@@ -73,7 +73,7 @@ PARTS: dict[str, Mapping[str, float | None]] = {
         "op_times": 4.5,
         "goldens": 1.0,
         "kernel_tests": 3.0,
-        "train": 1.0,
+        "train": 1.8,
     },
     "ops": dict.fromkeys(("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention")),
     "videos": dict.fromkeys(("data", "data_runs")),

@@ -24,7 +24,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "device": str(device),
         "machine": torch.cuda.get_device_name(device) if is_gpu else cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "python": platform.pythonversion_of(),
+        "python": platform.python_version(),
         "versions": {name: version_of(name) for name in _PACKAGES},
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }

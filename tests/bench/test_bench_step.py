@@ -359,7 +359,7 @@ def test_cases_for_a_gpu() -> None:
             assert listed[0].checkpointing == "full"
             # A short run measures only the first cases.
             first = {(c.mode, c.checkpointing) for c in listed[:4]}
-            assert first == {("sft", "full"), ("sft", "none"), ("lora", "none")}
+            assert first >= {("sft", "full"), ("sft", "none"), ("lora", "none")}
             kinds = {(case.mode, case.engine) for case in listed}
             assert kinds == {(m, e) for m in ("sft", "lora") for e in ("eager", "compiled")}
         assert listed[0].layers == layers  # on an H200
