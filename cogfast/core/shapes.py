@@ -1,4 +1,4 @@
-"""Legend of tensor shapes, and the size rules of the model families.
+"""Legend of tensor shapes: compression, patches and the grid of tokens.
 
 B batch, C latent channels, T latent frames, h w latent rows and columns, L text tokens, V video
 tokens, S = L + V, H heads, D head width, M = H*D model width, E text embedding width.
@@ -8,7 +8,6 @@ Pixels are [B, 3, 4(T-1)+1, 8h, 8w], latents [B, C, T, h, w], tokens [B, S, M] w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -91,73 +90,3 @@ def pad_latent_frames(latents: Tensor, patch: PatchSize) -> Tensor:
     if missing == 0:
         return latents
     return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
-
-
-def check_num_frames(num_frames: int, patch: PatchSize, max_frames: int, key: str) -> None:
-    """Raise ValueError for a frame count that the family cannot take; it names counts that fit.
-
-    CogVideoX supports 8N+1 frames, up to the length of the position table: an odd number of latent
-    frames, as all models were trained. For 1.5, pad_latent_frames makes it even.
-    """
-    step = 2 * TEMPORAL_COMPRESSION
-    below = (num_frames - 1) // step * step + 1
-    if num_frames == below and 1 <= num_frames <= max_frames:
-        return
-    most = (max_frames - 1) // step * step + 1
-    fits = sorted({n for n in (below, below + step) if 1 <= n <= max_frames} or {most})
-    raise ValueError(
-        f"{key}={num_frames}: CogVideoX {patch.version} supports {step}N+1 frames, at most {most}; "
-        f"use {' or '.join(map(str, fits))}"
-    )
-
-
-def check_video_size(
-    height: int,
-    width: int,
-    patch: PatchSize,
-    key: str,
-    table: tuple[int, int] | None = None,
-    one_size: Literal["computed", "learned"] | None = None,
-) -> None:
-    """Raise ValueError for a frame size that the family cannot take; it names one that fits.
-
-    Rows and columns must divide into latent patches (multiples of 16). table: the largest rows and
-    columns, in pixels, of the position table. one_size: the table holds for exactly this size, as
-    the computed table of CogVideoX-2B and the learned one of 5B-I2V do. Rotary tables are relative,
-    so smaller videos use a part of them.
-    """
-    rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
-    if height % rows == 0 and width % columns == 0 and height > 0 and width > 0:
-        _check_table(height, width, key, table, one_size)
-        return
-    fits = [max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns]
-    # Only sizes inside the table are suggested: the nearest multiple alone may be too large.
-    if table is not None:
-        fits = list(table) if one_size else list(map(min, fits, table))
-    raise ValueError(
-        f"{key}=[{height}, {width}]: rows must be a multiple of {rows} and columns of {columns}; "
-        f"use {fits}"
-    )
-
-
-def _check_table(
-    height: int, width: int, key: str, table: tuple[int, int] | None, one_size: str | None
-) -> None:
-    if table is None or (height, width) == tuple(table):
-        return
-    names = "latent_height and latent_width of model.network_config.params"
-    if one_size:
-        how = "train without its weights"
-        if one_size == "computed":
-            latent = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
-            how = f"to {latent[0]} and {latent[1]}: the table is computed, so the weights load"
-        raise ValueError(
-            f"{key}=[{height}, {width}]: the model's position table is for {list(table)} only; use "
-            f"that, or change {names} {'and ' if one_size == 'learned' else ''}{how}"
-        )
-    # A smaller video uses the first rows and columns of a rotary table.
-    if height > table[0] or width > table[1]:
-        raise ValueError(
-            f"{key}=[{height}, {width}]: the model's position table ends at {list(table)}; use that "
-            f"at most, or raise {names}"
-        )

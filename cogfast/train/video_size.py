@@ -1,4 +1,4 @@
-"""Determines the size of videos: what the configuration asks for and what the model supports."""
+"""The size of videos: what the configuration asks for, and what the model supports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 from cogfast.config import Config, data_arguments
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
+    TEMPORAL_COMPRESSION,
+    PatchSize,
     num_latent_frames,
+    num_pixel_frames,
 )
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
+from cogfast.schema.merged_config import refuse
 from cogfast.schema.sat_network import POSITION_KEY, transformer_arguments
 
 logger = logging.getLogger(__name__)
@@ -155,3 +159,103 @@ def _size_of(
     fps = float(data.get("fps", DEFAULT_FPS))
     patch_t = model.patch_size.t
     return LatentSize.of_video(model.out_channels, num_frames, rows, columns, patch_t, fps)
+
+
+# --- what the model supports; `network` has the fields of TransformerConfig ---
+
+
+def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
+    """Raise ValueError if the model does not support this number of pixel frames."""
+    problem = frames_problem(network, num_frames, key)
+    if problem is not None:
+        refuse(config, key, problem)
+
+
+def frames_problem(network: dict[str, Any], num_frames: int, key: str) -> str | None:
+    """Describe why the model does not support this number of pixel frames; None if it does.
+
+    CogVideoX supports 8N+1 frames, up to the length of the position table: an odd number of latent
+    frames, as all models were trained. For 1.5, pad_latent_frames makes it even.
+    """
+    step, longest = 2 * TEMPORAL_COMPRESSION, num_pixel_frames(_table_frames(network))
+    below = (num_frames - 1) // step * step + 1
+    if num_frames == below and 1 <= num_frames <= longest:
+        return None
+    most = (longest - 1) // step * step + 1
+    fits = sorted({n for n in (below, below + step) if 1 <= n <= longest} or {most})
+    version = network["patch_size"].version
+    return (
+        f"{key}={num_frames}: CogVideoX {version} supports {step}N+1 frames, at most {most}; "
+        f"use {' or '.join(map(str, fits))}"
+    )
+
+
+def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
+    """Check args.sampling_num_frames.
+
+    As in SAT, it counts latent frames, including the padding frames of CogVideoX 1.5.
+    """
+    key, most = "args.sampling_num_frames", _table_frames(network)
+    if not 1 <= latent_frames <= most:
+        text = (
+            f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the model's"
+        )
+        every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"
+        refuse(config, key, f"{text} position table ({every})")
+    patch: PatchSize = network["patch_size"]
+    frames = num_pixel_frames(latent_frames - (latent_frames - 1) % patch.t)
+    # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
+    step = 2 * TEMPORAL_COMPRESSION
+    if (frames - 1) % step:
+        fits = " or ".join(str(n) for n in (latent_frames - 1, latent_frames + 1) if n <= most)
+        text = f"{key}={latent_frames} latent frames decode to {frames} video frames, but CogVideoX"
+        rule = f"{patch.version} supports {step}N+1 video frames (2N+1 latent frames)"
+        refuse(config, key, f"{text} {rule}; use {fits}")
+
+
+def _table_frames(network: dict[str, Any]) -> int:
+    """Return the latent frames that the position table holds, one entry per temporal patch."""
+    rows = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
+    return rows * network["patch_size"].t
+
+
+def check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
+    """Raise ValueError if the model does not support this size in pixels."""
+    problem = size_problem(network, height, width, key)
+    if problem is not None:
+        refuse(config, key, problem)
+
+
+def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
+    """Describe why the model does not support this size in pixels; None if it does.
+
+    Rows and columns must divide into latent patches (multiples of 16) and be inside the position
+    table. The computed table of CogVideoX-2B and the learned one of 5B-I2V are flattened row by row
+    and fit one size only. Rotary tables are relative: smaller videos use a part of them, and
+    `positions: pipeline` rescales any size.
+    """
+    patch: PatchSize = network["patch_size"]
+    table = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
+    is_computed = network["position"] == "sincos"
+    is_one_size = is_computed or network["learnable_position"]
+    is_rescaled = network.get("rotary_positions") == "pipeline" and not patch.joins_frames
+    has_end = is_one_size or not is_rescaled
+    rows, columns = SPATIAL_COMPRESSION * patch.h, SPATIAL_COMPRESSION * patch.w
+    start = f"{key}=[{height}, {width}]:"
+    if height % rows or width % columns or height <= 0 or width <= 0:
+        fits = [max(1, round(height / rows)) * rows, max(1, round(width / columns)) * columns]
+        # Only sizes inside the table are suggested: the nearest multiple alone may be too large.
+        fits = table if is_one_size else [*map(min, fits, table)] if has_end else fits
+        rule = f"rows must be a multiple of {rows} and columns of {columns}"
+        return f"{start} {rule}; use {fits}"
+    names = "latent_height and latent_width of model.network_config.params"
+    if is_one_size and [height, width] != table:
+        latent = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
+        how = f"{names} and train without its weights"
+        if is_computed:
+            how = f"{names} to {latent[0]} and {latent[1]}: the table is computed, so the weights load"
+        only = f"the model's position table is for {table} only"
+        return f"{start} {only}; use that, or change {how}"
+    if has_end and (height > table[0] or width > table[1]):
+        return f"{start} the model's position table ends at {table}; use that at most, or raise {names}"
+    return None

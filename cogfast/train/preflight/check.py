@@ -38,7 +38,6 @@ from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
 from cogfast.train.preflight.evaluation import check_evaluation
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
-from cogfast.train.preflight.video_size import check_frames, check_latent_frames, check_size
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -46,6 +45,7 @@ from cogfast.train.run.folder import (
     resumed_in_run_folder,
 )
 from cogfast.train.sampling.prompt_files import missing_files
+from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
 logger = logging.getLogger(__name__)
 

@@ -99,17 +99,16 @@ class SamplingFlags:
 
     def _latent_frames(self, config: Config) -> int:
         """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
-        from cogfast.core.shapes import check_num_frames, num_latent_frames, num_pixel_frames
+        from cogfast.core.shapes import num_latent_frames
+        from cogfast.train.video_size import frames_problem
 
         assert self.frames is not None, "called for --frames"
         network = transformer_arguments(config.model.network_config.params)
-        patch_t = network["patch_size"].t
-        # Entries of the position table: one per temporal patch, as check_latent_frames counts them.
-        held = (network["num_frames"] - 1) // network["time_compressed_rate"] + 1
-        most = num_pixel_frames(held * patch_t)
-        check_num_frames(self.frames, network["patch_size"], most, "--frames")
+        problem = frames_problem(network, self.frames, "--frames")
+        if problem is not None:
+            raise ValueError(problem)
         latent_frames = num_latent_frames(self.frames)
-        return latent_frames + -latent_frames % patch_t
+        return latent_frames + -latent_frames % network["patch_size"].t
 
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:

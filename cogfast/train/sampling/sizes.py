@@ -17,8 +17,7 @@ from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.train.preflight.video_size import check_frames, check_size, size_problem
-from cogfast.train.video_size import DEFAULT_FPS, LatentSize
+from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
 
 
 def sampled_sizes(

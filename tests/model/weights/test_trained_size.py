@@ -16,9 +16,13 @@ from cogfast.model.weights.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.schema.sat_network import transformer_arguments
-from cogfast.train.preflight.video_size import check_size
 from cogfast.train.trainer import Trainer
-from cogfast.train.video_size import LatentSize, warn_of_other_positions, warn_of_pipeline_positions
+from cogfast.train.video_size import (
+    LatentSize,
+    check_size,
+    warn_of_other_positions,
+    warn_of_pipeline_positions,
+)
 from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import inputs, tiny
