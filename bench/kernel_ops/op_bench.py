@@ -30,7 +30,7 @@ from bench.kernel_ops.op_cases import (
 from cogfast.diagnostics.timing import time_calls
 
 OURS, EAGER, COMPILED = "cogfast", "torch eager", "torch.compile"
-# By way; the calls of a way use different buffers.
+# {way: its calls, which use different buffers}
 Calls = Mapping[str, Sequence[Callable[[], object]]]
 Compute = Callable[[TokenShape, Tensors], Sequence[Tensor]]
 
