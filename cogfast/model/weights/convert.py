@@ -84,10 +84,14 @@ def convert(
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
     if to == "sat":
         _check_sat_adapters(source)
-    if to == "peft" or all(is_lora_parameter(name) for name in source.shapes):
-        write_adapters(source, target_path, to, kind, model_parallel_size, verify)
+    if to == "peft":
+        write_adapters(source, target_path, kind, verify)
         return
-    # Adapters alone show no model; they have been written above.
+    if all(is_lora_parameter(name) for name in source.shapes):
+        raise ValueError(
+            f"{source.description}: has adapters only; use --to peft, or give their base: cogfast "
+            f"convert BASE {dst} --to {to} --merge-lora {src} (SAT: or --add-lora {src})"
+        )
     config = identify(source)
     check_complete(source, config)
     logger.info("%s: %s, %s", source.description, Family.of_config(config), _summary(source))
@@ -179,43 +183,15 @@ def with_lora_options(
 
 
 def write_adapters(
-    source: WeightSource,
-    path: Path,
-    to: str,
-    dtype: torch.dtype | None,
-    model_parallel_size: int,
-    is_verified: bool,
+    source: WeightSource, path: Path, dtype: torch.dtype | None, is_verified: bool
 ) -> None:
-    """Write the adapters of `source` without a model, for PEFT or as a SAT folder."""
+    """Write the adapters of `source`, without a model, as a LoRA file."""
     source = only_adapters(source)
-    about = f"{source.description}: {adapters_of(source)}"
-    if to == "peft":
-        written = write_peft(source, path, dtype)
-        logger.info("%s: the adapters of %s", written, about)
-        if is_verified:
-            expected = with_strength_in_b(source).as_written(dtype)
-            logger.info("%s: %s", written, verify_target(expected, written))
-        return
-    if to != "sat":
-        raise ValueError(
-            f"{source.description}: has adapters only; use --to peft or --to sat, or merge them with "
-            f"cogfast convert BASE {path} --to {to} --merge-lora LORA"
-        )
-    if model_parallel_size != 1:
-        raise ValueError(
-            f"--model-parallel-size is for whole models, and {source.description} has adapters only; leave it "
-            f"out, or use cogfast convert BASE {path} --to sat --add-lora LORA"
-        )
-    # There is no config: adapters alone do not show the model, and SAT reads its own YAML.
-    write_sat(source, None, path, dtype=dtype)
-    logger.info(
-        "%s: adapters only, of %s; set lora_config.params.lora_alpha: %g in their config",
-        path,
-        about,
-        source.alpha,
-    )
+    written = write_peft(source, path, dtype)
+    logger.info("%s: the adapters of %s: %s", written, source.description, adapters_of(source))
     if is_verified:
-        logger.info("%s: %s", path, verify_target(source.as_written(dtype), path))
+        expected = with_strength_in_b(source).as_written(dtype)
+        logger.info("%s: %s", written, verify_target(expected, written))
 
 
 def _has_adapters(source: WeightSource) -> bool:

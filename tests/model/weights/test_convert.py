@@ -403,21 +403,18 @@ def test_files_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert safe_open(files[0], "pt").metadata() == {"format": "pt"}
 
 
-def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path, caplog) -> None:
-    """2B's table is unchanged by --dtype; diffusers computes its own, which is logged."""
+def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path) -> None:
+    """2B's table is unchanged by --dtype; diffusers computes its own."""
     state = sat_state(sat_folders["2b"])
     table = f"{PREFIX}mixins.pos_embed.pos_embedding"
     convert(sat_folders["2b"], tmp_path / "half", "sat", dtype="float16")
     half = sat_state(tmp_path / "half")
     assert torch.equal(half[table], state[table]) and half[table].dtype == torch.float32
     assert {v.dtype for k, v in half.items() if k != table} == {torch.float16}
-    convert(sat_folders["2b"], tmp_path / "exact", "diffusers")
-    assert "position table" not in caplog.text
     (tmp_path / "bf16/1").mkdir(parents=True)
     file = tmp_path / "bf16/1/mp_rank_00_model_states.pt"
     torch.save({"module": {k: v.bfloat16() for k, v in state.items()}}, file)
     convert(file, tmp_path / "theirs", "diffusers", verify=True)
-    assert "position table differs by up to 1.9e-03" in caplog.text
     assert identify(open_source(file)) == of_four_heads("2b")
 
 

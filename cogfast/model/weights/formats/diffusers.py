@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 from cogfast.model.config import TransformerConfig
-from cogfast.model.embeddings import PositionTable
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
     write_json,
@@ -52,7 +51,6 @@ _MODULES = {
     "output": ["proj_out"],
 }
 _NOT_IN_DIFFUSERS = ("unused_position_embeddings",)  # only SAT's files have it; no code reads it
-_TABLE_ROUNDING = 1e-6  # largest difference between two float32 computations of 2B's table
 _STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
@@ -362,24 +360,6 @@ def diffusers_tensors(
             yield Outgoing(target, size, source.dtype_in_target(name, dtype), read)
 
 
-def _compare_table(source: WeightSource, config: TransformerConfig) -> None:
-    """Warn if 2B's position table in `source` differs from the one that diffusers computes instead;
-    checkpoints of bf16 and fp16 runs have it rounded."""
-    if config.position != "sincos" or "position_table.weight" not in source.shapes:
-        return
-    scales = (config.time_interpolation, config.height_interpolation, config.width_interpolation)
-    table = PositionTable(config.grid, config.text_length, config.hidden_size, scales).weight
-    off = source.read("position_table.weight", None).float() - table
-    difference = off.abs().max().item()  # sync: none, conversion is on the CPU
-    if difference > _TABLE_ROUNDING:
-        logger.warning(
-            "%s: its position table differs by up to %.1e from the one that diffusers computes "
-            "instead; the weights are exact",
-            source.description,
-            difference,
-        )
-
-
 def write_diffusers(
     source: WeightSource,
     config: TransformerConfig,
@@ -390,7 +370,6 @@ def write_diffusers(
     pipeline differs. dtype: of the weights; None: the source's."""
     diffusers_config(config)  # raises before anything is logged
     _log_positions(config, path)
-    _compare_table(source, config)
     write_transformer(source, config, path, dtype)
 
 

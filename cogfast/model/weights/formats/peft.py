@@ -11,9 +11,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,7 +37,8 @@ _PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
 _T = TypeVar("_T")
 _Alpha = Annotated[float, Range(1e-6, 1e6)]
 _Rank = Annotated[int, Range(1, 2**16)]
-_MOST_BLOCKS, _MOST_PATTERNS = 1000, 2000  # whose linears are looked for, and of a setting
+_MOST_BLOCKS = 1000  # whose linears are looked for
+_NAME = re.compile(r"[\w.]{1,200}")
 _NO_ALPHA = (
     " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
 )
@@ -64,6 +65,7 @@ _SPELLINGS = (
     re.compile(r"(?P<module>.+)[._]lora(_linear_layer)?\.(?P<side>up|down)\.weight"),
     re.compile(r"(?P<module>.+)\.lora_(?P<side>up|down)\.weight"),
 )
+PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 _ALPHA = re.compile(r"(?P<module>.+?)([._]lora)?\.alpha")
 
 
@@ -98,8 +100,15 @@ def open_peft(path: str | Path) -> WeightSource:
             f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
             "of CogVideoX"
         )
+    # DoRA's pairs give wrong weights without its magnitudes.
+    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
+    if dora:
+        raise ValueError(
+            f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
+            "with the tool that made it"
+        )
     shapes = {name: files.shape(key) for name, key in found.ours.items()}
-    _check_pairs(file, found, shapes)
+    check_pairs(str(file), shapes)
     where, settings = _settings(file, files.metadata)
     if settings is not None:
         _check_settings(where, settings, found, shapes)
@@ -270,31 +279,20 @@ def _find(path: Path) -> Path:
     return files[0]
 
 
-def _check_pairs(file: Path, found: _Keys, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    # DoRA's pairs give wrong weights without its magnitudes.
-    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
-    if dora:
-        raise ValueError(
-            f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
-            "with the tool that made it"
-        )
-    for name, key in found.ours.items():
-        other = _partner(name)
-        if other not in shapes:
-            raise ValueError(
-                f"{file}: {brief(key)} has no partner, so the file is incomplete; copy it again"
-            )
-        a, b = (shapes[n] for n in sorted((name, other)))
+def check_pairs(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every matrix A [r, in] has a B [out, r] and the other way round.
+
+    shapes: by cogfast's names.
+    """
+    for name in shapes:
+        pair = PAIR.fullmatch(name)
+        names = [f"{pair['module']}.matrix_{side}.{pair['part']}" for side in "AB"] if pair else []
+        a, b = (shapes.get(n, ()) for n in names) if names else ((), ())
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
             raise ValueError(
-                f"{file}: {brief(key)}: matrices {brief(str(list(a)))} and {brief(str(list(b)))} do "
-                "not form a pair [r, in] and [out, r]; copy it again"
+                f"{where}: {brief(name)} has no partner: a pair has shapes [r, in] and [out, r], not "
+                f"{brief(str(list(a)))} and {brief(str(list(b)))}; copy it again"
             )
-
-
-def _partner(name: str) -> str:
-    a, b = ".matrix_A.", ".matrix_B."
-    return name.replace(a, b) if a in name else name.replace(b, a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,38 +323,9 @@ def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | N
         # diffusers prefixes its keys by the pipeline's component; other tools may not.
         prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
         found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
-        settings = check(found, _Settings, where)
-    else:
-        where = str(file.parent / _PEFT_SETTINGS)
-        settings = read_json(where, _Settings) if Path(where).is_file() else None
-    if settings is not None:
-        excluded = settings.exclude_modules
-        for key, patterns in {
-            "alpha_pattern": settings.alpha_pattern,
-            "rank_pattern": settings.rank_pattern,
-            "exclude_modules": [excluded] if isinstance(excluded, str) else [],
-        }.items():
-            if len(patterns or ()) > _MOST_PATTERNS:
-                raise ValueError(
-                    f"{where}: {key} has more than {_MOST_PATTERNS} patterns; copy it again"
-                )
-            for pattern in patterns or ():
-                _check_pattern(key, pattern, where)
-    return where, settings
-
-
-def _check_pattern(key: str, pattern: str, where: str) -> None:
-    """Raise ValueError for a regular expression whose matching could take exponential time."""
-    is_simple = len(re.findall(r"[*+?{]", pattern)) <= 3 and not re.search(r"\)[*+?{]", pattern)
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        is_simple = False
-    if not is_simple or len(pattern) > 200:
-        raise ValueError(
-            f"{where}: {key} has {brief(pattern)!r}, which must be a regular expression with "
-            "at most three repetitions and none of a group; write the modules' names"
-        )
+        return where, check(found, _Settings, where)
+    where = str(file.parent / _PEFT_SETTINGS)
+    return where, read_json(where, _Settings) if Path(where).is_file() else None
 
 
 def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
@@ -364,75 +333,50 @@ def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
     if settings is None:
         # Strength 1, as in diffusers.
         return float(rank)
-    alpha = _in_pattern(module, settings.alpha_pattern, settings.lora_alpha)
+    alpha = _of_module(module, settings.alpha_pattern, settings.lora_alpha)
     return alpha * math.sqrt(rank) if settings.use_rslora else alpha
 
 
-def _in_pattern(module: str, patterns: Mapping[str, _T] | None, default: _T) -> _T:
-    """Return the value of the first pattern that matches a linear."""
-    for pattern, special in (patterns or {}).items():
-        if _compiled(pattern).match(module):
+def _of_module(module: str, patterns: Mapping[str, _T] | None, default: _T) -> _T:
+    """Return the value of the first name in PEFT's rank_pattern or alpha_pattern that is a linear's,
+    or the end of it."""
+    for name, special in (patterns or {}).items():
+        if module == name.removeprefix("^") or f".{module}".endswith(f".{name}"):
             return special
     return default
-
-
-@lru_cache(maxsize=_MOST_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")  # as peft.utils.other.get_pattern_key
-
-
-def _is_named(module: str, names: Container[str] | str) -> bool:
-    """Return whether PEFT's exclude_modules or target_modules, a pattern or a set of ends of names,
-    name a linear."""
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    parts = module.split(".")
-    return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
 def _check_settings(
     where: str, settings: _Settings, found: _Keys, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ValueError if the file does not have the tensors that its settings describe."""
+    """Raise ValueError if the file does not have the tensors that its settings describe, or has other
+    tensors than those of LoRA's pairs."""
     wrong = None
+    for name in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ())):
+        # A regular expression could take exponential time.
+        if not _NAME.fullmatch(name.removeprefix("^")):
+            wrong = f"a pattern {brief(name)!r}, which must be the name of a linear or its end"
+    for key in ("use_dora", "modules_to_save"):
+        if getattr(settings, key):
+            wrong = (
+                f"{key}={brief(show(getattr(settings, key)))}, but cogfast reads LoRA's pairs only"
+            )
+    if settings.bias not in (None, "none"):
+        wrong = f"bias={brief(settings.bias or '')}, but cogfast reads LoRA's pairs only"
     for name, module in found.modules.items():
-        rank = _in_pattern(module, settings.rank_pattern, settings.r)
+        rank = _of_module(module, settings.rank_pattern, settings.r)
         if ".matrix_A." in name and rank not in (None, shapes[name][0]):
             wrong = f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}"
-    held = set(found.modules.values())
-    excluded = settings.exclude_modules or ()
-    excluded = excluded if isinstance(excluded, str) else frozenset(excluded)
-    layers = settings.layers_to_transform
-    layers = {layers} if isinstance(layers, int) else None if layers is None else set(layers)
-    is_left_out = lambda module: (
-        _is_named(module, excluded)
-        or (
-            layers is not None
-            and (block := _block_of(module)) is not None
-            and int(block) not in layers
-        )
-    )
-    extra = sorted(filter(is_left_out, held))
-    if extra:
-        key = "layers_to_transform"
-        if _is_named(extra[0], excluded):
-            key = "exclude_modules"
-        wrong = f"{key}={brief(show(getattr(settings, key)))}, but the file adapts {extra[0]}"
-    targets = settings.target_modules
-    if isinstance(targets, list):  # a single string is a pattern, which need not match all linears
+    targets, held = settings.target_modules, set(found.modules.values())
+    # Not a pattern, and no setting that leaves some of the linears out.
+    is_whole = not settings.exclude_modules and settings.layers_to_transform is None
+    if isinstance(targets, list) and is_whole:
         blocks = {int(block) for block in map(_block_of, [*held, *targets]) if block}
-        ends = frozenset(targets)
+        ends = tuple(f".{name}" for name in targets)
         for module in _parts(map(str, range(min(max(blocks, default=0) + 1, _MOST_BLOCKS)))):
             # Not all models have the offset's embedding.
-            is_wanted = _is_named(module, ends) and not module.startswith("ofs_embedding")
-            if is_wanted and module not in held and not is_left_out(module):
+            is_wanted = f".{module}".endswith(ends) and not module.startswith("ofs_embedding")
+            if is_wanted and module not in held:
                 wrong = f"target_modules that include {module}, which the file lacks"
-    for name in (settings.modules_to_save or ())[:100]:
-        if not any(name in key for key in found.unexpected):
-            wrong = f"modules_to_save={brief(show(settings.modules_to_save))}, which the file lacks"
-    if settings.bias not in (None, "none") and not any("bias" in k for k in found.unexpected):
-        wrong = f"bias={brief(settings.bias or '')}, but the file has no bias"
-    if settings.use_dora:
-        wrong = "use_dora=true, but the file has no magnitudes of DoRA"
     if wrong is not None:
         raise ValueError(f"{where}: has {wrong}; copy the LoRA's files again")

@@ -248,23 +248,21 @@ def _check_shards(files: list[Path], shards: list[dict[str, Tensor]], ours: dict
 
 def write_sat(
     source: WeightSource,
-    config: TransformerConfig | None,
+    config: TransformerConfig,
     path: Path,
     model_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a SAT folder with the tensors of `source`, split over model_parallel_size files, and the
-    tables that SAT's code expects. config: None for adapters alone; dtype: of the weights, None for
-    the source's."""
-    count = model_parallel_size
-    heads = 1 if config is None else config.num_attention_heads
+    tables that SAT's code expects. dtype: of the weights, None for the source's."""
+    count, heads = model_parallel_size, config.num_attention_heads
     if count < 1 or heads % count:
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
             f"--model-parallel-size {count} must divide num_attention_heads={heads}; use "
             f"{', '.join(fits)}"
         )
-    if config is not None and config.has_rescaled_positions:
+    if config.has_rescaled_positions:
         logger.warning(
             "%s: the model has the positions of diffusers' pipelines, but SAT's code uses integer "
             "ones; they agree only at %dx%d latent pixels",
@@ -287,33 +285,26 @@ def write_sat(
 
 def sat_tensors(
     source: WeightSource,
-    config: TransformerConfig | None,
+    config: TransformerConfig,
     index: int = 0,
     count: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Outgoing]:
     """Yield the tensors of file `index` of `count`, under SAT's names."""
-    tables = () if config is None else _tables(source, config)
-    for name, tensor in (*tables, *_weights(source, dtype)):
-        shape, read = tensor.shape, tensor.read
-        is_patch = name == "patch_embedding.weight"
-        if is_patch and config is not None and not config.patch_size.joins_frames:
+    yield from _tables(source, config)
+    for name, shape in source.shapes.items():
+        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
             # A convolution in SAT.
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
-        cut = model_parallel_cut(name)
+        cut, shard = model_parallel_cut(name), None
         if cut is not None and count > 1:
             shard = Shard(shape, *cut, index, count)
-            shape, read = shard.share_shape, partial(source.read, name, shard)
-        yield Outgoing(tensor.name, shape, tensor.dtype, read)
+            shape = shard.share_shape
+        read = partial(source.read, name, shard)
+        yield Outgoing(sat_name(name), shape, source.dtype_in_target(name, dtype), read)
 
 
-def _weights(source: WeightSource, dtype: torch.dtype | None) -> Iterator[tuple[str, Outgoing]]:
-    for name, shape in source.shapes.items():
-        read = partial(source.read, name, None)
-        yield name, Outgoing(sat_name(name), shape, source.dtype_in_target(name, dtype), read)
-
-
-def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[str, Outgoing]]:
+def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoing]:
     """Yield the tables that SAT's code expects and `source` lacks."""
     if config.position == "sincos" and _TABLE not in source.shapes:
         rows = PositionTable(
@@ -322,17 +313,17 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[tuple[s
             config.hidden_size,
             (config.time_interpolation, config.height_interpolation, config.width_interpolation),
         ).weight
-        yield _TABLE, Outgoing(sat_name(_TABLE), tuple(rows.shape), rows.dtype, lambda: rows)
+        yield Outgoing(sat_name(_TABLE), tuple(rows.shape), rows.dtype, lambda: rows)
     if config.position == "rotary" and not config.patch_size.joins_frames:
         rotary = RotaryPositions(config.grid, config.head_width, config.rope_theta)
         turns = rotary(config.grid).per_row(num_text=0)  # [V, D/2] complex
         shape = (turns.shape[0], config.head_width)
         for name, part in zip(ROTARY_BUFFERS, (turns.imag, turns.real), strict=True):
             read = partial(part.repeat_interleave, 2, dim=-1)
-            yield "", Outgoing(PREFIX + name, shape, torch.float32, read)
+            yield Outgoing(PREFIX + name, shape, torch.float32, read)
     if config.position == "rotary" and _UNUSED_TABLE not in source.shapes:
         shape = (config.max_sequence_length, config.hidden_size)
         dtype = source.dtypes["patch_embedding.weight"]
         # SAT loads the tensor and never reads its values.
         read = partial(torch.zeros, shape)
-        yield _UNUSED_TABLE, Outgoing(sat_name(_UNUSED_TABLE), shape, dtype, read)
+        yield Outgoing(sat_name(_UNUSED_TABLE), shape, dtype, read)

@@ -15,6 +15,7 @@ from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
+from cogfast.model.weights.formats.peft import PAIR, check_pairs
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
@@ -22,7 +23,6 @@ from cogfast.schema.json_files import brief
 from cogfast.schema.sat_network import NETWORK_KEY
 from cogfast.schema.values import counted
 
-_PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 _LORA_CONFIG = f"{NETWORK_KEY}.modules.lora_config"
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
@@ -74,12 +74,7 @@ def only_adapters(source: WeightSource) -> WeightSource:
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
-    alone = next((n for n, shape in shapes.items() if not _is_paired(n, shape, shapes)), None)
-    if alone is not None:
-        raise ValueError(
-            f"{source.description}: {brief(alone)} has no partner: a pair has shapes [r, in] and "
-            "[out, r]; copy it again"
-        )
+    check_pairs(source.description, shapes)
     return replace(source, shapes=shapes, is_partial=True)
 
 
@@ -104,7 +99,7 @@ def adapters_of(source: WeightSource) -> Adapters | None:
     """Describe the adapters among a source's tensors; None if it has none."""
     ranks, layers, targets, others = set(), set(), set(), set()
     # One entry for each pair; only_adapters finds a matrix without its partner.
-    pairs = [m for m in map(_PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
+    pairs = [m for m in map(PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
     for pair in pairs:
         target = None
         ranks.add(source.shapes[pair[0]][0])
@@ -150,8 +145,8 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
     assert found is not None, f"{adapter.description}: no adapters"
     num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
-        pair = _PAIR.fullmatch(name)
-        assert pair is not None, f"{name}: _is_paired found a pair"
+        pair = PAIR.fullmatch(name)
+        assert pair is not None, f"{name}: check_pairs found a pair"
         weight = shapes.get(f"{pair['module']}.weight")
         # Adapters of too many layers are of another model: the message below says which.
         if weight is None and num_layers <= has_layers:
@@ -176,19 +171,7 @@ def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _adapted(adapter: WeightSource) -> set[str]:
     """Return the names of the linears that adapters belong to."""
-    return {pair["module"] for pair in map(_PAIR.fullmatch, adapter.shapes) if pair}
-
-
-def _is_paired(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether matrix A or B has its partner, of the same rank, in `shapes`."""
-    pair = _PAIR.fullmatch(name)
-    if pair is None:
-        return False
-    is_a = pair["side"] == "A"
-    other = shapes.get(f"{pair['module']}.matrix_{'B' if is_a else 'A'}.{pair['part']}")
-    if other is None or len(shape) != 2 or len(other) != 2:
-        return False
-    return shape[0] == other[1] if is_a else shape[1] == other[0]
+    return {pair["module"] for pair in map(PAIR.fullmatch, adapter.shapes) if pair}
 
 
 def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
