@@ -29,13 +29,13 @@ from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
 from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.schema.values import Problems, nearest, one_line, printable
-from cogfast.train.distributed.process_watch import (
+from cogfast.train.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
+    end_with_torchrun,
     is_lost_connection,
     is_of_another_rank,
     tell_torchrun,
-    watch_launcher,
 )
 from cogfast.train.run.stop_signals import (
     Interrupted,
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one line and returns 1. argv: the arguments after `cogfast`; None reads sys.argv and also
     handles signals and closed standard streams.
     """
-    watch_launcher()
+    end_with_torchrun()
     if argv is not None:
         return _run(list(argv))
     if not _IS_PROJECT:  # Python's children look for modules in the current folder, too

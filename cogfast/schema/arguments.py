@@ -212,9 +212,6 @@ class TrainArguments:
     max_nonfinite_steps: Count = 20
     # after a loss or gradient that is not finite: skip its step; stop: save and end the run
     nonfinite: Literal["skip", "stop"] = "skip"
-    # minutes without progress after which a rank is named with its step, phase and stack, and the run ends;
-    # 0: never. Evaluations, saves and the first step have no limit
-    hang_minutes: Annotated[float, Range(0, 10**5)] = 0.0
 
     # --- learning rate ---
     # peak learning rate, the same as deepspeed.optimizer.params.lr

@@ -70,7 +70,7 @@ from cogfast.train.run.folder import (
     tensorboard_folder,
 )
 from cogfast.train.run.health.gradient_check import GradientCheck, lora_cannot_learn
-from cogfast.train.run.health.hang import HangWatch
+from cogfast.train.run.health.hang import HangStacks
 from cogfast.train.run.health.nonfinite import NonfiniteCheck
 from cogfast.train.run.health.progress import Progress
 from cogfast.train.run.health.speed import SpeedCheck
@@ -215,7 +215,8 @@ class Trainer:
         )
         mpu = None if self.groups.tensor is None else ModelParallelUnit(self.groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
-        self.engine = ZeroEngine(transformer, optimizer, deepspeed_config(config, args), mpu)
+        settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
+        self.engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
         self.replica_check = ReplicaCheck(
             transformer,
             self.groups.tensor,
@@ -304,8 +305,8 @@ class Trainer:
                 num_trained=self.num_trained,
             )
         speed = SpeedCheck(engine.transformer.config, args, self.groups.device, self.step)
-        hang = HangWatch(self.progress, self.groups, self.folder, args.hang_minutes)
-        with StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop, hang:
+        hang = HangStacks(self.folder, self.groups.rank, args.collective_timeout)
+        with hang, StopRequest(self.groups, args.max_hours, self._how_to_resume) as stop:
             # The writer exits first: a pending save is complete before anything else is closed.
             with self._open_metrics() as metrics, batches, profiler, self.memory, self.writer:
                 self.metrics = metrics
@@ -328,6 +329,7 @@ class Trainer:
                         metrics.add_loss(loss)
                         self.nonfinite.after_backward(loss)
                     self.step += 1
+                    hang.after_step(self.step)
                     checkpointing.after_step()
                     self.memory.after_step()
                     metrics.end_step(self.step, self.num_tokens)

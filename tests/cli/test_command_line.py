@@ -14,7 +14,7 @@ import pytest
 from cogfast.__main__ import _COMMANDS, main
 from cogfast.cli.options import parse_sample, parse_train, read_prompts
 from cogfast.config import load_config
-from cogfast.train.distributed.process_watch import OTHER_RANK
+from cogfast.train.distributed.lost_ranks import OTHER_RANK
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -30,11 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.kernels.cpu.memory import keep_freed_memory
-from cogfast.train.distributed.process_watch import (
-    ProcessWatch,
+from cogfast.train.distributed.lost_ranks import (
     UnsharedError,
     is_lost_connection,
-    watch_processes,
 )
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.run.health.step_clock import CLOCK
@@ -76,7 +74,6 @@ class ProcessGroups:
     device: torch.device
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
-    watch: ProcessWatch | None = None
     tensor: ParallelGroup | None = None
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
@@ -286,8 +283,6 @@ class ProcessGroups:
         if self.is_owner and self.world_size > 1:
             # With gloo, a rank that leaves early makes the others fail.
             dist.barrier(group=self.control)
-            if self.watch is not None:
-                self.watch.stop()
             dist.destroy_process_group()
 
 
@@ -368,8 +363,7 @@ def start_processes(
             # torch warns of a group that still exists at the end of the process.
             atexit.register(_end_lone_process)
     control = _decision_group() if world_size > 1 else None
-    watch = watch_processes(rank, world_size, control) if is_owner else None
-    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, watch)
+    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
     if tensor_size * context_size == 1:
         return groups
     return _with_shared_models(groups, tensor_size, context_size, timeout)

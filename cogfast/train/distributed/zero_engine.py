@@ -14,10 +14,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cogfast.config import Config
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
@@ -232,7 +234,7 @@ class ZeroEngine:
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
     config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
     data-parallel groups; None without tensor parallelism. use_stock_step: use DeepSpeed's own step of
-    stages 1 and 2 even where FusedStep could replace it.
+    stages 1 and 2 even where FusedStep could replace it. timeout_s: how long a collective waits.
     tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
 
     `step` returns while the new weights are still being gathered. A forward pass, `publish`,
@@ -247,6 +249,7 @@ class ZeroEngine:
         config: dict,
         mpu: ModelParallelUnit | None = None,
         use_stock_step: bool = False,
+        timeout_s: int | None = None,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
         import deepspeed
@@ -275,6 +278,9 @@ class ZeroEngine:
             mpu=mpu,
             dist_init_required=False,
         )
+        if mpu is None and timeout_s is not None:
+            # The group that DeepSpeed makes has torch's default of 10 or 30 minutes.
+            _set_pg_timeout(timedelta(seconds=timeout_s), self.engine.data_parallel_group)
         self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
         self.stage = config["zero_optimization"]["stage"]
         # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that

@@ -75,7 +75,7 @@ _FREE = (
 )
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message
-# Time that ranks need to end after their torchrun was killed; see distributed/process_watch.py.
+# Time that ranks need to end after their torchrun was killed; see distributed/lost_ranks.py.
 _LOCK_SECONDS = 15.0
 _CONFIG = "training_config.yaml"
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")

@@ -32,9 +32,9 @@ from cogfast.diffusion.denoiser import Conditioning
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion, assemble_order
+from cogfast.train.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.model_batches import ModelBatches
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
-from cogfast.train.distributed.process_watch import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.encode import Encoder
 from cogfast.train.run.folder import samples_place

@@ -26,8 +26,8 @@ from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
 from cogfast.schema.values import counted
 from cogfast.train.assembly import Diffusion
+from cogfast.train.distributed.lost_ranks import UnsharedError
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.process_watch import UnsharedError
 from cogfast.train.encode import Encoder
 from cogfast.train.video_size import LatentSize
 

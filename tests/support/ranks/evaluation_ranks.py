@@ -21,7 +21,7 @@ from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.keys import Sources
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.distributed import process_groups
-from cogfast.train.distributed.process_watch import UnsharedError
+from cogfast.train.distributed.lost_ranks import UnsharedError
 from cogfast.train.encode import Encoder
 from cogfast.train.sampling.evaluate import Evaluator
 from cogfast.train.sampling.generate import VideoMaker

@@ -22,7 +22,7 @@ from tests.support.tiny_run import free_port
 # Seconds in which a case must end on a free machine. A busy one may need longer: so many seconds without
 # any work are a hang.
 LIMIT = 30.0
-# Seconds for the other ranks after one has ended. Under torchrun, process_watch ends them then.
+# Seconds for the other ranks after one has ended. Under torchrun they get SIGTERM then.
 AFTER_FIRST = 12.0
 
 

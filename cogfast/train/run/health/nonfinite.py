@@ -27,8 +27,8 @@ from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted, printable
 from cogfast.train.assembly import assemble_batches
+from cogfast.train.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.distributed.process_watch import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.zero_engine import ZeroEngine
 
 logger = logging.getLogger(__name__)

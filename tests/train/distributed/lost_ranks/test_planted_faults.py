@@ -44,7 +44,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eval_num_samples=2,
         eval_sampling_steps=1,
         save_interval=1,
-        hang_minutes=0,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cogfast.config import load_config
-from cogfast.train.distributed.process_watch import OTHER_RANK
+from cogfast.train.distributed.lost_ranks import OTHER_RANK
 from cogfast.train.trainer import Trainer
 from tests.support.kills import SECONDS_TO_END, newest_step
 from tests.support.ranks.forked import Forked
