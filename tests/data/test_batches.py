@@ -17,7 +17,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader, to_device
 from cogfast.data.datasets import VideoFolder
 from cogfast.data.global_order import GlobalOrder
-from tests.support.video_files import constant_rate, sat_folder, write_clip
+from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 
@@ -162,44 +162,6 @@ def test_a_step_without_a_readable_sample_ends_the_run():
         ValueError, match="step 0: none of 100 samples could be read; .*last: sample-.*: broken"
     ):
         _read(Latents(200, bad=tuple(range(200))), 1, max_bad_fraction=1.0)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_real_files(num_workers, tmp_path):
-    """Truncated, empty and misnamed files and a short clip: each is reported once and replaced."""
-    sat_folder(tmp_path / "d", 10)
-    videos = tmp_path / "d/videos"
-    whole = (videos / "01.mp4").read_bytes()
-    (videos / "01.mp4").write_bytes(whole[: len(whole) * 2 // 3])
-    (videos / "02.mp4").write_bytes(b"")
-    (videos / "03.mp4").write_text("not a video")
-    write_clip(videos / "04.mp4", constant_rate(5, 8), size=(32, 48))
-    data = VideoFolder(tmp_path / "d", **CLIP)
-    file = tmp_path / "bad_samples.jsonl"
-    with BatchLoader(
-        data,
-        GlobalOrder(10, 0, 4),
-        micro_batch=4,
-        num_steps=5,
-        num_workers=num_workers,
-        bad_samples_path=file,
-        max_bad_fraction=0.4,
-        timeout=10.0,
-    ) as loader:
-        for batch in loader:
-            assert batch["mp4"].shape == (4, 9, 3, 32, 48) and batch["mp4"].dtype == torch.uint8
-            assert batch["fps"].tolist() == [8] * 4 and batch["num_frames"].tolist() == [9] * 4
-            for video, txt, path in zip(batch["mp4"], batch["txt"], batch["paths"], strict=True):
-                number = Path(path).stem
-                assert txt == f"clip {number}"
-                assert torch.equal(video, data[int(number)]["video"])
-        assert len(loader.bad_samples.reasons) == 4
-    reasons = {
-        Path(e["path"]).stem: e["reason"] for e in map(json.loads, file.read_text().splitlines())
-    }
-    assert reasons.keys() == {"01", "02", "03", "04"}
-    assert "not a readable video" in reasons["03"] and "empty" in reasons["02"]
-    assert "5 frames at 8 fps = 0.6 s, need 1.1 s" in reasons["04"]
 
 
 def test_padded_clips_are_counted(tmp_path):

@@ -160,16 +160,6 @@ def test_identity_guider_is_guidance_at_scale_1(sampler_class):
 
 
 @pytest.mark.parametrize("sampler_class", ALL)
-@pytest.mark.parametrize("num_steps", [1, 2, 1000])
-def test_any_number_of_steps_is_finite(sampler_class, num_steps):
-    x = torch.randn(1, 1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
-    sampler = sampler_class(SCHEDULE, num_steps)
-    out = sampler(video_denoiser(), golden_network, x, TEXT, generator=generator)
-    assert out.isfinite().all() and out.abs().max() < 10
-
-
-@pytest.mark.parametrize("sampler_class", ALL)
 def test_fixed_frames_stay(sampler_class):
     x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     seen = []

@@ -215,14 +215,6 @@ def test_an_even_number_of_latents_decodes_to_4t_minus_3_frames(
     assert torch.equal(video, expected)
 
 
-def test_upstreams_even_decode_is_what_we_avoid(tiny: TinyVae, vae: VideoAutoencoder) -> None:
-    vae.inner.num_latent_frames_batch_size = 2
-    with torch.no_grad():
-        video = vae.inner.decode(tiny.io["dec.T2.z"]).sample
-    assert video.shape[2] == 8
-    assert_close(video, tiny.io["dec.T2.whole"])
-
-
 def test_slices_do_not_change_a_number(tiny: TinyVae, vae: VideoAutoencoder) -> None:
     sliced = tiny.build(use_slicing=True)
     video = torch.cat([tiny.io["enc.c13.video"], tiny.io["enc.c13.video"].flip(2)])

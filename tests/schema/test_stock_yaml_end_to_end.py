@@ -37,7 +37,6 @@ from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae.names import to_sat
 from cogfast.train.encode import Encoder
-from cogfast.train.sampling.sizes import read_image
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder
 from tests.support.tiny_transformers import randomize
@@ -485,15 +484,6 @@ def check_sampling(case: Case, files: Files, sat_configs: Path, folder: Path, ru
     assert main([*from_run, *(["--image", str(image)] if case.is_i2v else [])]) == 0
     (video,) = (folder / "of-run").glob("*.mp4")
     assert decode_all(video).shape == frames.shape
-
-
-def test_the_image_of_a_prompt_is_covered_by_the_frame(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (32, 60, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "wide.png")
-    image = read_image(tmp_path / "wide.png", SIZE)
-    middle = torch.from_numpy(pixels[:, 6:54]).permute(2, 0, 1).float()
-    torch.testing.assert_close(image, (middle - 127.5) / 127.5, rtol=0, atol=1e-6)
 
 
 @pytest.fixture

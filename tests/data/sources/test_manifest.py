@@ -184,8 +184,3 @@ def test_images_of_a_list(tmp_path):
     with pytest.raises(BadSample, match="not a readable image") as error:
         data[1]
     assert error.value.path.endswith("videos/01.mp4")
-    (tmp_path / "images.txt").write_text("0.png")
-    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*images.txt 1; give each"):
-        VideoList(tmp_path, **options)
-    with pytest.raises(ValueError, match="videos.txt has 2 lines and .*prompts.txt 1; give each"):
-        VideoList(tmp_path, **CLIP)

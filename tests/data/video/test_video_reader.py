@@ -264,22 +264,6 @@ def test_truncated_file(reader, faststart, tmp_path):
         open_video(str(path), reader).read(list(range(60)))
 
 
-def test_audio_only(tmp_path):
-    import av
-
-    path = tmp_path / "a.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=16000, layout="mono")
-        sound = np.zeros((1, 1024), np.float32)
-        for i in range(8):
-            frame = av.AudioFrame.from_ndarray(sound, format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 16000, 1024 * i
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    with pytest.raises(BadSample, match="no video stream"):
-        open_video(str(path))
-
-
 def test_an_unknown_codec(tmp_path):
     path = write_clip(tmp_path / "u.mp4", constant_rate(9, 8))
     path.write_bytes(path.read_bytes().replace(b"avc1", b"zzz1"))

@@ -309,8 +309,3 @@ def test_a_deterministic_run_may_not_name_cudnn(
     )
     with pytest.raises(ValueError, match=wanted):
         check_attention(config, TrainArguments.from_config(config), 64)
-
-
-def test_an_unknown_name_is_refused(base: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["train", "--base", str(base), "args.attention_backend=fa5"]) == 2
-    assert "args.attention_backend=" in capsys.readouterr().err

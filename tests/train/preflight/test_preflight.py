@@ -14,14 +14,9 @@ from cogfast.config import Config, load_config, resolve
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
-from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.load import load_transformer
 from cogfast.train.assembly import assemble_diffusion
 from cogfast.train.preflight.check import check_cache, check_sample, check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules
-from tests.model.test_lora import save_as_sat
-from tests.support.tiny_run import model_section, write_clips, write_config
-from tests.support.tiny_transformers import randomize
 
 
 @pytest.fixture
@@ -322,15 +317,6 @@ def test_the_size_that_is_named_fits(config, model, size, fix):
     check_train(config(model, f"data.params.video_size={fix}".replace(" ", "")))
 
 
-def test_latents_in_the_batch_need_no_frozen_weights(config):
-    """A data set of the user's own may bring latents, so files of the encoders may be missing."""
-    arguments = ["data={target: torch.utils.data.TensorDataset, params: null}"]
-    with pytest.raises(
-        ValueError, match="torch.utils.data.TensorDataset: unknown data set; use Video"
-    ):
-        config("cogvideox_2b", *arguments)
-
-
 SAMPLING = {
     "args.sampling_image_size=[480]": r"args.sampling_image_size=\[480\] must be \[rows, columns\]",
     "args.sampling_image_size=[480,832]": r"position table is for \[480, 720\] only",
@@ -457,28 +443,6 @@ def test_all_missing_paths_are_reported_together(config) -> None:
     for path in lost.values():
         (line,) = [line for line in lines if path in line]
         assert line.startswith("command line: ") and len(line) <= 400
-
-
-def test_2b_at_another_size_loads_its_weights(tmp_path) -> None:
-    """Its table is computed: the refusal names the two keys, and with them the weights load."""
-    plain = build_transformer(model_section("2b", tmp_path))
-    randomize(plain, seed=3)
-    save_as_sat(plain, tmp_path / "base")
-    params = "model.network_config.params"
-    data = write_clips(tmp_path / "data", num_clips=1)
-    base = write_config(tmp_path / "base.yaml", data, "2b", load=str(tmp_path / "base"))
-    larger = ["data.params.video_size=[32,48]"]
-    with pytest.raises(ValueError, match=r"latent_width of .* to 4 and 6: the table is computed"):
-        check_train(load_config([base], larger))
-    checked = load_config([base], [*larger, f"{params}.latent_width=6"])
-    check_train(checked)
-    found = build_transformer(checked.model)
-    table = found.position_table.weight.clone()
-    report = load_transformer(found, tmp_path / "base")
-    assert report.ignored and torch.equal(found.position_table.weight, table)
-    for name, value in plain.named_parameters():
-        if name != "position_table.weight":
-            assert torch.equal(found.get_parameter(name), value), name
 
 
 def test_defaults_that_are_not_sats_are_logged(config, caplog, tmp_path):

@@ -366,30 +366,3 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
     (tmp_path / "no.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"--image .*no.png: not a readable image; use PNG, JPEG"):
         read_image(tmp_path / "no.png", (32, 32))
-
-
-def test_sampling_refuses_prompts_and_images_that_do_not_fit(
-    tmp_path: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
-) -> None:
-    for arguments, wanted in (
-        ([runs["5b_i2v"], "--prompt", "a"], "an image-to-video model needs an image; give --image"),
-        (
-            [runs["5b"], "--prompt", "a", "--image", picture],
-            "a text-to-video model (in_channels=out_channels) does not use an image",
-        ),
-        ([runs["5b"], "--prompt", "a", "args.sampling_num_frames=9"], "latent frames, the size of"),
-        (
-            [
-                runs["5b_i2v"],
-                "--prompt",
-                "a",
-                "--image",
-                picture,
-                "args.sampling_image_size=[64,64]",
-            ],
-            "args.sampling_image_size=[64, 64]",
-        ),
-    ):
-        assert main(["sample", *map(str, arguments), "--out", str(tmp_path / "out")]) == 2
-        assert wanted in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -678,13 +678,3 @@ def test_equal_runs_have_no_table_of_differences(tmp_path: Path) -> None:
     page = page_at(run, other)
     assert "differences" not in page.tables
     assert "settings, versions and machines are equal" in page.text("differences")
-
-
-def test_a_line_that_a_crash_has_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 1.0}\n\n{"step": 2, "lo')
-    run = read_run(tmp_path)
-    assert run.columns["loss"] == Column((1,), (1.0,))
-    assert run.problems[0].startswith(
-        "metrics.jsonl: 1 line left out, since they are damaged; first: line 3"
-    )
