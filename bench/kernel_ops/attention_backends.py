@@ -24,8 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Bars, Outcome, Row, Settings
 from cogfast.diagnostics.timing import spread, time_calls, wait_for
-from cogfast.kernels.attention.backends import BACKENDS, reason_unavailable
-from cogfast.kernels.attention.flash_attention import flash_attention, flash_attention_reference
+from cogfast.kernels.flash_attention import (
+    BACKENDS,
+    flash_attention,
+    flash_attention_reference,
+    reason_unavailable,
+)
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
 

@@ -22,7 +22,6 @@ from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.diagnostics.timing import spread, wait_for
-from cogfast.kernels.attention.backends import default_backend
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.train.plan.flops import peak_flops, train_flops
 
@@ -100,16 +99,13 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     just above its limit.
     """
     variant = plan.variant(case)
-    default = "PyTorch's choice"
-    if plan.device.type == "cuda":
-        default = default_backend(plan.device, plan.dtype, variant.config.head_width)
     row: dict[str, object] = {
         **case.describe(),
         "batch_size": variant.batch_size,
         "num_tokens": variant.num_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "ours_kernels": plan.kernels,
-        "ours_attention_backend": plan.attention_backend or default,
+        "ours_attention_backend": plan.attention_backend or "PyTorch's choice",
     }
     agreement, wrong = _agree(case, plan, variant)
     row |= agreement

@@ -13,7 +13,7 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.attention.flash_attention import flash_attention
+from cogfast.kernels.flash_attention import flash_attention, load_backend
 
 KernelChoice = Literal["triton", "torch"]
 
@@ -136,9 +136,10 @@ def choose_kernels(
     Args:
         kernels: "triton" for this package's kernels (on a CPU their CPU versions), "torch" for the
             references in plain PyTorch.
-        attention_backend: a name of backends.BACKENDS, or None for the first in
-            flash_attention's order that can run.
+        attention_backend: a name of flash_attention.BACKENDS that can run here; None: see there.
     """
+    if attention_backend is not None:
+        load_backend(attention_backend)
     # flash_attention has one implementation for both choices: its backend is chosen by name.
     attention = partial(flash_attention, backend=attention_backend)
     if kernels == "torch":

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import cogfast.kernels.attention.flash_attention  # noqa: F401  registers the op that _ATTENTION names
 import cogfast.kernels.quantized.quantized_linear  # noqa: F401  registers _FROZEN
+from cogfast.kernels.flash_attention import keeps_output
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.schema.arguments import PolicyChoice
@@ -58,20 +58,19 @@ _STEPS_BEFORE_AUTO = 2
 _LOW_RANK = 4
 
 _aten = torch.ops.aten
-# bmm and baddbmm: on a CPU, short sequences in half precision run attention in plain PyTorch, which
-# has no op of its own.
-_ATTENTION = {torch.ops.cogfast.flash_attention.default, _aten.bmm.default, _aten.baddbmm.default}
+# Attention in plain PyTorch, which short sequences in half precision run on a CPU, has no op of its own.
+_PLAIN_ATTENTION = {_aten.bmm.default, _aten.baddbmm.default}
 _MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
 _FROZEN = {torch.ops.cogfast.int8_linear.default, torch.ops.cogfast.fp8_linear.default}
 
 
-def _is_attention(op: object, *args: Any) -> bool:
-    return op in _ATTENTION
+def _is_attention(op: Any, *args: Any) -> bool:
+    return op in _PLAIN_ATTENTION or keeps_output(op)
 
 
-def _is_product(op: object, *args: Any) -> bool:
+def _is_product(op: Any, *args: Any) -> bool:
     is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
-    return op in _ATTENTION or op in _FROZEN or is_product
+    return _is_attention(op) or op in _FROZEN or is_product
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:

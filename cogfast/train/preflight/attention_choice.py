@@ -1,19 +1,29 @@
 """Choose a run's attention backend.
 
 The backend is the one that args.attention_backend names, else the checkpoint's, else the fastest
-one. Rank 0 measures that at the run's own shape.
+one. Rank 0 checks and times those that can run, at the run's own shape.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.kernels.attention.backends import BACKENDS, backends_that_run, reason_unavailable
-from cogfast.kernels.attention.timing import Shape, fastest_here
+from cogfast.kernels.flash_attention import (
+    BACKENDS,
+    backends_that_run,
+    flash_attention,
+    reason_unavailable,
+)
 from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.merged_config import refuse
@@ -22,6 +32,29 @@ from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Shape = tuple[int, int, int, int]  # B, S, H, D
+
+_LAST = "math"  # measured only if nothing else runs: it cannot be the fastest
+_NUM_CALLS = 5  # timed calls, each forward and backward
+_NUM_ROWS = 16  # rows of out and dq that are compared
+_RELATIVE_FLOOR = 1e-3  # of errors, a quarter of bfloat16's spacing
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds of a backend, or the reason why it is out."""
+
+    name: str
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.name:<10} out: {self.reason}"
+        return f"{self.name:<10} forward {self.forward_ms:8.3f}  backward {self.backward_ms:8.3f}"
 
 
 def check_attention(config: Config, args: TrainArguments, head_width: int) -> None:
@@ -104,3 +137,102 @@ def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) ->
     size = largest_size(config, model)
     heads = model.num_attention_heads // (args.model_parallel_size * args.context_parallel_size)
     return args.batch_size, size.num_tokens(model), heads, model.head_width
+
+
+def fastest(rows: Sequence[Measured]) -> str:
+    """Return the name with the least sum of forward and backward among those that are not out."""
+    # Forward and backward run once each per training step and layer.
+    able = [row for row in rows if row.reason is None]
+    assert able, f"no attention backend runs: {'; '.join(map(str, rows))}"
+    return min(able, key=lambda row: row.forward_ms + row.backward_ms).name
+
+
+def fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+    """Measure the backends that can run here, log a table and return the name of the fastest."""
+    rows = [measure(name, shape, device, dtype) for name in BACKENDS if name != _LAST]
+    if all(row.reason is not None for row in rows):
+        rows.append(measure(_LAST, shape, device, dtype))
+    name = fastest(rows)
+    what = f"attention of [B, S, H, D] = {list(shape)} in {str(dtype).removeprefix('torch.')}, ms"
+    logger.info("\n  ".join([what, *map(str, rows), f"taken: {name}"]))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # sync: once, before training
+    return name
+
+
+def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Measured:
+    """Time forward and backward of one backend after checking its results."""
+    reason = reason_unavailable(name, device, dtype, shape[-1])
+    if reason is not None:
+        return Measured(name, reason=reason)
+    b, s, h, d = shape
+    # The default generator's state belongs to the run.
+    generator = torch.Generator(device).manual_seed(0)
+    draw = lambda *size: torch.randn(size, generator=generator, dtype=dtype, device=device)
+    packed = draw(b, s, 3, h, d)  # v is a part of packed qkv, as in the model
+    q, k, v = (x.requires_grad_() for x in (draw(b, s, h, d), draw(b, s, h, d), packed[:, :, 2]))
+    qkv = (q, k, v)
+    dout = draw(b, s, h, d)
+    try:
+        reason = find_error(name, qkv, dout)
+        if reason is not None:
+            return Measured(name, reason=reason)
+        forward, backward = [], []
+        # The check above was the warm-up.
+        for _ in range(_NUM_CALLS):
+            milliseconds, out = _timed(lambda: flash_attention(q, k, v, name), device)
+            forward.append(milliseconds)
+            run = lambda out=out: torch.autograd.grad(out, qkv, dout)
+            backward.append(_timed(run, device)[0])
+    except Exception as error:  # a broken kernel must not end the run: other backends remain
+        text = f"it fails: {type(error).__name__}: {error}".splitlines()[0]
+        return Measured(name, reason=text)
+    return Measured(name, statistics.median(forward), statistics.median(backward))
+
+
+def _timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Return the milliseconds of a call, from idle device to idle device, and its result."""
+    # A CPU is idle when a call returns; CUDA calls return before the work is done.
+    wait = lambda: None
+    if device.type == "cuda":
+        wait = torch.cuda.synchronize  # sync: idle at both ends of a timing; before training
+    wait()
+    start = time.perf_counter()
+    result = call()
+    wait()
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def find_error(name: str, qkv: Sequence[Tensor], dout: Tensor) -> str | None:
+    """Compare some rows of a backend's results with float32 arithmetic; return None if they agree.
+
+    The error may be twice that of plain arithmetic in the same dtype, plus a floor. q, k, v, dout:
+    [B, S, H, D]. dout is zero in all other rows, so that dk and dv follow from these rows alone.
+    """
+    # Evenly spaced rows, the first and the last among them.
+    rows = torch.linspace(0, dout.shape[1] - 1, _NUM_ROWS, device=dout.device).long().unique()
+    few_dout = dout[:, rows]
+    q, k, v = qkv
+    out = flash_attention(q, k, v, name)
+    dq, dk, dv = torch.autograd.grad(out, qkv, torch.zeros_like(dout).index_copy(1, rows, few_dout))
+    got = {"out": out.detach()[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
+    few = [q[:, rows], k, v, few_dout]
+    # float32 arithmetic on all S x S scores would not fit into memory: few rows, whole k and v.
+    exact, plain = _attend([x.detach().float() for x in few]), _attend([x.detach() for x in few])
+    for key, values in got.items():
+        truth = exact[key]
+        errors = ((x.float() - truth).norm() / truth.norm() for x in (values, plain[key]))
+        error, near = (x.item() for x in errors)  # sync: before training
+        limit = 2 * near + _RELATIVE_FLOOR
+        if not error <= limit:  # also true for NaN
+            return f"{key} is wrong: relative error {error:.1e}, {limit:.1e} is allowed"
+    return None
+
+
+def _attend(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return out, dq, dk, dv of q, dout [B, R, H, D], which are some rows, and whole k, v."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    gradients = torch.autograd.grad(out, (q, k, v), tensors[3])
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))

@@ -61,8 +61,8 @@ class StepTrace:
 
 def scratch(op: Any, args: Sequence[Any]) -> int:
     """Return the bytes that an attention op, or a product with a weight of 8 bits, allocates inside."""
-    if op is torch.ops.cogfast.flash_attention_backward.default:
-        b, s, h, d = args[1].shape
+    if op is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        b, h, s, d = args[1].shape
         # dq is summed in float32; delta is float32, too.
         rows = -(-s // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         return 4 * b * h * rows * (d + 1)

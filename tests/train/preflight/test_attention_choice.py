@@ -4,7 +4,6 @@ stores."""
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -14,17 +13,19 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.kernels.attention import backends as attention_backends
-from cogfast.kernels.attention import flash_attention
-from cogfast.kernels.attention import timing as attention_timing
-from cogfast.kernels.attention.backends import BACKENDS
-from cogfast.kernels.attention.timing import Measured, fastest, find_error, measure
+from cogfast.kernels import flash_attention as attention
+from cogfast.kernels.flash_attention import BACKENDS, Backend, flash_attention_reference
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
+    Measured,
     check_attention,
     choose_for_training,
+    fastest,
+    find_error,
+    measure,
     run_shape,
 )
 from cogfast.train.trainer import Trainer
@@ -40,11 +41,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder / "base.yaml", write_clips(folder / "data"), train_iters=2)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_resolved():
-    """Forget the resolved backends: a test may have changed what can run."""
-    yield
-    flash_attention._runnable.cache_clear()
+@pytest.fixture
+def attend_by(monkeypatch: pytest.MonkeyPatch):
+    """Replace what "flash" computes."""
+
+    def replace(run) -> None:
+        monkeypatch.setitem(BACKENDS, "flash", Backend(module="stand-in", is_for_cpu=True))
+        monkeypatch.setitem(attention._PACKAGES, "flash", run)
+        monkeypatch.setattr(attention, "load_backend", lambda name: None)
+
+    return replace
 
 
 def test_the_key_takes_every_backend_and_auto() -> None:
@@ -73,46 +79,47 @@ def test_a_right_backend_gets_times(name: str, dtype: torch.dtype) -> None:
     assert str(row).startswith(f"{name:<10} forward ")
 
 
-def off_by_one_percent(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = BACKENDS["math"].forward(q, k, v)
-    return 1.01 * out, lse
+def off_by_one_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 1.01 * flash_attention_reference(q, k, v)
 
 
-def without_half_of_dk(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = BACKENDS["math"].backward(*saved)
-    return dq, dk / 2, dv
+def without_half_of_dk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attention_reference(q, (k + k.detach()) / 2, v)
 
 
-def with_a_nan(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = BACKENDS["math"].backward(*saved)
-    dv[0, 7, 1, 3] = torch.nan
-    return dq, dk, dv
+def with_a_nan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def spoil(dv: Tensor) -> Tensor:
+        dv = dv.clone()
+        dv[0, 7, 1, 3] = torch.nan
+        return dv
+
+    v = v.clone()
+    v.register_hook(spoil)
+    return flash_attention_reference(q, k, v)
 
 
-def breaking(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+def breaking(*tensors: Tensor) -> Tensor:
     raise RuntimeError("CUDA error: out of shared memory\nmore lines")
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("run", "reason"),
     [
-        ({"forward": off_by_one_percent}, "out is wrong: relative error 1.0e-02, 1.0e-03 is"),
-        ({"backward": without_half_of_dk}, "dk is wrong: relative error 5.0e-01"),
-        ({"backward": with_a_nan}, "dv is wrong: relative error nan"),
-        ({"forward": breaking}, "it fails: RuntimeError: CUDA error: out of shared memory"),
+        (off_by_one_percent, "out is wrong: relative error 1.0e-02, 1.0e-03 is"),
+        (without_half_of_dk, "dk is wrong: relative error 5.0e-01"),
+        (with_a_nan, "dv is wrong: relative error nan"),
+        (breaking, "it fails: RuntimeError: CUDA error: out of shared memory"),
     ],
     ids=["forward", "gradient", "nan", "breaks"],
 )
-def test_a_wrong_backend_is_out(
-    monkeypatch: pytest.MonkeyPatch, changed: dict, reason: str
-) -> None:
-    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], **changed))
+def test_a_wrong_backend_is_out(attend_by, run, reason: str) -> None:
+    attend_by(run)
     row = measure("flash", SHAPE, CPU, torch.float32)
     assert row.reason.startswith(reason) and "\n" not in row.reason
     assert str(row).startswith("flash      out: ")
 
 
-def test_a_wrong_value_in_any_compared_row_is_found() -> None:
+def test_a_wrong_value_in_any_compared_row_is_found(attend_by) -> None:
     """The first and the last row are compared; dk and dv are compared whole."""
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
@@ -120,14 +127,13 @@ def test_a_wrong_value_in_any_compared_row_is_found() -> None:
     assert find_error("flash", qkv, dout) is None
     for row in (0, -1):
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, row: int = row) -> tuple[Tensor, Tensor]:
-            out, lse = BACKENDS["math"].forward(q, k, v)
-            out[:, row] = 0
-            return out, lse
+        def run(q: Tensor, k: Tensor, v: Tensor, row: int = row) -> Tensor:
+            factor = torch.ones(q.shape[1], 1, 1)
+            factor[row] = 0
+            return flash_attention_reference(q, k, v) * factor
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=forward))
-            assert find_error("flash", qkv, dout).startswith("out is wrong")
+        attend_by(run)
+        assert find_error("flash", qkv, dout).startswith("out is wrong")
 
 
 class Bench:
@@ -149,11 +155,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
+    monkeypatch.setattr(attention, "_import", lambda name: f"no {BACKENDS[name].module}")
 
     def choose(times: dict[str, float], *arguments: str, stored: str | None = None):
         bench = Bench(times)
-        monkeypatch.setattr(attention_timing, "measure", bench)
+        monkeypatch.setattr(attention_choice, "measure", bench)
         config = load_config([base], ["args.bf16=true", *arguments])
         args = TrainArguments.from_config(config)
         model = trainer_model(config)
@@ -211,18 +217,21 @@ def test_a_name_is_taken_as_it_is(on_gpu, caplog) -> None:
     assert "attention: efficient instead of the checkpoint's cudnn" in caplog.text
 
 
-def test_the_shape_is_that_of_the_runs_attention(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The op gets this shape in a real step; the clips are half as high as the model's table."""
+def test_the_shape_is_that_of_the_runs_attention(base: Path, tmp_path: Path, attend_by) -> None:
+    """Attention gets this shape in a real step; the clips are half as high as the model's table."""
     seen = set()
 
-    def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen.add(tuple(q.shape))
-        return BACKENDS["math"].forward(q, k, v)
+        return flash_attention_reference(q, k, v)
 
-    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=spy))
-    arguments = [f"args.save={tmp_path}", "data.params.video_size=[16, 32]", "args.train_iters=1"]
+    attend_by(spy)
+    arguments = [
+        f"args.save={tmp_path}",
+        "args.attention_backend=flash",
+        "data.params.video_size=[16, 32]",
+        "args.train_iters=1",
+    ]
     trainer = Trainer(load_config([base], arguments))
     trainer.train()
     wanted = run_shape(trainer.config, trainer.args, trainer.engine.transformer.config)
@@ -256,18 +265,16 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     assert losses(run_folder(auto)) == pytest.approx(losses(run_folder(whole)), rel=1e-4)
 
 
-def test_sampling_takes_the_runs_choice(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
+def test_sampling_takes_the_runs_choice(base: Path, tmp_path: Path, attend_by, caplog) -> None:
     arguments = [f"args.save={tmp_path}", "args.attention_backend=flash", "args.train_iters=1"]
     Trainer(load_config([base], arguments)).train()
     calls = []
 
-    def spy(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         calls.append("flash")
-        return BACKENDS["math"].forward(q, k, v)
+        return flash_attention_reference(q, k, v)
 
-    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], forward=spy))
+    attend_by(spy)
     run = run_folder(tmp_path)
     sample = ["sample", str(run), "--prompt", "a bar", "args.only_save_latents=true", "--out"]
     assert main([*sample, str(tmp_path / "one")]) == 0
@@ -298,7 +305,7 @@ def test_a_deterministic_run_may_not_name_cudnn(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(attention_backends, "_import", lambda name: f"no {name}")
+    monkeypatch.setattr(attention, "_import", lambda name: f"no {BACKENDS[name].module}")
     arguments = ["args.attention_backend=cudnn", "args.bf16=true"]
     config = load_config([base], arguments)
     check_attention(config, TrainArguments.from_config(config), 64)

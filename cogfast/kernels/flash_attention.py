@@ -1,0 +1,250 @@
+"""Attention without mask, one function over many libraries.
+
+    s_ij = q_i k_j / sqrt(D)      p_ij = exp(s_ij) / sum_j exp(s_ij)      out_i = sum_j p_ij v_j
+
+PyTorch's kernels are called by scaled_dot_product_attention, those of flash-attn 2 and 3 by the
+packages' own functions. Their forward passes are ops that return out and lse_i = log sum_j exp(s_ij), so
+that activation checkpointing can keep both and need not run them again (`keeps_output`). flash-attn 4
+has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.torch_library import register_op
+
+_OP = "flash_attention"
+_HALF = (torch.bfloat16, torch.float16)
+_LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
+_MAX_PLAIN_ROWS = 2048  # a bfloat16 score matrix of 8 MiB per head; with more rows memory decides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A library that computes attention, and the inputs that it supports on a GPU."""
+
+    kernel: SDPBackend | None = None  # of PyTorch
+    module: str | None = None  # of flash-attn; imported on first use
+    dtypes: Sequence[torch.dtype] | None = _HALF  # None: all
+    max_width: int | None = 256  # head width, a multiple of 8; None: any width
+    capability: tuple[int, int] = (8, 0)  # least compute capability
+    is_for_cpu: bool = False  # takes CPU tensors
+    is_deterministic: bool = True  # its gradients repeat bit for bit
+
+
+# Limits of dtype, head width and compute capability are those of each library's kernels.
+BACKENDS = {
+    "cudnn": Backend(kernel=SDPBackend.CUDNN_ATTENTION, max_width=128, is_deterministic=False),
+    "flash": Backend(kernel=SDPBackend.FLASH_ATTENTION, is_for_cpu=True),
+    "efficient": Backend(
+        kernel=SDPBackend.EFFICIENT_ATTENTION,
+        dtypes=(*_HALF, torch.float32),
+        max_width=None,
+        capability=(5, 0),
+    ),
+    "fa2": Backend(module="flash_attn.flash_attn_interface"),
+    "fa3": Backend(module="flash_attn_interface", capability=(9, 0)),
+    "fa4": Backend(module="flash_attn.cute.interface", max_width=128, capability=(9, 0)),
+    # flash_attention_reference
+    "math": Backend(dtypes=None, max_width=None, capability=(0, 0), is_for_cpu=True),
+}
+
+
+def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of q, k, v [B, S, H, D] with the whole score matrix [B, H, S, S] in memory."""
+    b, s, h, d = q.shape
+    q, k, v = (x.transpose(1, 2).reshape(b * h, s, d) for x in (q, k, v))
+    zero = q.new_zeros(())  # added with factor 0: baddbmm scales the product by alpha in one pass
+    scores = torch.baddbmm(zero, q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
+    return torch.bmm(scores.softmax(-1), v).view(b, h, s, d).transpose(1, 2)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v, [B, S, H, D].
+
+    q, k, v: [B, S, H, D] with a dense last dim, otherwise with any strides.
+    backend: a name of BACKENDS that can run here (`reason_unavailable`), after `load_backend`. None: on
+        a GPU PyTorch's own choice, on a CPU the faster of math and flash.
+    """
+    if q.ndim != 4:
+        refuse(_OP, "q", q, "it must be [B, S, H, D]")
+    check_tensor(_OP, "q", q, q.shape)
+    check_tensor(_OP, "k", k, q.shape, like=q)
+    check_tensor(_OP, "v", v, q.shape, like=q)
+    device = q.device.type
+    if device == "cpu" and backend is None:
+        backend = "math" if _is_math_faster(q) else "flash"
+    if backend == "math":
+        return flash_attention_reference(q, k, v)
+    if backend in _PACKAGES:
+        return _PACKAGES[backend](q, k, v)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
+    if device == "meta":
+        # scaled_dot_product_attention would choose the score matrix there.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first)[0]
+    elif backend is None:
+        out = F.scaled_dot_product_attention(*heads_first)
+    else:
+        with sdpa_kernel(BACKENDS[backend].kernel):
+            out = F.scaled_dot_product_attention(*heads_first)
+    return out.transpose(1, 2)
+
+
+def _is_math_faster(q: Tensor) -> bool:
+    """Whether plain PyTorch is faster than PyTorch's fused kernel on a CPU."""
+    # Forward and backward of [16, 80, 4, 64] on one core with avx512_bf16, torch 2.13: bfloat16
+    # takes 2.4 ms in plain PyTorch and 12.7 ms in the fused kernel, whose backward is slow in half
+    # precision; float32 takes 3.5 and 3.7 ms. In bfloat16 at [1, 1000, 4, 64] plain PyTorch takes
+    # 13.2 ms and the fused kernel 16.9 ms.
+    return q.requires_grad and q.dtype in _HALF and q.shape[1] <= _MAX_PLAIN_ROWS
+
+
+def is_deterministic() -> bool:
+    """Whether torch is set to raise an error for nondeterministic operations."""
+    is_asked = torch.are_deterministic_algorithms_enabled()
+    return is_asked and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# --- flash-attn 4 as ops
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [B, S, H, D] and lse [B, H, S] float32."""
+    # Releases differ in the outputs after out and lse.
+    out, lse, *_ = _import("fa4")._flash_attn_fwd(q, k, v, return_lse=True)
+    return out, lse
+
+
+def _fa4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = _import("fa4")._flash_attn_bwd
+    dq, dk, dv, *_ = run(q, k, v, out, dout.contiguous(), lse, deterministic=is_deterministic())
+    return dq, dk, dv
+
+
+_fa4 = register_op(
+    "flash_attention_4(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
+    gpu=_fa4_forward,
+    fake=lambda q, k, v: (
+        q.new_empty(q.shape),
+        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+    ),
+)
+_fa4_gradients = register_op(
+    "flash_attention_4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse)"
+    " -> (Tensor, Tensor, Tensor)",
+    gpu=_fa4_backward,
+    fake=lambda dout, q, k, v, out, lse: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
+
+
+class _FlashAttention4(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = _fa4(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _fa4_gradients(*output_gradients, *ctx.saved_tensors)
+
+
+# --- Which backend can run
+
+
+# Functions of packages that have been imported: torch.compile cannot trace an import.
+_PACKAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+_FORWARD_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    _fa4,
+}
+
+
+def keeps_output(op: Any) -> bool:
+    """Return whether an op of a forward pass is attention, whose results checkpointing can keep."""
+    return op in _FORWARD_OPS or op.namespace in ("flash_attn", "flash_attn_3")
+
+
+@cache
+def _import(name: str) -> Any:
+    """Import the module of a package, or return the reason why it does not import."""
+    module_name = BACKENDS[name].module
+    assert module_name is not None, name
+    # `import flash_attn` alone proves nothing: version 4 makes it a namespace package.
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a broken package may raise anything
+        return f"{module_name} does not import: {type(error).__name__}: {error}".splitlines()[0]
+    is_fa4 = name == "fa4"
+    _PACKAGES[name] = _FlashAttention4.apply if is_fa4 else partial(_call, module.flash_attn_func)
+    return module
+
+
+def _call(package: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = package(q, k, v, deterministic=is_deterministic())
+    return out[0] if isinstance(out, tuple) else out  # some releases of version 3 add lse
+
+
+def load_backend(name: str) -> None:
+    """Import the package of a backend that can run here, if it has one."""
+    if BACKENDS[name].module is not None:
+        _import(name)
+
+
+def reason_unavailable(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    must_repeat: bool | None = None,
+) -> str | None:
+    """Return why a backend cannot run here at a head width, or None if it can.
+
+    must_repeat: gradients must repeat bit for bit; None: torch's setting, see is_deterministic.
+    """
+    backend = BACKENDS[name]
+    must_repeat = is_deterministic() if must_repeat is None else must_repeat
+    if device.type == "cpu":
+        return None if backend.is_for_cpu else "it needs a CUDA GPU"
+    short = str(dtype).removeprefix("torch.")
+    if backend.dtypes is not None and dtype not in backend.dtypes:
+        takes = ", ".join(str(x).removeprefix("torch.") for x in backend.dtypes)
+        return f"it takes {takes}, not {short}"
+    if (width % 8 and name != "math") or width > (backend.max_width or width):
+        most = "" if backend.max_width is None else f" up to {backend.max_width}"
+        return f"it takes head widths that are multiples of 8{most}, not {width}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < backend.capability:
+        needed, here = (".".join(map(str, x)) for x in (backend.capability, capability))
+        return f"it needs a GPU of compute capability {needed}, this is {here}"
+    # flash-attn 4 has no deterministic backward for compute capability 12.
+    can_repeat = backend.is_deterministic and (name, capability[0]) != ("fa4", 12)
+    if must_repeat and not can_repeat:
+        return "its gradients do not repeat bit for bit, as deterministic runs must"
+    if name == "cudnn" and (torch.backends.cudnn.version() or 0) < _LEAST_CUDNN:
+        return f"cuDNN {torch.backends.cudnn.version()} is older than 9.15.1 ({_LEAST_CUDNN})"
+    module = None if backend.module is None else _import(name)
+    return module if isinstance(module, str) else None
+
+
+def backends_that_run(
+    device: torch.device, dtype: torch.dtype, width: int, must_repeat: bool | None = None
+) -> list[str]:
+    """Return the names of all backends that can run here at a head width."""
+    return [n for n in BACKENDS if reason_unavailable(n, device, dtype, width, must_repeat) is None]
