@@ -80,12 +80,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove temporary files that a killed process left."""
-    for path in folder.glob("*" + UNFINISHED):
-        path.unlink(missing_ok=True)
-
-
 class ChecksumFile:
     """A new file whose bytes are hashed while they are written, so the disk is not read again.
 

@@ -492,7 +492,7 @@ def _check_settings(weights: Path, vocabulary: Path) -> bool | None:
     pickled = sorted(weights.glob("pytorch_model*.bin"))
     # transformers also reads files of the format before torch 1.6, which are no zip, with tensors alone.
     for file in filter(is_zipfile, pickled):
-        # Scans the pickle before transformers reads it.
+        # Refuses tensors that are no weights before transformers reads them.
         tensors = only_tensors(file, read_torch_file(file))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         check_tensors(file, shapes, {name: tensor.dtype for name, tensor in tensors.items()})

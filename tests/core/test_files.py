@@ -21,7 +21,6 @@ from cogfast.core.files import (
     checksum_of,
     checksum_of_bytes,
     is_disk_full,
-    remove_unfinished,
     write_text,
     write_whole,
 )
@@ -61,13 +60,6 @@ def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:
         file.write(bytes(900))
     assert is_disk_full(error.value)
     assert not is_disk_full(PermissionError(13, "Permission denied"))
-
-
-def test_unfinished_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "a.json.12.incomplete").write_text("half")
-    write_text(tmp_path / "b", "whole")
-    remove_unfinished(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_checksums_while_writing_are_those_of_the_bytes(tmp_path: Path) -> None:

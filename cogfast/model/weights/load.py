@@ -13,7 +13,7 @@ from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.identify import identify
-from cogfast.model.weights.lora.adapters import check_config, only_adapters
+from cogfast.model.weights.lora.adapters import adapters_of, check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
@@ -30,17 +30,13 @@ class LoadReport:
     num_loaded: int
     missing: list[str]  # these keep their initial values: adapters, computed tables
     unexpected: list[str]
-    ignored: list[str]
     lacking: list[str]  # of `missing`, those that a run's checkpoint leaves to its base model
 
     def __str__(self) -> str:
         line = f"{self.description}: {self.num_loaded} tensors loaded"
         # Adapters come from elsewhere or are new, and a base model has what a run's checkpoint lacks.
         missing = [n for n in self.missing if n not in self.lacking and not is_lora_parameter(n)]
-        for what, names in (("not in it", missing), ("ignored", self.ignored)):
-            if names:
-                line += f"; {len(names)} {what}: {first_of(names)}"
-        return line
+        return f"{line}; {len(missing)} not in it: {first_of(missing)}" if missing else line
 
     def log(self) -> None:
         """Log what was loaded, and a warning for tensors that the model does not have."""
@@ -75,7 +71,11 @@ def load_transformer(
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
-    return load_source(transformer, open_source(path, ema), str(path), allow_missing, shards, held)
+    source = open_source(path, ema)
+    # With another alpha they would train and sample at another strength.
+    if adapters_of(source) is not None:
+        check_config(only_adapters(source), transformer.config)
+    return load_source(transformer, source, str(path), allow_missing, shards, held)
 
 
 def load_source(
@@ -103,16 +103,14 @@ def load_source(
     targets = {name: _target(name, parameters) for name in source.shapes}
     if any(target is None and is_lora_parameter(name) for name, target in targets.items()):
         check_config(only_adapters(source), transformer.config)
-    ignored, unexpected = list(source.ignored), list(source.unexpected)
-    loaded = []
+    unexpected, loaded = list(source.unexpected), []
     for name, target in targets.items():
         if target is None:
             unexpected.append(name)
         elif source.shapes[name] == tuple(wanted[target]):
             loaded.append((name, target))
-        elif name == "position_table.weight" and transformer.config.position == "sincos":
-            ignored.append(name)  # the model's own table is computed for its own video size
-        else:
+        # 2B's own table is computed for its own video size.
+        elif name != "position_table.weight" or transformer.config.position != "sincos":
             raise ValueError(
                 f"{path}: {name} has shape {list(source.shapes[name])} in the checkpoint and "
                 f"{list(wanted[target])} in the model; {_fix(name)}"
@@ -131,7 +129,7 @@ def load_source(
             values = source.read(name, shards.get(target))
             parameter.copy_(values.reshape(parameter.shape))
     lacking = required if source.is_partial else []
-    return LoadReport(source.description, len(loaded), missing, unexpected, ignored, lacking)
+    return LoadReport(source.description, len(loaded), missing, unexpected, lacking)
 
 
 def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
@@ -159,8 +157,6 @@ def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
 
 
 def _fix(name: str) -> str:
-    if is_lora_parameter(name):
-        return "set lora_config.params.r to the checkpoint's rank"
     if name == "position_table.weight":
         return (
             "a learned table fits one video size: set num_frames, latent_height and latent_width to "

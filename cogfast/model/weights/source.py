@@ -51,7 +51,6 @@ class WeightSource:
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str, Shard | None], Tensor]
     dtypes: dict[str, torch.dtype]
-    ignored: list[str] = field(default_factory=list)  # keys of the VAE, text encoder, tables
     unexpected: list[str] = field(default_factory=list)  # unknown keys
     facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it stores
     is_partial: bool = False  # has only the tensors that a run trained

@@ -23,7 +23,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_ma
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
-from cogfast.model.weights.lora.adapters import check_config, check_own_adapters, open_adapter
+from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.json_files import brief
@@ -313,8 +313,7 @@ def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]
     if folder is not None and not Path(folder).is_dir():
         text = f"args.trusted_cache={cut(folder, 160)} is no folder; set it to data_root/cache of CogVideo's"
         missing.append(("args.trusted_cache", f"{text} diffusers trainer, or to null"))
-    takes_image = bool(config.model.get("noised_image_input"))
-    return [*missing, *missing_files(args, takes_image)]
+    return [*missing, *missing_files(args)]
 
 
 def _video_data(config: Config) -> type[ListedVideos] | None:
@@ -353,12 +352,6 @@ def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
-    # A resumed run continues with the adapters of its checkpoint.
-    if args.load is not None and args.resume is None:
-        try:
-            check_own_adapters(args.load, TransformerConfig(**_network(config)))
-        except ValueError as error:
-            refuse(config, "args.load", f"args.load: {error}")
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))

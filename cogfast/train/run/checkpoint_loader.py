@@ -49,7 +49,7 @@ def load_checkpoint(
     # Before anything is read, so that a refusal leaves the engine as it was.
     _check_same_model(path, manifest, engine)
     files, damage = RunFiles(path, manifest), None
-    _check_has_state(path, files, engine, groups)
+    _check_has_state(path, files, engine)
     mine = _share_of_files(files, engine, groups) if is_verified else []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
@@ -122,31 +122,16 @@ def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
             whole.copy_(values.view_as(whole))
 
 
-def _check_has_state(
-    path: Path, files: RunFiles, engine: ZeroEngine, groups: ProcessGroups
-) -> None:
-    """Refuse a checkpoint without the state that FusedEmaAdam keeps; warn of other optimizers."""
+def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
+    """Refuse a checkpoint without the state that FusedEmaAdam keeps. PyTorch's optimizers have none
+    before their first step that is not skipped."""
     engine.allocate_state([])
-    name, missing = type(engine.optimizer).__name__, sorted({*engine.state_kinds()} - files.kinds)
+    missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
         raise ValueError(
-            f"args.resume={path}: the checkpoint has no {', '.join(missing)} of {name}; resume from "
-            f"another one, or start a new run from its weights with args.load={path}"
+            f"args.resume={path}: the checkpoint has no {', '.join(missing)} of FusedEmaAdam; resume "
+            f"from another one, or start a new run from its weights with args.load={path}"
         )
-    if files.kinds <= {"master", "frozen"} and groups.is_main and _keeps_state(engine.optimizer):
-        logger.warning(
-            "args.resume=%s: the checkpoint has no state of %s, as if all steps before it had been "
-            "skipped; the optimizer starts without it",
-            path,
-            name,
-        )
-
-
-def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer keeps numbers beside the weights; plain SGD does not."""
-    return not isinstance(optimizer, torch.optim.SGD) or any(
-        group["momentum"] for group in optimizer.param_groups
-    )
 
 
 def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:

@@ -47,29 +47,20 @@ class LoraOverlay:
         return cls(path, number)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLora:
-    """Opened adapters, not yet read, and their scale."""
-
-    adapter: WeightSource
-    scale: float
-
-
-def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[OpenLora]:
-    """Open the files without reading weights.
+def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[tuple[WeightSource, float]]:
+    """Open the adapters, with their scales, without reading weights.
 
     ema: use the averaged adapters of runs; None: of those that have any.
     """
-    opened = []
-    for lora in loras:
-        # Only runs have averaged weights.
-        is_run = find_run_checkpoint(Path(lora.path)) is not None
-        opened.append(OpenLora(open_adapter(lora.path, ema if is_run else False), lora.scale))
-    return opened
+    # Only runs have averaged weights.
+    is_run = lambda path: find_run_checkpoint(Path(path)) is not None
+    return [(open_adapter(x.path, ema if is_run(x.path) else False), x.scale) for x in loras]
 
 
 @torch.no_grad()
-def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> None:
+def add_loras(
+    transformer: DiffusionTransformer, loras: Sequence[tuple[WeightSource, float]]
+) -> None:
     """Add scale * (alpha / r) * B A to the adapted weights, tensor by tensor.
 
     Sampling then costs nothing extra. ValueError if an adapter does not fit the model.
@@ -94,9 +85,9 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
     )
     # {weight: the differences of all files that adapt it}.
     deltas: dict[str, list[WeightSource]] = {}
-    for lora in loras:
-        delta = merge_lora(zeros, lora.adapter, lora.scale)
-        for plain in {f"{name.split('.matrix_')[0]}.weight" for name in lora.adapter.shapes}:
+    for adapter, scale in loras:
+        delta = merge_lora(zeros, adapter, scale)
+        for plain in {f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}:
             deltas.setdefault(plain, []).append(delta)
     for plain in sorted(deltas):
         name, parameter = parameters[plain]
@@ -106,7 +97,5 @@ def add_loras(transformer: DiffusionTransformer, loras: Sequence[OpenLora]) -> N
             merged = merged + added.reshape(parameter.shape)
         # The sum of all files is in float32 and rounded once.
         parameter.copy_(check_finite("--lora", name, merged.to(parameter.dtype)))
-    for lora in loras:
-        logger.info(
-            "%s, %s, scale %g", lora.adapter.description, adapters_of(lora.adapter), lora.scale
-        )
+    for adapter, scale in loras:
+        logger.info("%s, %s, scale %g", adapter.description, adapters_of(adapter), scale)

@@ -14,7 +14,7 @@ from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.json_files import MOST_BYTES, read_limited
 from cogfast.schema.values import counted
 
-_MOST_LISTED = 10  # missing images of one list that get a line each
+_NO_FILE = "no such file; set it to a text file, or to null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +44,12 @@ def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
     return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
 
 
-def missing_files(args: TrainArguments, takes_image: bool) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each missing file of evaluations: prompts, list of images, images.
-
-    takes_image: whether the model is an image-to-video model; others read no images. A file that
-    cannot be read has no images here; given_prompts raises an error for it.
-    """
-    if not args.has_evaluation:
-        return
-    for name in ("eval_prompt_file", "eval_images") if takes_image else ("eval_prompt_file",):
+def missing_files(args: TrainArguments) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each missing file of prompts or images of evaluations."""
+    for name in ("eval_prompt_file", "eval_images") if args.has_evaluation else ():
         key, value = f"args.{name}", getattr(args, name)
-        if value is None:
-            continue
-        path, texts = Path(value), []
-        try:
-            for number, line in _lines(path, f"{key}={path}"):
-                image = line.partition("@@")[2].strip() if name == "eval_prompt_file" else line
-                if image and takes_image and _image_path(image.strip(), path) is None:
-                    texts.append(_no_image(image.strip(), path, f"{key}={path} line {number}"))
-        except ValueError as error:
-            texts = [] if path.is_file() else [str(error)]
-        # If a whole folder has moved, a few lines say as much as hundreds.
-        for text in texts[:_MOST_LISTED]:
-            yield key, text
-        if len(texts) > _MOST_LISTED:
-            left = counted(len(texts) - _MOST_LISTED, "more image")
-            yield key, f"{key}={path}: {left} missing; correct their paths"
+        if value is not None and not Path(value).is_file():
+            yield key, f"{key}={value}: {_NO_FILE}"
 
 
 def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:
@@ -127,7 +107,7 @@ def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, each with its number."""
     if not path.is_file():
-        raise ValueError(f"{key}: no such file; set it to a text file, or to null")
+        raise ValueError(f"{key}: {_NO_FILE}")
     data = read_limited(path, MOST_BYTES, f"change {key}")
     # Numbers count blank lines, as an editor shows them.
     lines = utf8_lines(data, key)
@@ -135,20 +115,12 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
 
 
 def _find_image(name: str, listing: Path, where: str) -> Path:
-    path = _image_path(name, listing)
-    if path is None:
-        raise ValueError(_no_image(name, listing, where))
-    return path
-
-
-def _image_path(name: str, listing: Path) -> Path | None:
     """Return the path of an image, relative to the file that lists it or to the current folder."""
     # Beside the list first, so that a folder with list and images can be moved.
-    return next((path for path in (listing.parent / name, Path(name)) if path.is_file()), None)
-
-
-def _no_image(name: str, listing: Path, where: str) -> str:
-    return (
+    for path in (listing.parent / name, Path(name)):
+        if path.is_file():
+            return path
+    raise ValueError(
         f"{where}: {name[:200]}: no such file; give a path relative to {listing.parent} or to the "
         "folder in which the command runs"
     )

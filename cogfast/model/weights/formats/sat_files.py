@@ -163,14 +163,13 @@ def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
 def open_sat(files: list[Path]) -> WeightSource:
     """Open the transformer's weights in the mp_rank files of one iteration and merge their shards."""
     shards = [_read_module(file) for file in files]
-    ours, ignored, unexpected = {}, [], []
+    ours, unexpected = {}, []
     for key in shards[0]:
         name = from_sat_name(key)
         if name is not None:
             ours[name] = key
-        elif key.removeprefix(PREFIX) in ROTARY_BUFFERS or not key.startswith(PREFIX):
-            ignored.append(key)  # tables that cogfast computes, the VAE, the text encoder
-        else:
+        # Not the tables that cogfast computes, the VAE and the text encoder.
+        elif key.startswith(PREFIX) and key.removeprefix(PREFIX) not in ROTARY_BUFFERS:
             unexpected.append(key)
     if not ours:
         raise ValueError(
@@ -209,7 +208,6 @@ def open_sat(files: list[Path]) -> WeightSource:
         shapes=shapes,
         read=read,
         dtypes=dtypes,
-        ignored=ignored,
         unexpected=unexpected,
         facts=grid_facts(*tables, table=fixed, is_rotary=is_rotary, where=str(files[0])),
     )

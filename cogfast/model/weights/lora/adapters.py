@@ -219,17 +219,6 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
         )
 
 
-def check_own_adapters(path: str | Path, config: TransformerConfig) -> None:
-    """Raise ValueError if the weights at `path` have adapters that a model of this config cannot
-    continue with. Weights that cannot be opened are refused when they are loaded."""
-    try:
-        source = open_source(Path(path))
-    except ValueError:
-        return
-    if adapters_of(source) is not None:
-        check_config(only_adapters(source), config)
-
-
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
     model width."""

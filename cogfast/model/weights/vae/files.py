@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.core.shapes import TEMPORAL_COMPRESSION
 from cogfast.model.config import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
@@ -180,7 +179,10 @@ def verify_vae(vae: VaeSource, target: Path, dtype: torch.dtype | None) -> str:
 
 
 def vae_config(vae: VaeSource) -> dict[str, Any]:
-    """Return diffusers' config.json except the scaling factor. ValueError if it is not this VAE."""
+    """Return diffusers' config.json except the scaling factor and what is its class's default.
+
+    ValueError if the tensors are not those of a VAE of CogVideoX.
+    """
     from diffusers import AutoencoderKLCogVideoX
 
     levels = range(vae.num_levels)
@@ -194,25 +196,13 @@ def vae_config(vae: VaeSource) -> dict[str, Any]:
         config = {
             "_class_name": CLASS_NAME,
             "_diffusers_version": "0.32.0",
-            "act_fn": "silu",
             "block_out_channels": [vae.shapes[first.format(i)][0] for i in levels],
             "down_block_types": ["CogVideoXDownBlock3D"] * vae.num_levels,
-            "force_upcast": True,
             "in_channels": vae.shapes[_FIRST][1],
             "latent_channels": vae.shapes["decoder.conv_in.conv.weight"][1],
-            "latents_mean": None,
-            "latents_std": None,
             "layers_per_block": vae.num_res_blocks,
-            "norm_eps": 1e-6,
-            "norm_num_groups": 32,
             "out_channels": vae.shapes["decoder.conv_out.conv.weight"][0],
-            "sample_height": 480,
-            "sample_width": 720,
-            "shift_factor": None,
-            "temporal_compression_ratio": TEMPORAL_COMPRESSION,
             "up_block_types": ["CogVideoXUpBlock3D"] * vae.num_levels,
-            "use_post_quant_conv": False,
-            "use_quant_conv": False,
         }
     except KeyError as missing:
         raise ValueError(f"{vae.description}: has no {missing}; copy the file again") from None

@@ -163,7 +163,7 @@ class NotFinite(Trainer):
 
 @pytest.mark.parametrize("optimizer", ["sat.ops.FusedEmaAdam", "AdamW"])
 def test_a_save_before_the_first_update_costs_no_state(
-    tmp_path: Path, base: Path, optimizer: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, base: Path, optimizer: str
 ) -> None:
     """Every checkpoint has the state that the optimizer has, and a resumed run equals a whole one."""
     words = [f"deepspeed.optimizer.type={optimizer}", "args.save_interval=1", "args.keep_last=0"]
@@ -184,9 +184,7 @@ def test_a_save_before_the_first_update_costs_no_state(
     assert kinds == [{"master", "frozen"} | found for found in (at_first, state, state, state)]
     assert counters == [0, 1, 2, 3]
     finish(tmp_path / "cut", "args.exit_interval=1")
-    caplog.clear()
     cut = finish(tmp_path / "cut", "args.resume=latest")
-    assert ("has no state of AdamW" in caplog.text) == (optimizer == "AdamW")
     one, other = (
         safetensors.torch.load_file(run / "checkpoints/00000004/rank-00000.safetensors")
         for run in (cut, whole)
