@@ -1,7 +1,6 @@
 """Time every fused op and compare it with the copy rate, eager PyTorch and torch.compile.
 
     python -m bench.ops --out DIR       the piece op_times of bench.gpu_run: a table, JSON and a plot
-    python -m pytest bench/ops.py       record the same figures with pytest-benchmark
 
 First, an op is compared with float32 and float64 arithmetic: in bf16 at the timed shape, and in bf16,
 fp16 and fp32 at a small one. An op that is wrong is timed all the same; its row has the status WRONG,
@@ -12,9 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache
-
-import torch
 
 from bench.harness.outcome import WRONG, Bars, Outcome, Row, Settings
 from bench.harness.rates import copy_rate
@@ -101,64 +97,6 @@ def _measure(bench: Bench, copy_gb_per_s: float) -> tuple[list[Row], list[str]]:
             else:
                 row[f"vs {name}"] = times["median_ms"] / row["median_ms"]
     return list(rows.values()), problems
-
-
-class _Clock:
-    """A timer for pytest-benchmark that replays times measured on the device, one per round."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def play(self, times_ms: Sequence[float], benchmark) -> None:
-        left = iter(times_ms)
-
-        def advance() -> None:
-            self._now += next(left) / 1e3
-
-        benchmark.pedantic(advance, rounds=len(times_ms))
-
-
-_CLOCK = _Clock()
-
-
-@cache
-def _settings_here() -> Settings:
-    is_gpu = torch.cuda.is_available()
-    return Settings(torch.device("cuda" if is_gpu else "cpu"), is_tiny=not is_gpu)
-
-
-@cache
-def _wrong_here(bench: Bench) -> list[str]:
-    return bench.check()
-
-
-def pytest_generate_tests(metafunc) -> None:
-    import pytest
-
-    # pytest-benchmark would time the host; the clock replays times of the device.
-    clock = pytest.mark.benchmark(timer=_CLOCK.now)
-    cases = [
-        pytest.param(bench, way, name, marks=clock, id=f"{bench}-{way}-{name}")
-        for bench in benches(_settings_here())
-        for way in bench.ways
-        for name in (OURS, *bench.peers)
-    ]
-    metafunc.parametrize(("bench", "way", "name"), cases)
-
-
-def test_speed(benchmark, bench: Bench, way: str, name: str) -> None:
-    """Record a figure with pytest-benchmark."""
-    wrong = _wrong_here(bench)
-    assert not wrong, wrong
-    times_ms = time_contestant(bench, name, (way,))[way]
-    num_bytes = bench.num_bytes(way)
-    benchmark.group = f"{bench} {way}"
-    benchmark.extra_info |= {**bench.describe(), "way": way, "by": name, "bytes": num_bytes}
-    benchmark.extra_info["gb_per_s"] = num_bytes / spread(times_ms)["median_ms"] / 1e6
-    _CLOCK.play(times_ms, benchmark)
 
 
 if __name__ == "__main__":

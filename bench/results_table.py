@@ -433,10 +433,9 @@ def _finetune_steps(report: Report) -> list[str]:
         case = f"{row['model']}, {trained}, {row['dtype']}, --gradient_checkpointing {flag}"
         return case + _threads(report)
 
-    ratio = lambda row: str(row.get("not_timed") or f"{row['ratio']:.2f}")
     columns = {
         "case": case,
-        "time of cogfast / CogVideo": ratio,
+        "time of cogfast / CogVideo": _of("ratio", "{:.2f}".format),
         "cogfast, ms": _of("ours_median_ms"),
         "CogVideo, ms": _of("theirs_median_ms"),
         "cogfast, p10 to p90": _spread("ours_"),

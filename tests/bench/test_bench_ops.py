@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -32,7 +28,6 @@ from bench.kernel_ops.op_cases import (
 from bench.kernel_ops.optimizer_ops import PEERS, OptimizerBench, optimizer_benches
 from cogfast.kernels import adaptive_layernorm, gelu, qk_norm_rope3d
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from tests.support.tiny_run import ROOT
 
 CPU = torch.device("cpu")
 TINY = Settings(CPU, is_tiny=True)
@@ -248,36 +243,6 @@ def test_a_peer_that_fails_costs_only_its_figure(monkeypatch) -> None:
     (problem,) = outcome.problems
     assert problem.endswith("torch.compile: ZeroDivisionError: division by zero")
     assert all("vs torch eager" in row and "vs torch.compile" not in row for row in outcome.rows)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(
-    tuple(map(int, version("pytest-benchmark").split(".")[:3])) < (5, 3, 1),
-    reason="pytest-benchmark before 5.3.1 does not run with pytest 9.2",
-)
-def test_pytest_benchmark_keeps_the_same_figures(tmp_path: Path) -> None:
-    out = tmp_path / "ops.json"
-    # pytest-benchmark does not measure in a worker of xdist, which it recognizes by these variables.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # `measured` compiles, and these are the files alone
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:xdist", "-rs"]
-        + ["-p", "no:cacheprovider", f"--benchmark-json={out}"]
-        + ["-k", "adaptive_layernorm and not residual and 2B and backward"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    kept = {b["extra_info"]["by"]: b for b in json.loads(out.read_text())["benchmarks"]}
-    assert set(kept) == {"cogfast", "torch eager", "torch.compile"}
-    unit = (3 + 2 * 3 * 4) * 2 * 64 * 2
-    for row in kept.values():
-        info, seconds = row["extra_info"], row["stats"]["median"]
-        assert row["stats"]["rounds"] >= 5 and info["bytes"] == 4 * unit
-        assert info["gb_per_s"] == pytest.approx(4 * unit / seconds / 1e9, rel=1e-6)
 
 
 def test_json_and_plot(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -164,12 +164,10 @@ def test_a_section_of_the_other_trainer(tmp_path: Path) -> None:
     figures = {"ratio": 0.612, "ours_median_ms": 713.0, "theirs_median_ms": 1171.0}
     for side, ms in (("ours", 500.0), ("theirs", 90.0)):
         figures |= {f"{side}_p10_ms": ms, f"{side}_p90_ms": 2 * ms}
-    wrong = {**row, "mode": "lora", "not_timed": "the two sides disagree"}
-    write(tmp_path, "finetune_step", {"rows": [row | figures, wrong], **load})
+    write(tmp_path, "finetune_step", {"rows": [row | figures], **load})
     text = write_section([read_results(tmp_path)])
     case = "float32, --gradient_checkpointing true, one thread"
     assert f"| tiny, all weights, {case} | 0.61 | 713 | 1171 | 500 to 1000 | 90 to 180 |" in text
-    assert f"| tiny, LoRA, {case} | the two sides disagree | – |" in text
     assert text.count("Load average: 1.2 before and 2.0 after, on 2 cores.") == 1
 
 
