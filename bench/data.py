@@ -1,11 +1,11 @@
-"""Measure how fast clips are read, compared with decord, PyAV and torch's DataLoader.
+"""Measure how fast clips are read, compared with decord and torch's DataLoader.
 
     python -m bench.data --out DIR [--clips FOLDER]
 
 Every side reads the same 17 frames, 8 per second, of the same files, scaled and cropped to 240 x 360,
 with one thread. "ours" is the trainer's BatchLoader, "ours by decord" the same with video_backend:
-decord. "decord" and "PyAV" call the library directly, with the frame indices given; "DataLoader" runs
-the decord code in torch's DataLoader. CPU seconds include the reader processes; rates per CPU second
+decord. "decord" calls the library directly, with the frame indices given; "DataLoader" runs this code in
+torch's DataLoader. CPU seconds include the reader processes; rates per CPU second
 depend little on other load, rates of several readers do. Missing H.264 clips are generated in FOLDER.
 On a GPU, `bench.gpu_run data` compares DALI with the first two sides.
 """
@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.clips.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
 from bench.harness.machine import write_report
-from bench.harness.outcome import Bars, Outcome, Row, Settings, draw, table
-from bench.results_table import shown_side
+from bench.harness.outcome import Outcome, Row, Settings, table
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
@@ -95,28 +94,10 @@ def _read_decord(path: Path, indices: Sequence[int]) -> Tensor:
     return resize_and_center_crop(torch.from_numpy(video.get_batch(indices).asnumpy()), SIZE)
 
 
-def _read_pyav(path: Path, indices: Sequence[int]) -> Tensor:
-    import av
-
-    wanted, frames = set(indices), []
-    with av.open(str(path)) as container:
-        # One thread, as on the other sides.
-        container.streams.video[0].thread_type = "NONE"
-        for i, frame in enumerate(container.decode(video=0)):
-            if i in wanted:
-                frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
-            if i == indices[-1]:
-                break
-    return resize_and_center_crop(torch.stack(frames), SIZE)
-
-
-def _directly(read: Callable[[Path, Sequence[int]], Tensor]) -> Callable[[Path, int], Iterator]:
-    def clips(path: Path, readers: int) -> Iterator[Tensor]:
-        indices = _frame_indices(path)
-        while True:
-            yield read(path, indices)
-
-    return clips
+def _decord(path: Path, readers: int) -> Iterator[Tensor]:
+    indices = _frame_indices(path)
+    while True:
+        yield _read_decord(path, indices)
 
 
 class _DecordClips(Dataset):
@@ -138,12 +119,11 @@ def _data_loader(path: Path, readers: int) -> Iterator[Tensor]:
     yield from DataLoader(_DecordClips(path), batch_size=1, num_workers=readers)
 
 
-# The names are those of the result files; tables and plots show "ours" as cogfast.
+# The names are those of the result files; tables show "ours" as cogfast.
 CPU_SIDES = (
     Side("ours", 0, _ours("pyav")),
     Side("ours by decord", 0, _ours("decord")),
-    Side("decord", 0, _directly(_read_decord)),
-    Side("PyAV", 0, _directly(_read_pyav)),
+    Side("decord", 0, _decord),
     Side("ours", 1, _ours("pyav")),
     Side("ours", 2, _ours("pyav")),
     Side("DataLoader", 1, _data_loader),
@@ -233,29 +213,7 @@ def measure_clips(
                 }
             )
         keep(Outcome(rows=rows, shown=_SHOWN))
-    return Outcome(rows=rows, shown=_SHOWN, bars=next(iter(plots(rows).values())))
-
-
-def plots(rows: Sequence[Row]) -> dict[str, Bars]:
-    """Return plots by file name: of reading in one process, and of the most readers.
-
-    The GPU sides always have readers, so there the only plot is that of the most readers.
-    """
-    clips = list(dict.fromkeys(row["clip"] for row in rows))
-    counts = sorted({row["readers"] for row in rows})
-    counts = [0, counts[-1]] if counts[0] == 0 < counts[-1] else [counts[-1]]
-    found = {}
-    for name, count in zip(("data", "data_readers"), counts, strict=False):
-        series: dict[str, list[float]] = {}
-        for row in rows:
-            if row["readers"] == count:
-                series.setdefault(shown_side(row["side"]), []).append(row["clips_per_s"])
-        readers = f"{count} readers" if count else "one process"
-        title = (
-            f"clips of {NUM_FRAMES} frames at {FPS} per second, {SIZE[0]} x {SIZE[1]}, {readers}"
-        )
-        found[name] = Bars(title, "clips per second", clips, series)
-    return found
+    return Outcome(rows=rows, shown=_SHOWN)
 
 
 def measure_data(settings: Settings) -> Outcome:
@@ -278,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of data.json and its plots")
+    parser.add_argument("--out", type=Path, required=True, help="folder of data.json")
     parser.add_argument(
         "--clips", type=Path, help="folder of the generated clips; default: a temporary one"
     )
@@ -301,8 +259,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_average = {"before": load, "after": os.getloadavg()[0]}  # the bench itself adds 1 to 2
     answer = {"is_tiny": arguments.tiny, "load_average": load_average, "rows": outcome.rows}
     write_report(out / "data.json", "data", torch.device("cpu"), **answer)
-    for name, bars in plots(outcome.rows).items():
-        print(draw(bars, out / f"{name}.png"))
     return 0
 
 

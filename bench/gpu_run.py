@@ -31,20 +31,21 @@ from pathlib import Path
 import torch
 
 from bench.harness.machine import describe_machine
-from bench.harness.outcome import Outcome, Settings, draw, table
+from bench.harness.outcome import Outcome, Settings, table
+from cogfast.core.files import write_text
 from cogfast.diagnostics.timing import wait_for
 
 _TRACE_LINES = 12
 _MINUTES = 9.0
 _LEAST_SECONDS = 10.0  # a piece is skipped when less is left
-# Kept back from --minutes for starting, for plots and for a case that takes longer than expected.
+# Kept back from --minutes for starting and for a case that takes longer than expected.
 _RESERVE_SECONDS = 20.0
 
 
 # piece -> "module:function". A module is imported when its piece runs: a package that one piece needs
 # and the machine lacks must not stop the others.
 PIECES = {
-    "facts": "bench.harness.device_facts:list_facts",
+    "facts": "bench.harness.machine:list_facts",
     "rates": "bench.harness.rates:measure_rates",
     "goldens": "bench.checks.goldens_on_device:check_goldens",
     "train": "bench.checks.training_on_device:check_training",
@@ -97,21 +98,14 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
         "torch": torch.__version__,
         **describe_machine(settings.device),
     }
-    if settings.device.type == "cuda":
-        report["gpu"] = torch.cuda.get_device_name(settings.device)
     started = time.perf_counter()
 
     def write(outcome: Outcome, is_complete: bool) -> None:
         seconds = round(time.perf_counter() - started, 2)
         answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
-        text = json.dumps(
-            {**report, "is_complete": is_complete, "seconds": seconds, **answer}, indent=1
-        )
-        path = out / f"{name}.json"
-        path.with_suffix(".new").write_text(text + "\n")
-        path.with_suffix(".new").replace(
-            path
-        )  # atomic: a killed run leaves the old file or the new one
+        whole = {**report, "is_complete": is_complete, "seconds": seconds, **answer}
+        # A run that is killed leaves the old file or the new one.
+        write_text(out / f"{name}.json", json.dumps(whole, indent=1) + "\n")
 
     kept = [Outcome()]
 
@@ -136,8 +130,6 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
     outcome = kept[0]
     write(outcome, is_complete="error" not in report)
     print(table(outcome))
-    if outcome.bars is not None:
-        print(f"  {draw(outcome.bars, out / f'{name}.png')}")
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
     is_well = "error" not in report and not outcome.problems
@@ -201,9 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=[*PARTS, *PIECES])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the JSON files and plots"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Time every fused op and compare it with the copy rate, eager PyTorch and torch.compile.
 
-    python -m bench.ops --out DIR       the piece op_times of bench.gpu_run: a table, JSON and a plot
+    python -m bench.ops --out DIR       the piece op_times of bench.gpu_run: a table and JSON
 
 First, an op is compared with float32 and float64 arithmetic: in bf16 at the timed shape, and in bf16,
 fp16 and fp32 at a small one. An op that is wrong is timed all the same; its row has the status WRONG,
@@ -10,15 +10,15 @@ and the exit status is 1. GB/s always count the bytes that a perfect kernel woul
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from bench.harness.outcome import WRONG, Bars, Outcome, Row, Settings
+from bench.harness.outcome import WRONG, Outcome, Row, Settings
 from bench.harness.rates import copy_rate
-from bench.kernel_ops.op_bench import OURS, Bench, OpBench, time_contestant
+from bench.kernel_ops.op_bench import OURS, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
-from bench.kernel_ops.optimizer_ops import optimizer_benches
+from bench.kernel_ops.optimizer_ops import OptimizerBench, optimizer_benches
 from cogfast.diagnostics.timing import spread
 
+Bench = OpBench | OptimizerBench
 _LEAST_SECONDS = 20  # time that an op with all its peers may need
 
 
@@ -53,23 +53,9 @@ def measure_ops(settings: Settings) -> Outcome:
             found, wrong = _measure(bench, copy["gb_per_s"])
             rows += found
             problems += wrong
-        outcome = Outcome(numbers, list(rows), shown, list(problems), _bars(rows))
+        outcome = Outcome(numbers, list(rows), shown, list(problems))
         settings.keep(outcome)
     return outcome
-
-
-def _bars(rows: Sequence[Row]) -> Bars | None:
-    drawn = [row for row in rows if "percent_of_copy" in row]
-    if not drawn:
-        return None
-    return Bars(
-        title="fused ops, bf16",
-        unit="percent of the copy rate of the same run",
-        labels=[f"{row['op']} {row['way']}\n{row['model']}" for row in drawn],
-        series={OURS: [row["percent_of_copy"] for row in drawn]},
-        # The goals are drawn across the bars.
-        marks=("goal", [row["goal_percent"] for row in drawn]),
-    )
 
 
 def _measure(bench: Bench, copy_gb_per_s: float) -> tuple[list[Row], list[str]]:

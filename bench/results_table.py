@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +106,8 @@ def read_results(folder: Path) -> Results:
     return Results(folder, reports)
 
 
-def write_section(results: Sequence[Results], page: Path | None = None) -> str:
-    """Return all tables, GPUs first. Links to plots are relative to the folder of `page`."""
+def write_section(results: Sequence[Results]) -> str:
+    """Return all tables, GPUs first."""
     lines = [
         "Speed-up is the time of diffusers over that of cogfast, for the same weights; outputs and",
         "gradients of the two are compared first, and rows that disagree say so. Both clip gradients,",
@@ -117,7 +116,7 @@ def write_section(results: Sequence[Results], page: Path | None = None) -> str:
     ]
     # False sorts before True, and the order of machines of a kind stays.
     for each in sorted(results, key=lambda each: not each.is_gpu):
-        lines += ["", *_of_machine(each, page.parent if page else ROOT)]
+        lines += ["", *_of_machine(each)]
     gpus = [report for each in results if each.is_gpu for report in each.reports.values()]
     measured = {report["piece"] for report in gpus if report["rows"]}
     missing = [what for piece, what in _GPU_PIECES.items() if piece not in measured]
@@ -127,7 +126,7 @@ def write_section(results: Sequence[Results], page: Path | None = None) -> str:
     return "\n".join(lines)
 
 
-def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
+def _of_machine(results: Results) -> list[str]:
     first = next(iter(results.reports.values()))
     # A package that was not installed has null. Only those that the timed code runs on are shown.
     versions = {name: version for name, version in first["versions"].items() if version}
@@ -140,12 +139,8 @@ def _of_machine(results: Results, folder_of_page: Path) -> list[str]:
     lines += _data(results.rows("data"))
     lines += _data_runs(results.rows("data_runs"))
     lines += _cpu_peers(results.rows("cpu_peers"))
-    lines += _sampling(results.rows("sampling_peers"))
     for report in results.of("finetune_step"):
         lines += _finetune_steps(report)
-    for path in sorted(results.folder.glob("*.png")):
-        link = Path(os.path.relpath(path, folder_of_page)).as_posix()
-        lines += ["", f"![{path.stem} on {results.machine}]({link})"]
     return lines
 
 
@@ -356,7 +351,7 @@ def _data(rows: Sequence[Row]) -> list[str]:
             continue  # the table of two readers shows what the second adds
         columns: dict[str, Show] = {"clips of 17 frames, 240x360": _of("clip", str)}
         for side in dict.fromkeys(row["side"] for row in rows if row["readers"] == count):
-            columns[shown_side(side)] = lambda row, side=side, count=count: _number(
+            columns[side.replace("ours", "cogfast")] = lambda row, side=side, count=count: _number(
                 figure(row, side, count, "clips_per_s")
             )
         if count == 0:
@@ -373,11 +368,6 @@ def _data(rows: Sequence[Row]) -> list[str]:
         who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
         lines += _question(f"How many clips per second {who} read?", columns, clips)
     return lines
-
-
-def shown_side(side: str) -> str:
-    """Return the name of a side of bench.data in tables and plots: its JSON says "ours" for cogfast."""
-    return side.replace("ours", "cogfast")
 
 
 def _data_runs(rows: Sequence[Row]) -> list[str]:
@@ -410,18 +400,6 @@ def _cpu_peers(rows: Sequence[Row]) -> list[str]:
         "matmuls and attention alone, ms": _of("floor median_ms"),
     }
     return _question("How long does a training step take on a CPU?", columns, rows)
-
-
-def _sampling(rows: Sequence[Row]) -> list[str]:
-    columns = {
-        "case": lambda row: f"{row['model']}, {row['steps']} steps, {row['dtype']}{_threads(row)}",
-        "speed-up": _of("speed-up", _ratio),
-        "cogfast, ms": _of("ours median_ms"),
-        "diffusers' pipeline, ms": _of("diffusers median_ms"),
-        "cogfast, p10 to p90": _spread("ours "),
-    }
-    question = "How long does sampling take, both from the same noise?"
-    return _question(question, columns, (row for row in rows if "speed-up" in row))
 
 
 def _finetune_steps(report: Report) -> list[str]:
@@ -564,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folders = [path.resolve() for path in arguments.folders] or all_folders()
         results = [read_results(folder) for folder in folders]
-        sections = {into: lambda: write_section(results, into.resolve())} if into else {}
+        sections = {into: lambda: write_section(results)} if into else {}
         sections |= {readme: lambda: write_compact(results)} if readme else {}
         for path, write in sections.items():
             changed = replace_section(path.read_text(encoding="utf-8"), write())

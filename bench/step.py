@@ -25,7 +25,7 @@ from typing import get_args
 import torch
 
 from bench.harness.machine import write_report
-from bench.harness.outcome import Bars, Outcome, Row, table
+from bench.harness.outcome import Outcome, Row, table
 from bench.steps.step_cases import (
     Case,
     Engine,
@@ -38,15 +38,11 @@ from bench.steps.step_models import MODELS
 from bench.steps.step_sides import SIDES, Policy, free_memory
 from cogfast.kernels.block_kernels import KernelChoice
 
-_CASE_KEYS = ("model", "mode", "checkpointing", "engine", "num_layers", "ratio")
-_TIME_KEYS = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu")
-_USE_KEYS = ("peak_memory_gib", "attention_kernels")
-_FAILURE_KEYS = ("does_not_fit", "lacks_policy", "unavailable", "error")
 # Columns of the printed table.
-SHOWN = [*_CASE_KEYS]
-SHOWN += [f"{side}_{key}" for key in _TIME_KEYS for side in SIDES]
-SHOWN += [f"{side}_{key}" for key in _USE_KEYS for side in SIDES]
-SHOWN += [f"{side}_{key}" for key in _FAILURE_KEYS for side in SIDES]
+SHOWN = ["model", "mode", "checkpointing", "engine", "num_layers", "ratio"]
+_OF_SIDES = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu", "peak_memory_gib")
+_OF_SIDES += ("attention_kernels", "does_not_fit", "lacks_policy", "unavailable", "error")
+SHOWN += [f"{side}_{key}" for key in _OF_SIDES for side in SIDES]
 SHOWN += ["disagrees", "error"]
 # Guess of a case's time until one has been measured; compilation needs most of it.
 _FIRST_GUESS_SECONDS = {"eager": 30.0, "compiled": 90.0}
@@ -70,9 +66,9 @@ def measure_cases(
     took: dict[str, float] = {}  # seconds; without compilation for each layer
     outcome = Outcome()
     for case in cases:
-        kind = case.engine
         layers = case.layers if case.engine == "eager" else 1  # all layers are compiled once
-        needed = layers * took[kind] if kind in took else _FIRST_GUESS_SECONDS[case.engine]
+        guess = _FIRST_GUESS_SECONDS[case.engine]
+        needed = layers * took[case.engine] if case.engine in took else guess
         started = clock()
         if started + needed > deadline:
             skipped.append(f"{case}: needs about {needed:.0f} s, {deadline - started:.0f} s left")
@@ -80,13 +76,13 @@ def measure_cases(
         else:
             row, wrong = _measure_safely(case, plan)
             seconds = clock() - started
-            took[kind] = max(took.get(kind, 0.0), seconds / layers)
+            took[case.engine] = max(took.get(case.engine, 0.0), seconds / layers)
             rows.append({**row, "seconds": round(seconds, 1)})
             problems += wrong
             print(f"  {case}: ratio {row.get('ratio', '-')}, {seconds:.0f} s", flush=True)
         shown = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
         numbers = {"best": best_rows(rows), "skipped": skipped}
-        outcome = Outcome(numbers, rows, shown, problems, _bars(rows))
+        outcome = Outcome(numbers, rows, shown, problems)
         if keep is not None:
             keep(outcome)
     return outcome
@@ -100,19 +96,6 @@ def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str
     free_memory(plan.device)
     dtype = str(plan.dtype).removeprefix("torch.")
     return {**case.describe(), "dtype": dtype, "error": text}, [f"{case}: {text}"]
-
-
-def _bars(rows: Sequence[Row]) -> Bars | None:
-    """Return a plot of model TFLOP/s for the cases in which both sides were timed."""
-    drawn = [row for row in rows if "ratio" in row]
-    if not drawn:
-        return None
-    labels = [
-        f"{r['mode']} {r['engine']}\ncheckpointing {r['checkpointing']}, layers: {r['num_layers']}"
-        for r in drawn
-    ]
-    series = {side: [r[f"{side}_model_tflop_per_s"] for r in drawn] for side in SIDES}
-    return Bars(f"{drawn[0]['model']}, {drawn[0]['dtype']}", "model TFLOP/s", labels, series)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,15 +6,19 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from bench.harness.outcome import Outcome, Settings
+from cogfast.diagnostics.doctor import examine
 from cogfast.train.plan.measured import cpu_name
 
 _PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed")
 _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
+_SMI_FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
@@ -25,7 +29,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "machine": torch.cuda.get_device_name(device) if is_gpu else cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),
-        "versions": {name: version_of(name) for name in _PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -38,8 +42,35 @@ def write_report(path: Path | None, piece: str, device: torch.device, **content:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package."""
+def list_facts(settings: Settings) -> Outcome:
+    """Return what `cogfast doctor` finds, the commit, and a GPU's sizes and clocks; the piece facts."""
+    numbers: dict[str, object] = {f.what: f"{f.status}: {f.found}" for f in examine(Path())}
+    numbers["commit"] = _output_of("git", "rev-parse", "HEAD")
+    if settings.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(settings.device)
+        numbers |= {
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": properties.total_memory / 2**30,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_cache_mb": properties.L2_cache_size / 1e6,
+            "cudnn": torch.backends.cudnn.version(),
+            _SMI_FIELDS: _output_of(
+                "nvidia-smi", "-i", "0", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"
+            ),
+        }
+    return Outcome(numbers)
+
+
+def _output_of(*argv: str) -> str | None:
+    """Return what a program prints, or None if it is missing or fails."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

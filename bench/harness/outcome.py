@@ -1,4 +1,4 @@
-"""Settings and outcome of a piece of bench.gpu_run, and the table and plot of an outcome."""
+"""Settings and outcome of a piece of bench.gpu_run, and the table of an outcome."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -47,20 +46,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
-    """A bar plot: one bar for every label and series.
-
-    marks: (name, one value per label), drawn across the bars of each label.
-    """
-
-    title: str
-    unit: str
-    labels: Sequence[str]
-    series: Mapping[str, Sequence[float]]
-    marks: tuple[str, Sequence[float]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a piece. `numbers` and `rows` go into the JSON file, with units in their keys.
 
@@ -72,7 +57,6 @@ class Outcome:
     rows: Sequence[Row] = ()
     shown: Sequence[str] = ()
     problems: Sequence[str] = ()
-    bars: Bars | None = None
 
 
 def table(outcome: Outcome) -> str:
@@ -93,37 +77,3 @@ def _cell(value: object) -> str:
         return "-"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _CELL_WIDTH else text[: _CELL_WIDTH - 3] + "..."
-
-
-def draw(bars: Bars, path: Path) -> str:
-    """Draw a plot and return a line for the log. Without matplotlib nothing is drawn."""
-    # Figures without pyplot: no display and no global state.
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        return f"no {path.name}: {error}"
-    # Height in inches for the number of bars.
-    figure = Figure(figsize=(8, 1.5 + 0.25 * len(bars.labels) * len(bars.series)))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained")
-    axes = figure.add_subplot()
-    # The bars of a label fill 0.8 of the distance to the next label.
-    height = 0.8 / len(bars.series)
-    for i, (name, values) in enumerate(bars.series.items()):
-        places = [place + (i - (len(bars.series) - 1) / 2) * height for place in range(len(values))]
-        drawn = axes.barh(places, values, height=0.9 * height, label=name)
-        axes.bar_label(drawn, fmt="%.3g", padding=3)
-    if bars.marks is not None:
-        name, values = bars.marks
-        # A mark spans the bars of its label and a little more.
-        bottoms = [place - 0.45 for place in range(len(values))]
-        tops = [place + 0.45 for place in range(len(values))]
-        axes.vlines(values, bottoms, tops, color="black", lw=2, label=name)
-    axes.set_yticks(range(len(bars.labels)), bars.labels)
-    axes.invert_yaxis()
-    axes.margins(x=0.1, y=0.02)
-    axes.set(xlabel=bars.unit, title=bars.title)
-    figure.legend(loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
-    return f"drew {path.name}"

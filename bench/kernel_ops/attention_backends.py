@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.harness.outcome import Bars, Outcome, Row, Settings
+from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.diagnostics.timing import spread, time_calls, wait_for
 from cogfast.kernels.flash_attention import (
     BACKENDS,
@@ -119,17 +119,10 @@ def _measure_apart(settings: Settings, backend: Backend) -> Iterator[tuple[Row, 
 
 
 def _outcome(rows: Sequence[Row], problems: Sequence[str]) -> Outcome:
-    drawn = [row for row in rows if "forward_tflop_per_s" in row]
-    bars = Bars(
-        title="attention, bf16, head width 64",
-        unit="TFLOP/s",
-        labels=[f"{r['backend']}\n{r['shape_bshd'][1]} x {r['shape_bshd'][2]}" for r in drawn],
-        series={way: [r[f"{way}_tflop_per_s"] for r in drawn] for way in ("forward", "backward")},
-    )
     shown = ("backend", "shape_bshd", "forward_median_ms", "forward_tflop_per_s")
     shown += ("backward_median_ms", "backward_tflop_per_s", "out_relative_error")
     shown += ("unavailable", "error", "forward_kernel", "backward_kernel")
-    return Outcome({}, list(rows), shown, list(problems), bars if drawn else None)
+    return Outcome({}, list(rows), shown, list(problems))
 
 
 def _row(backend: Backend, shape: Sequence[int]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -41,32 +41,9 @@ _FLOORS = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13, torch.float32: 2.0
 _MOST_CHARACTERS = 300  # of an error message
 
 
-class Bench(Protocol):
-    """An op at a shape that can be checked and timed. A way is forward, backward or step."""
-
-    settings: Settings
-    ways: Sequence[str]
-    peers: Sequence[str]
-
-    def describe(self) -> Row:
-        """Return op, model and shape."""
-
-    def num_bytes(self, way: str) -> int:
-        """Return the bytes that a perfect kernel reads and writes."""
-
-    def goal(self, way: str) -> float:
-        """Return the goal in percent of the copy rate."""
-
-    def check(self) -> list[str]:
-        """Return a sentence for each result of cogfast that is wrong."""
-
-    def calls(self, name: str) -> Calls:
-        """Return the calls of `cogfast` or of a peer."""
-
-
 @dataclass(frozen=True, slots=True)
 class OpBench:
-    """A Bench of an op of a block."""
+    """An op of a block at a shape. A way is forward or backward; peers: what it is compared with."""
 
     settings: Settings
     op: Op
@@ -87,12 +64,15 @@ class OpBench:
         }
 
     def num_bytes(self, way: str) -> int:
+        """Return the bytes that a perfect kernel reads and writes."""
         return bytes_of(self.op, way, self.shape)
 
     def goal(self, way: str) -> float:
+        """Return the goal in percent of the copy rate."""
         return self.op.goals[way]
 
     def check(self) -> list[str]:
+        """Return a sentence for each result of cogfast that is wrong."""
         return check_op(self.op, self.shape, self.settings.device)
 
     def calls(self, name: str) -> Calls:
@@ -125,7 +105,7 @@ def compile_call(call: Callable, is_tiny: bool) -> Callable:
     return torch.compile(call, backend=backend, dynamic=False)
 
 
-def time_contestant(bench: Bench, name: str, ways: Sequence[str]) -> dict[str, list[float]]:
+def time_contestant(bench: Any, name: str, ways: Sequence[str]) -> dict[str, list[float]]:
     """Return the milliseconds of single calls of `cogfast` or of a peer, by way."""
     settings = bench.settings
     gc.collect()

@@ -131,52 +131,39 @@ def _ema_decay(step: int) -> float:
     return min(_EMA_DECAY, (1 + step) / (10 + step))
 
 
-def _with_lerp(adam: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable:
-    """Combine the Adam of a package with torch's clipping, a foreach EMA and a cast."""
+def _fused_adamw(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
+    """Return torch's fused AdamW with its clipping, a foreach EMA and a cast."""
+    params: list[Tensor] = [nn.Parameter(p) for p in _cut(streams.p, num_tensors)]
+    for p, g in zip(params, _cut(streams.g, num_tensors), strict=True):
+        p.grad = g
+    shadows = _cut(streams.shadow, num_tensors)
+    copies = [] if streams.copy is None else _cut(streams.copy, num_tensors)
+    optimizer = torch.optim.AdamW(params, **_ADAM, fused=True)
+    # The optimizer has its own; the memory does not hold both.
+    streams.m = streams.v = torch.empty(0)
 
-    def build(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
-        params: list[Tensor] = [nn.Parameter(p) for p in _cut(streams.p, num_tensors)]
-        for p, g in zip(params, _cut(streams.g, num_tensors), strict=True):
-            p.grad = g
-        shadows = _cut(streams.shadow, num_tensors)
-        copies = [] if streams.copy is None else _cut(streams.copy, num_tensors)
-        optimizer = adam(params)
-        # The optimizer has its own; the memory does not hold both.
-        streams.m = streams.v = torch.empty(0)
+    @torch.no_grad()
+    def call() -> None:
+        if has_clip:
+            nn.utils.clip_grad_norm_(params, _NORM, foreach=True)
+        optimizer.step()
+        torch._foreach_lerp_(shadows, params, 1 - _EMA_DECAY)
+        if copies:
+            torch._foreach_copy_(copies, params)
 
-        @torch.no_grad()
-        def call() -> None:
-            if has_clip:
-                nn.utils.clip_grad_norm_(params, _NORM, foreach=True)
-            optimizer.step()
-            torch._foreach_lerp_(shadows, params, 1 - _EMA_DECAY)
-            if copies:
-                torch._foreach_copy_(copies, params)
-
-        return call
-
-    return build
-
-
-def _torch_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **_ADAM, fused=True)
-
-
-def _torch_foreach_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **_ADAM, foreach=True)
+    return call
 
 
 PEERS: dict[str, Callable[[Streams, int, bool], Callable[[], object]]] = {
     EAGER: _reference,
     COMPILED: _reference,
-    "AdamW(fused) + lerp": _with_lerp(_torch_adamw),
-    "AdamW(foreach) + lerp": _with_lerp(_torch_foreach_adamw),
+    "AdamW(fused) + lerp": _fused_adamw,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBench:
-    """A Bench of an update of float32 weights; `gradient` is the dtype of cogfast's gradients."""
+    """An update of float32 weights; `gradient` is the dtype of cogfast's gradients."""
 
     settings: Settings
     model: str

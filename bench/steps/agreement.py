@@ -33,7 +33,8 @@ def compare_sides(variant: Variant, is_compiled: bool) -> tuple[dict[str, object
     layers = min(_NUM_LAYERS, variant.config.num_layers)
     variant = replace(variant, config=replace(variant.config, num_layers=layers))
     batch = draw_batch(variant)
-    float32 = Batch(*(x.float() if x.is_floating_point() else x for x in _tensors(batch)))
+    tensors = (batch.latents, batch.timesteps, batch.text, batch.target)
+    float32 = Batch(*(x.float() if x.is_floating_point() else x for x in tensors))
     reference = Theirs(variant, torch.float32)
     reference.use_checkpointing("full")  # 1.5-5B does not fit otherwise; the results are the same
     truth = _answer(reference, float32)
@@ -49,10 +50,6 @@ def compare_sides(variant: Variant, is_compiled: bool) -> tuple[dict[str, object
         del side
         free_memory(variant.device)
     return judge(truth, answers["ours"], answers["diffusers"], _FLOORS[variant.dtype])
-
-
-def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return batch.latents, batch.timesteps, batch.text, batch.target
 
 
 def _answer(side: Side, batch: Batch) -> dict[str, Tensor]:

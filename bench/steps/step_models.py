@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,75 +14,47 @@ from cogfast.model.config import TransformerConfig
 
 LORA_RANK = 128
 
-# hidden 256, 6 layers, 1,000 tokens: 40 of text and 4 x 12 x 20 of video
-TINY = TransformerConfig(
-    num_layers=6,
-    hidden_size=256,
-    num_attention_heads=4,
-    in_channels=16,
-    out_channels=16,
-    patch_size=PatchSize(1, 2, 2),
-    text_hidden_size=64,
-    text_length=40,
-    time_embed_dim=256,
-    num_frames=13,
-    latent_height=24,
-    latent_width=40,
-    position="rotary",
+
+def _config(
+    layers: int, width: int, text: int, size: tuple[int, int, int], **more: Any
+) -> TransformerConfig:
+    """Return a rotary model with heads of 64. size: frames, and latent rows and columns."""
+    frames, rows, columns = size
+    patch = more.pop("patch_size", PatchSize(1, 2, 2))
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        in_channels=16,
+        out_channels=16,
+        patch_size=patch,
+        text_length=text,
+        num_frames=frames,
+        latent_height=rows,
+        latent_width=columns,
+        position="rotary",
+        **more,
+    )
+
+
+_SMALL, _PUBLISHED = (
+    {"text_hidden_size": text, "time_embed_dim": time} for text, time in ((64, 256), (4096, 512))
 )
+# 1,000 tokens: 40 of text and 4 x 12 x 20 of video
+TINY = _config(6, 256, 40, (13, 24, 40), **_SMALL)
 # as in configs/quickstart.yaml: 48 video and 32 text tokens, batch 16
 QUICKSTART = replace(
-    TINY,
-    num_layers=4,
-    in_channels=48,
-    out_channels=48,
-    text_length=32,
-    time_embed_dim=192,
-    num_frames=9,
-    latent_height=8,
-    latent_width=8,
+    _config(4, 256, 32, (9, 8, 8), **_SMALL), in_channels=48, out_channels=48, time_embed_dim=192
 )
-# hidden 768, 1,664 tokens: 64 of text and 4 x 20 x 20 of video
-WIDE = replace(
-    TINY,
-    num_layers=4,
-    hidden_size=768,
-    num_attention_heads=12,
-    text_length=64,
-    latent_height=40,
-    latent_width=40,
-)
+# 1,664 tokens: 64 of text and 4 x 20 x 20 of video
+WIDE = _config(4, 768, 64, (13, 40, 40), **_SMALL)
 # 49 x 480 x 720: 13 x 30 x 45 video tokens and 226 of text
-CONFIG_5B = TransformerConfig(
-    num_layers=42,
-    hidden_size=3072,
-    num_attention_heads=48,
-    in_channels=16,
-    out_channels=16,
-    patch_size=PatchSize(1, 2, 2),
-    text_hidden_size=4096,
-    text_length=226,
-    time_embed_dim=512,
-    num_frames=49,
-    latent_height=60,
-    latent_width=90,
-    position="rotary",
-)
+CONFIG_5B = _config(42, 3072, 226, (49, 60, 90), **_PUBLISHED)
 # 81 x 768 x 1360: 11 x 48 x 85 video tokens, each of two latent frames, and 224 of text
-CONFIG_15_5B = replace(
-    CONFIG_5B,
-    patch_size=PatchSize(2, 2, 2),
-    text_length=224,
-    num_frames=81,
-    latent_height=96,
-    latent_width=170,
-)
+CONFIG_15_5B = _config(42, 3072, 224, (81, 96, 170), patch_size=PatchSize(2, 2, 2), **_PUBLISHED)
 CONFIG_15_5B_I2V = replace(CONFIG_15_5B, in_channels=32, ofs_embed_dim=512)
 CONFIG_2B = replace(
-    CONFIG_5B,
-    num_layers=30,
-    hidden_size=1920,
-    num_attention_heads=30,
+    _config(30, 1920, 226, (49, 60, 90), **_PUBLISHED),
     position="sincos",
     height_interpolation=1.875,
     width_interpolation=1.875,

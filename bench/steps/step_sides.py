@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,27 +34,8 @@ ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4}
 _NORM_EPS = 1e-6  # as in clip_grad_norm_
 
 
-class Side(Protocol):
-    """A model to measure: its forward pass, and one block forward and backward."""
-
-    network: nn.Module
-    policies: Collection[Policy]  # that the model supports
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the output [B, C, T, h, w]."""
-
-    def use_checkpointing(self, policy: Policy) -> None:
-        """Recompute a part of each block in backward instead of keeping its activations."""
-
-    def compile_blocks(self) -> None:
-        """Compile every block by torch.compile."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the trained parameters, by diffusers' names."""
-
-
 class Ours:
-    """cogfast's DiffusionTransformer."""
+    """cogfast's DiffusionTransformer. policies: the checkpointing that it supports."""
 
     policies: Collection[Policy] = ("none", "attention_kept", "pointwise", "full")
 
@@ -80,6 +61,7 @@ class Ours:
         self.use_checkpointing("none")
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the output [B, C, T, h, w]."""
         return self.network(batch.latents, batch.timesteps, batch.text)
 
     def use_checkpointing(self, policy: Policy) -> None:
@@ -93,6 +75,7 @@ class Ours:
         apply_policies(self.network, policies, is_compiled=True)
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the trained parameters, by diffusers' names."""
         trained = [(n, p) for n, p in self.network.named_parameters() if p.requires_grad]
         return {theirs: part for n, p in trained for theirs, part in as_diffusers(n, p.grad)}
 
@@ -194,6 +177,7 @@ class Theirs:
         return {n: p.grad for n, p in self.network.named_parameters() if p.requires_grad}
 
 
+Side = Ours | Theirs
 SIDES: dict[str, Callable[[Variant], Side]] = {"ours": Ours, "diffusers": Theirs}
 
 

@@ -28,7 +28,7 @@ def test_all_sides_read_the_same_clip(tmp_path: Path) -> None:
             read.close()
             clip = clip["mp4"] if isinstance(clip, dict) else clip
             clips[side.name, side.readers] = clip.reshape(data.NUM_FRAMES, 3, *data.SIZE)
-    assert len(clips) == 6
+    assert len(clips) == 5
     first = clips.pop(("ours", 0))
     assert len(first.unique()) > 10
     for name, clip in clips.items():
@@ -47,8 +47,6 @@ def test_report(tmp_path: Path) -> None:
         assert row["frames_per_s"] == pytest.approx(17 * row["clips_per_s"])
         assert row["clips_per_s"] > 0 and row["resident_mib"] > 50
     ratio = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
-    for name in ("data.png", "data_readers.png"):
-        assert (out / name).stat().st_size > 1000
     table = "\n".join(results_table._data(report["rows"]))
     shown = rows["ours", 0]["clips_per_cpu_s"] / rows["decord", 0]["clips_per_cpu_s"]
     assert f"| {shown:.2f} |" in table and f"| {ratio:.2f} | " in table

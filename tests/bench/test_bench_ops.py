@@ -91,15 +91,6 @@ def test_every_peer_is_timed(measured) -> None:
         assert peers == ({*PEERS} if "Adam" in row["op"] else {"torch eager", "torch.compile"})
 
 
-def test_bars_are_marked_with_the_goals(measured) -> None:
-    labels, (_, goals) = measured.bars.labels, measured.bars.marks
-    found = {label.splitlines()[0]: goal for label, goal in zip(labels, goals, strict=True)}
-    assert found["residual_adaptive_layernorm SFT forward"] == 88
-    assert found["residual_adaptive_layernorm SFT backward"] == 80
-    assert found["qk_norm_rope3d backward"] == 75 and found["gelu backward"] == 85
-    assert found["FusedEmaAdam clip copy step"] == 88
-
-
 def test_bytes_at_the_shapes_of_the_models() -> None:
     """The fused norm moves 273 and 437 MB; a unit is 277 MB at 1.5-5B."""
     of_2b, of_5b, of_15 = (bytes_of(RESIDUAL_NORM, "forward", shape) for shape in SHAPES)
@@ -117,9 +108,8 @@ def test_update_of_one_tensor_and_of_many() -> None:
     for bench in (one, many):
         assert bench.check() == []
         assert bench.num_bytes("step") == 40 * 5_003
-        for name in ("AdamW(fused) + lerp", "AdamW(foreach) + lerp"):
-            (call,) = bench.calls(name)["step"]
-            call()
+        (call,) = bench.calls("AdamW(fused) + lerp")["step"]
+        call()
     assert many.describe()["model"] == "quickstart, 100 tensors"
 
 
@@ -245,11 +235,9 @@ def test_a_peer_that_fails_costs_only_its_figure(monkeypatch) -> None:
     assert all("vs torch eager" in row and "vs torch.compile" not in row for row in outcome.rows)
 
 
-def test_json_and_plot(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_json(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(ops, "benches", lambda settings: [OpBench(settings, GELU, PLAIN)])
     assert run(tmp_path) == 0
     report = json.loads((tmp_path / "op_times.json").read_text())
     assert [row["way"] for row in report["rows"]] == ["forward", "backward"]
     assert report["is_tiny"] and report["problems"] == []
-    assert (tmp_path / "op_times.png").read_bytes().startswith(b"\x89PNG")
-    assert "drew op_times.png" in capsys.readouterr().out

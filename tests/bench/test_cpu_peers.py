@@ -37,14 +37,12 @@ def test_the_floor_has_the_products_of_the_model(model: str) -> None:
 
 def test_ratios_are_medians_over_rounds() -> None:
     """Rounds in which all contenders take longer leave the ratios as they are."""
-    milliseconds = dict(zip(cpu_peers.CONTENDERS, (20, 10, 40, 30, 5), strict=True))
+    milliseconds = dict(zip(cpu_peers.CONTENDERS, (20, 40, 30, 5), strict=True))
     times = {name: [ms, 3 * ms, 2 * ms] for name, ms in milliseconds.items()}
     row = cpu_peers.summarize(times)
     assert row["ours median_ms"] == 40
     assert row["speed-up over diffusers"] == 2
     assert row["over compiled diffusers"] == 1.5
-    assert row["of compiled ours over compiled diffusers"] == 3
-    assert row["floor / ours"] == 0.25
 
 
 def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:

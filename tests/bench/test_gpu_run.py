@@ -49,7 +49,7 @@ from tests.support.ranks.forked import ForkedPopen
 subprocess.Popen = ForkedPopen
 from bench import gpu_run
 pieces = ("facts", "rates", "attention", "goldens", "train")
-gpu_run.PARTS["short"] = {name: gpu_run.PARTS["short"][name] for name in pieces}
+gpu_run.PARTS["short"] = dict.fromkeys(pieces, 5.0)  # a machine may be busy
 sys.exit(gpu_run.main())
 """
 
@@ -82,10 +82,10 @@ def read(folder: Path, piece: str) -> dict:
 
 
 def test_facts_of_the_machine_are_recorded(first: Path) -> None:
-    numbers = read(first, "facts")["numbers"]
-    assert numbers["version_torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert numbers["flash_attention_4"].startswith("no: ModuleNotFoundError")
-    assert numbers["cpu_cores"] == len(os.sched_getaffinity(0))
+    report = read(first, "facts")
+    numbers = report["numbers"]
+    assert report["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert numbers["processor"].startswith(f"ok: {len(os.sched_getaffinity(0))} cores")
 
 
 def test_rates_follow_from_times_and_sizes(first: Path) -> None:
@@ -139,7 +139,6 @@ def test_attention_counts_and_compares(first: Path) -> None:
             assert 1e-4 < row[f"{tensor}_relative_error"] <= row[f"{tensor}_relative_limit"] < 0.03
     for name in ("cudnn", "efficient", "fa2", "fa3", "fa4"):
         assert rows[name, 160]["unavailable"] == "it needs a CUDA GPU"
-    assert (first / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_goldens_within_their_tolerance(first: Path) -> None:
@@ -346,8 +345,7 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
         assert row["model"] == f"{piece}-smallest" and row["num_gradients_compared"] >= 16
         assert row["ours_attention_kernels"] and row["diffusers_attention_kernels"]
     assert {(r["what"], r["mode"]) for r in report["numbers"]["best"]} >= {("step", "lora")}
-    assert (tmp_path / f"{piece}.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{piece}.json", f"{piece}.png"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{piece}.json"]
 
 
 @pytest.mark.soak
