@@ -215,12 +215,8 @@ def _threads(row: Row) -> str:
 
 def _steps(results: Results) -> list[str]:
     rows = results.rows(*_STEP_PIECES)
-    best = [row for each in results.of(*_STEP_PIECES) for row in each["numbers"].get("best", ())]
     case = lambda row: (
         f"{_model(row)}, {row['engine']}, checkpointing {row['checkpointing']}{_threads(row)}"
-    )
-    policy = lambda side: (
-        lambda row: f"{row[f'{side}_policy']}: {_number(row[f'{side}_median_ms'])} ms"
     )
     lines = _question(
         "How long does a step take with the same checkpointing?",
@@ -232,18 +228,6 @@ def _steps(results: Results) -> list[str]:
             "cogfast, p10 to p90": _spread("ours_"),
         },
         rows,
-    )
-    lines += _question(
-        "How long does a step take with the best policy of each side?",
-        {
-            "case": lambda row: f"{_model(row)}, against {row['against']}",
-            "speed-up": _speed_up,
-            **{name: policy(side) for side, name in _SIDES.items()},
-            "MFU": _both("mfu", _percent),
-            "peak GiB": _both("peak_memory_gib"),
-        },
-        # Rows of the same policy are in the table above.
-        (row for row in best if row["ours_policy"] != row["diffusers_policy"]),
     )
     return lines + _question(
         "How well does a step use the machine?",
@@ -495,8 +479,8 @@ def _data_wait(rows: Sequence[Row]) -> str | None:
 
 
 def _attention_rate(rows: Sequence[Row]) -> str | None:
-    rates = [row["forward_tflop_per_s"] for row in rows if "forward_tflop_per_s" in row]
-    return f"{_number(max(rates))} TFLOP/s forward" if rates else None
+    rates = [row.get("forward_tflop_per_s", 0) for row in rows]
+    return f"{_number(max(rates))} TFLOP/s forward" if any(rates) else None
 
 
 _BY_DALI = partial(_reading_speed_up, above=("DALI", 8), below=("ours", 8), key="clips_per_s")

@@ -3,8 +3,8 @@ python -m bench.step [--model 5b --mode sft lora ...] [--out FILE].
 
 A step is forward, mean squared error, backward, clipping, AdamW and an EMA of the weights. All values
 of an option are measured in turn. Outputs and gradients of the two sides are compared first; a case
-that disagrees is marked, and the exit status is 1. The result has rows with the same checkpointing policy on both sides, and
-the best policy of each side.
+that disagrees is marked, and the exit status is 1. Both sides
+of a row have the same checkpointing policy.
 
 Model TFLOP count three forward passes (LoRA: two for the frozen linears, three for adapters and
 attention) and no recomputation; MFU is their rate over the dense bf16 peak of the device.
@@ -31,7 +31,6 @@ from bench.steps.step_cases import (
     Engine,
     Mode,
     Plan,
-    best_rows,
     measure_case,
 )
 from bench.steps.step_models import MODELS
@@ -55,7 +54,7 @@ def measure_cases(
     keep: Callable[[Outcome], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outcome:
-    """Measure all cases; the best policies are in the numbers of the outcome.
+    """Measure all cases.
 
     deadline: a time of `clock`, in seconds; a case that would probably end later is skipped, with a
     note. keep: called with the outcome so far after every case.
@@ -81,8 +80,7 @@ def measure_cases(
             problems += wrong
             print(f"  {case}: ratio {row.get('ratio', '-')}, {seconds:.0f} s", flush=True)
         shown = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
-        numbers = {"best": best_rows(rows), "skipped": skipped}
-        outcome = Outcome(numbers, rows, shown, problems)
+        outcome = Outcome({"skipped": skipped}, rows, shown, problems)
         if keep is not None:
             keep(outcome)
     return outcome
@@ -149,8 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     outcome = measure_cases(cases, plan)
     print(table(replace(outcome, numbers={})))
-    for best in outcome.numbers["best"]:
-        print("  best: " + ", ".join(f"{key} {value}" for key, value in best.items()))
     for problem in outcome.problems:
         print(f"  WRONG: {problem}")
     answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}

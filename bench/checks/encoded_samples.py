@@ -28,10 +28,8 @@ class EncodedSamples(Dataset):
         self.has_images = has_images
         self.num_samples = num_samples
         self.latent_shape, self.text_shape = tuple(latent_shape), tuple(text_shape)
-        channels = self.latent_shape[0]
-        self._shared = _draw(
-            0, (channels, 1, 1, 1)
-        )  # one number per channel: learned within few steps
+        # One number per channel: learned within few steps
+        self._shared = _draw(0, (self.latent_shape[0], 1, 1, 1))
 
     def __len__(self) -> int:
         return self.num_samples
@@ -43,11 +41,8 @@ class EncodedSamples(Dataset):
             "encoded_video": self._shared + 0.3 * own,
             "prompt_embedding": _draw(2 * index + 2, self.text_shape),
         }
-        return (
-            sample | {"image_latents": sample["encoded_video"][:, :1]}
-            if self.has_images
-            else sample
-        )
+        image = {"image_latents": sample["encoded_video"][:, :1]} if self.has_images else {}
+        return sample | image
 
 
 def _draw(seed: int, shape: Sequence[int]) -> Tensor:

@@ -69,21 +69,17 @@ def judge(reports: Sequence[str], problems: Sequence[str] = ()) -> Outcome:
     """Turn JUnit reports into counts, one row per file and one problem per failure."""
     counts: dict[str, dict[str, float]] = {}
     problems = list(problems)
-    cases = [case for report in reports for case in ET.fromstring(report).iter("testcase")]
-    for case in cases:
+    for case in (case for report in reports for case in ET.fromstring(report).iter("testcase")):
         name, file = case.get("name", ""), case.get("classname", "")
         row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
         row["seconds"] += float(case.get("time", 0))
         # A fixture that fails is an <error>, an assertion is a <failure>.
-        wrong = next(
-            (x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None
-        )
-        if wrong is not None:
-            row["failed"] += 1
-            message = (wrong.get("message") or "no message").splitlines()[0]
+        wrong = [*case.iter("failure"), *case.iter("error")]
+        result = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
+        row[result] += 1
+        for each in wrong:
+            message = (each.get("message") or "no message").splitlines()[0]
             problems.append(f"{file}::{name}: {message}")
-        else:
-            row["passed" if case.find("skipped") is None else "skipped"] += 1
     rows = [{"file": file, **row} for file, row in counts.items()]
     totals = {key: sum(row[key] for row in rows) for key in ("passed", "failed", "skipped")}
     return Outcome(totals, rows, ("file", "passed", "failed", "skipped", "seconds"), problems)

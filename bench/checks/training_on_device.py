@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -92,31 +91,22 @@ def judge(bf16: Sequence[Row], fp32: Sequence[Row], expected: Sequence[Row]) -> 
         problems.append(
             f"fp32: the losses differ from the CPU's by {difference:.2e} > {_RELATIVE_TOLERANCE}"
         )
+    names = ("bf16, ZeRO-2", "fp32, ZeRO-2", "fp32, ZeRO-2, on the CPU")
+    runs = zip(names, (bf16, fp32, expected), losses.values(), strict=True)
     rows = [
-        _summary("bf16, ZeRO-2", bf16),
-        _summary("fp32, ZeRO-2", fp32),
-        _summary("fp32, ZeRO-2, on the CPU", expected),
+        {
+            "run": name,
+            "num_steps": len(lines),
+            "loss_first_5": _mean(values[:_NUM_AVERAGED]),
+            "loss_last_5": _mean(values[-_NUM_AVERAGED:]),
+            **spread([line["step_ms"] for line in lines[_NUM_WARM_UP:]]),
+            **{key: value for key, value in lines[-1].items() if key.startswith("memory")},
+            "losses": values,
+        }
+        for name, lines, values in runs
     ]
-    shown = ("run", "loss_first_5", "loss_last_5", "step_median_ms", "step_p90_ms")
-    memory = [key for key in rows[0] if key.startswith("memory")]
     numbers = {"fp32_largest_relative_difference_from_cpu": difference}
-    for row, values in zip(rows, losses.values(), strict=True):
-        row["losses"] = values
-    return Outcome(numbers, rows, (*shown, "data_wait_median_ms", *memory), problems)
-
-
-def _summary(run: str, lines: Sequence[Row]) -> dict[str, object]:
-    timed = lines[_NUM_WARM_UP:]
-    times = spread([line["step_ms"] for line in timed])
-    row: dict[str, object] = {
-        "run": run,
-        "num_steps": len(lines),
-        f"loss_first_{_NUM_AVERAGED}": _mean([line["loss"] for line in lines[:_NUM_AVERAGED]]),
-        f"loss_last_{_NUM_AVERAGED}": _mean([line["loss"] for line in lines[-_NUM_AVERAGED:]]),
-        **{f"step_{key}": value for key, value in times.items()},
-        "data_wait_median_ms": statistics.median(line["data_wait_ms"] for line in timed),
-    }
-    return row | {key: value for key, value in lines[-1].items() if key.startswith("memory")}
+    return Outcome(numbers, rows, [key for key in rows[0] if key != "losses"], problems)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -108,10 +108,8 @@ def _write_2b(folder: Path, is_tiny: bool) -> Path:
     """
     from diffusers import AutoencoderKLCogVideoX
 
-    vae = AutoencoderKLCogVideoX(
-        **(_TINY_VAE if is_tiny else {})
-    )  # the defaults are the sizes of the real one
-    vae.save_pretrained(folder / "vae")
+    # The defaults are the sizes of the real one.
+    AutoencoderKLCogVideoX(**_TINY_VAE if is_tiny else {}).save_pretrained(folder / "vae")
     config = OmegaConf.load(_ROOT / "configs" / "cogvideox_2b.yaml")
     config.model.first_stage_config = {
         "target": "cogfast.model.autoencoder.VideoAutoencoder",

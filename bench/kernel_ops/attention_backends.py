@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -44,25 +43,19 @@ _MARK = "row: "  # before each row that a process prints
 _MOST_SECONDS = 100.0  # of the process of another package, which may compile for a minute
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """An attention function to time, with the name that results show."""
-
-    name: str
-    run: Attention
-
-
-DEFAULT = Backend("default", flash_attention)
-NAMED = tuple(Backend(name, partial(flash_attention, backend=name)) for name in BACKENDS)
+# The functions to time, by the names that results show
+ATTENTION: dict[str, Attention] = {
+    "default": flash_attention,
+    **{name: partial(flash_attention, backend=name) for name in BACKENDS},
+}
 
 
 def measure_attention(settings: Settings) -> Outcome:
     """Measure a row for every backend and shape; those of other packages come last."""
-    (plain,) = (backend for backend in NAMED if backend.name == "math")
-    fused = [backend for backend in (DEFAULT, *NAMED) if backend is not plain]
+    names = sorted(ATTENTION, key=lambda name: (_is_foreign(name), name == "math"))
     rows: list[Row] = []
     problems: list[str] = []
-    for backend in sorted((*fused, plain), key=_is_foreign):
+    for backend in names:
         measure = _measure_apart if _is_foreign(backend) else _measure_here
         for row, wrong in measure(settings, backend):
             rows.append(row)
@@ -71,31 +64,29 @@ def measure_attention(settings: Settings) -> Outcome:
     return _outcome(rows, problems)
 
 
-def _is_foreign(backend: Backend) -> bool:
-    return backend.name in BACKENDS and BACKENDS[backend.name].module is not None
+def _is_foreign(backend: str) -> bool:
+    return backend in BACKENDS and BACKENDS[backend].module is not None
 
 
-def _shapes(settings: Settings, backend: Backend) -> Sequence[Sequence[int]]:
-    if backend.name == "math":
+def _shapes(settings: Settings, backend: str) -> Sequence[Sequence[int]]:
+    if backend == "math":
         return (_TINY_MATH_SHAPE if settings.is_tiny else _MATH_SHAPE,)
     return _TINY_SHAPES if settings.is_tiny else _SHAPES
 
 
-def _measure_here(settings: Settings, backend: Backend) -> Iterator[tuple[Row, list[str]]]:
+def _measure_here(settings: Settings, backend: str) -> Iterator[tuple[Row, list[str]]]:
     """Yield the row and the problems of each shape."""
     for shape in _shapes(settings, backend):
         if settings.seconds_left < _LEAST_SECONDS:
             yield _row(backend, shape) | {"unavailable": "left out: no time"}, []
         else:
-            yield measure_backend(settings, backend, shape)
+            yield measure_backend(settings, backend, shape, ATTENTION[backend])
 
 
-def _measure_apart(settings: Settings, backend: Backend) -> Iterator[tuple[Row, list[str]]]:
+def _measure_apart(settings: Settings, backend: str) -> Iterator[tuple[Row, list[str]]]:
     """Yield the same from a process, and for the shapes that it did not get to, why not."""
     shapes = _shapes(settings, backend)
-    reasons = [
-        reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1]) for shape in shapes
-    ]
+    reasons = [reason_unavailable(backend, settings.device, _DTYPE, shape[-1]) for shape in shapes]
     seconds = min(_MOST_SECONDS, settings.seconds_left)
     if all(reasons) or seconds < _LEAST_SECONDS:
         for shape, reason in zip(shapes, reasons, strict=True):
@@ -103,7 +94,7 @@ def _measure_apart(settings: Settings, backend: Backend) -> Iterator[tuple[Row, 
         return
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()  # the process uses the same GPU
-    command = [sys.executable, "-m", "bench.kernel_ops.attention_backends", backend.name]
+    command = [sys.executable, "-m", "bench.kernel_ops.attention_backends", backend]
     command += ["--device", settings.device.type, *["--tiny"] * settings.is_tiny]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
@@ -115,7 +106,7 @@ def _measure_apart(settings: Settings, backend: Backend) -> Iterator[tuple[Row, 
     found = [json.loads(line.removeprefix(_MARK)) for line in lines]
     yield from ((each["row"], each["problems"]) for each in found)
     for shape in shapes[len(found) :]:
-        yield _row(backend, shape) | {"error": end}, [f"{backend.name} {list(shape)}: {end}"]
+        yield _row(backend, shape) | {"error": end}, [f"{backend} {list(shape)}: {end}"]
 
 
 def _outcome(rows: Sequence[Row], problems: Sequence[str]) -> Outcome:
@@ -125,25 +116,25 @@ def _outcome(rows: Sequence[Row], problems: Sequence[str]) -> Outcome:
     return Outcome({}, list(rows), shown, list(problems))
 
 
-def _row(backend: Backend, shape: Sequence[int]) -> dict[str, object]:
-    return {"backend": backend.name, "shape_bshd": list(shape)}
+def _row(backend: str, shape: Sequence[int]) -> dict[str, object]:
+    return {"backend": backend, "shape_bshd": list(shape)}
 
 
 def measure_backend(
-    settings: Settings, backend: Backend, shape: Sequence[int]
+    settings: Settings, backend: str, shape: Sequence[int], run: Attention
 ) -> tuple[Row, list[str]]:
     """Return a row of figures, or of the reason why the backend cannot run, and the problems."""
     row = _row(backend, shape)
-    if backend.name in BACKENDS:
-        reason = reason_unavailable(backend.name, settings.device, _DTYPE, shape[-1])
+    if backend in BACKENDS:
+        reason = reason_unavailable(backend, settings.device, _DTYPE, shape[-1])
         if reason is not None:
             return {**row, "unavailable": reason}, []
     try:
-        figures, wrong = _measure(settings, backend.run, shape)
+        figures, wrong = _measure(settings, run, shape)
     except Exception as error:  # the other backends are measured after any failure
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return {**row, "error": text}, [f"{backend.name} {list(shape)}: {text}"]
-    return {**row, **figures}, [f"{backend.name} {list(shape)}: {text}" for text in wrong]
+        return {**row, "error": text}, [f"{backend} {list(shape)}: {text}"]
+    return {**row, **figures}, [f"{backend} {list(shape)}: {text}" for text in wrong]
 
 
 def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[Row, list[str]]:
@@ -228,13 +219,12 @@ def kernels_by_time(call: Callable[[], object], device: torch.device) -> list[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("backend", choices=[backend.name for backend in NAMED])
+    parser.add_argument("backend", choices=ATTENTION)
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args(argv)
     settings = Settings(torch.device(arguments.device), arguments.tiny)
-    (backend,) = (each for each in NAMED if each.name == arguments.backend)
-    for row, problems in _measure_here(settings, backend):
+    for row, problems in _measure_here(settings, arguments.backend):
         print(_MARK + json.dumps({"row": row, "problems": problems}), flush=True)
 
 

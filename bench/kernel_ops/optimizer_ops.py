@@ -180,16 +180,10 @@ class OptimizerBench:
         return f"{self.describe()['op']}, {self.describe()['model']}"
 
     def describe(self) -> Row:
-        options = [
-            name for name, is_on in (("clip", self.has_clip), ("copy", self.has_copy)) if is_on
-        ]
-        return {
-            "op": " ".join(["FusedEmaAdam", *options]),
-            "model": self.model
-            if self.num_tensors == 1
-            else f"{self.model}, {self.num_tensors} tensors",
-            "shape": str(self.num_parameters),
-        }
+        options = ["clip"] * self.has_clip + ["copy"] * self.has_copy
+        many = f", {self.num_tensors} tensors" if self.num_tensors > 1 else ""
+        op = " ".join(["FusedEmaAdam", *options])
+        return {"op": op, "model": f"{self.model}{many}", "shape": str(self.num_parameters)}
 
     def num_bytes(self, way: str) -> int:
         gradient = self.gradient.itemsize
@@ -252,16 +246,7 @@ def optimizer_benches(settings: Settings) -> list[OptimizerBench]:
     sizes = _TINY_SIZES if settings.is_tiny else _SIZES
     benches = [OptimizerBench(settings, *size, *options) for size in sizes for options in _OPTIONS]
     length = _TINY_SIZES[0][1] if settings.is_tiny else _QUICKSTART
-    for num_tensors in (1, 100):
-        benches.append(
-            OptimizerBench(
-                settings,
-                "quickstart",
-                length,
-                has_copy=False,
-                has_clip=True,
-                num_tensors=num_tensors,
-                gradient=torch.float32,
-            )
-        )
+    given = {"has_copy": False, "has_clip": True, "gradient": torch.float32}
+    for number in (1, 100):
+        benches.append(OptimizerBench(settings, "quickstart", length, num_tensors=number, **given))
     return benches

@@ -60,13 +60,14 @@ def _measure(
     weight = draw(num_out, num_in)
     calls = {kind: _call(kind, product, given, weight) for kind in kinds}
     flops = 2 * num_tokens * num_in * num_out
-    times: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     # The activations alone are larger than a GPU's cache.
     for _ in range(_ROUNDS):
         for kind, call in calls.items():
             share = settings.seconds / (2 * _ROUNDS)
-            times[kind].append(spread(time_calls([call, call], settings.device, share)))
-    medians = {k: statistics.median(t["median_ms"] for t in each) for k, each in times.items()}
+            found = spread(time_calls([call, call], settings.device, share))
+            times[kind].append(found["median_ms"])
+    medians = {kind: statistics.median(each) for kind, each in times.items()}
     rows = []
     for kind in kinds:
         error = _error(kind, product, given, weight, calls[kind]())
@@ -82,8 +83,6 @@ def _measure(
                 "kind": kind,
                 "num_tokens": num_tokens,
                 "median_ms": medians[kind],
-                "p10_ms": min(each["p10_ms"] for each in times[kind]),
-                "p90_ms": max(each["p90_ms"] for each in times[kind]),
                 "tflop_per_s": flops / medians[kind] / 1e9,
                 "vs bf16": medians["bf16"] / medians[kind],
                 "error": error,

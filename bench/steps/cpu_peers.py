@@ -153,10 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for model, dtype, threads in product(arguments.model, arguments.dtype, arguments.threads):
         rows.append(measure(model, getattr(torch, dtype), threads, arguments.rounds))
-        print(rows[-1], flush=True)
-    hidden = ("p10_ms", "p90_ms", "num_samples")
-    shown = [key for key in rows[0] if not key.endswith(hidden)]
-    print(table(Outcome(rows=rows, shown=shown)))
+    print(table(Outcome(rows=rows, shown=[key for key in rows[0] if "p10" not in key])))
     write_report(arguments.out, "cpu_peers", CPU, rows=rows)
     return 0
 

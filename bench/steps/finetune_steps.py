@@ -1,7 +1,6 @@
 """Time a step of `cogfast finetune` against the loop of CogVideo's diffusers trainer:
 
-    python -m bench.steps.finetune_steps [--model tiny wide --mode lora sft
-        --checkpointing false true --pairs 20] [--out FILE]
+    python -m bench.steps.finetune_steps [--model tiny wide --pairs 20] [--out FILE]
 
 Both take the same arguments and weights and samples of the same shape. The steps take turns in one
 process: a step of cogfast is a pass through its trainer's loop, with reading, logging and the update of
@@ -35,6 +34,7 @@ from bench.steps.step_sides import Theirs, free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.diagnostics.timing import spread, wait_for
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer
+from cogfast.model.config import TransformerConfig
 
 TRAINERS = {"lora": CogVideoXT2VLoraTrainer, "sft": CogVideoXT2VSftTrainer}
 NUM_FRAMES = 9  # CogVideo's trainer takes 8N+1
@@ -87,7 +87,8 @@ def prepare(folder: Path, model: str) -> Variant:
         scheduler=scheduler,
     ).save_pretrained(folder / "pipeline")
 
-    data, (rows, columns) = folder / "data", size_of(variant)
+    data = folder / "data"
+    rows, columns = (SPATIAL_COMPRESSION * n for n in (config.latent_height, config.latent_width))
     frames = num_latent_frames(NUM_FRAMES)
     latents = (config.in_channels, frames, config.latent_height, config.latent_width)
     for i in range(_NUM_CLIPS):
@@ -103,17 +104,9 @@ def prepare(folder: Path, model: str) -> Variant:
     return variant
 
 
-def size_of(variant: Variant) -> tuple[int, int]:
-    """Return the rows and columns of the clips that a model is trained on."""
-    config = variant.config
-    return (
-        config.latent_height * SPATIAL_COMPRESSION,
-        config.latent_width * SPATIAL_COMPRESSION,
-    )
-
-
-def arguments_of(folder: Path, name: str, size: tuple[int, int], **changes: Any) -> Args:
+def arguments_of(folder: Path, name: str, config: TransformerConfig, **changes: Any) -> Args:
     """Return the arguments of both sides: those of CogVideo's scripts, with other paths and sizes."""
+    rows, columns = (SPATIAL_COMPRESSION * n for n in (config.latent_height, config.latent_width))
     given = {
         "model_path": folder / "pipeline",
         "model_name": "cogvideox-t2v",
@@ -123,7 +116,7 @@ def arguments_of(folder: Path, name: str, size: tuple[int, int], **changes: Any)
         "data_root": folder / "data",
         "caption_column": "prompts.txt",
         "video_column": "videos.txt",
-        "train_resolution": f"{NUM_FRAMES}x{size[0]}x{size[1]}",
+        "train_resolution": f"{NUM_FRAMES}x{rows}x{columns}",
         "train_epochs": 10,
         "seed": 42,
         "batch_size": 1,
@@ -248,7 +241,7 @@ def measure(
 ) -> Row:
     """Return a row for a case."""
     given = {"training_type": mode, "gradient_checkpointing": is_checkpointed, "train_steps": pairs}
-    args = arguments_of(folder, f"{mode}-{is_checkpointed}", size_of(variant), **given)
+    args = arguments_of(folder, f"{mode}-{is_checkpointed}", variant.config, **given)
     times = time_pairs(args, pairs)
     row: dict[str, object] = {"model": model, "mode": mode, "dtype": "float32"}
     row |= {"gradient_checkpointing": is_checkpointed, "num_tokens": variant.num_tokens}
@@ -265,10 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["tiny"])
-    parser.add_argument("--mode", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument(
-        "--checkpointing", nargs="+", choices=["false", "true"], default=["false", "true"]
-    )
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -279,8 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             variant = prepare(folder, model)
-            for mode, flag in product(arguments.mode, arguments.checkpointing):
-                case = (mode, flag == "true", arguments.pairs)
+            for mode, flag in product(TRAINERS, (False, True)):
+                case = (mode, flag, arguments.pairs)
                 rows.append(measure(folder, model, variant, *case))
                 print(rows[-1], flush=True)
     print(table(Outcome(rows=rows, shown=_SHOWN)))

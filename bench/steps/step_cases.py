@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -273,40 +273,3 @@ def make_call(side: str, built: Side, variant: Variant) -> Callable[[], None]:
         update.step()
 
     return step
-
-
-def best_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return rows with the best policy of each side: the fastest of those measured.
-
-    There is a row for each model, number of layers and mode: against the eager and
-    against the compiled model of diffusers. cogfast may use either engine in both.
-    """
-    keys = ("model", "num_layers", "num_layers_of_model", "what", "mode", "dtype")
-    # Rows of a group differ only in checkpointing policy and engine.
-    groups: dict[tuple, list[Mapping[str, object]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    best = []
-    for group, members in groups.items():
-        ours = _fastest(members, "ours")
-        for engine in ("eager", "compiled"):
-            theirs = _fastest([r for r in members if r["engine"] == engine], "diffusers")
-            if ours is None or theirs is None:
-                continue
-            row = dict(zip(keys, group, strict=True)) | {"against": engine}
-            for side, source in (("ours", ours), ("diffusers", theirs)):
-                row[f"{side}_policy"] = (
-                    f"checkpointing {source['checkpointing']}, {source['engine']}"
-                )
-                for key in ("median_ms", "model_tflop_per_s", "mfu", "peak_memory_gib"):
-                    if f"{side}_{key}" in source:
-                        row[f"{side}_{key}"] = source[f"{side}_{key}"]
-            row["ratio"] = row["ours_median_ms"] / row["diffusers_median_ms"]
-            row |= {k: s[k] for s in (ours, theirs) for k in ("disagrees",) if k in s}
-            best.append(row)
-    return best
-
-
-def _fastest(rows: Sequence[Mapping[str, object]], side: str) -> Mapping[str, object] | None:
-    timed = [row for row in rows if f"{side}_median_ms" in row]
-    return min(timed, key=lambda row: row[f"{side}_median_ms"], default=None)

@@ -47,9 +47,7 @@ def test_ratios_are_medians_over_rounds() -> None:
 
 def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(
-        cpu_peers, "_make", lambda name, model, variant: lambda: calls.update([name])
-    )
+    monkeypatch.setattr(cpu_peers, "_make", lambda name, variant: lambda: calls.update([name]))
     out = tmp_path / "peers.json"
     arguments = f"--model tiny --dtype float32 --threads 1 --rounds 4 --out {out}"
     with threads(1):  # main sets the number of threads

@@ -31,7 +31,7 @@ from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
 from bench.harness.outcome import Outcome, Settings
 from bench.kernel_ops import attention_backends, quantized_linears
-from bench.kernel_ops.attention_backends import Backend, measure_backend
+from bench.kernel_ops.attention_backends import measure_backend
 from bench.results_table import COMPACT_ROWS
 from cogfast.diagnostics.timing import spread, time_calls
 from cogfast.model.weights.shard import Shard
@@ -344,7 +344,6 @@ def test_steps_of_both_sides(piece: str, tmp_path: Path) -> None:
         assert row["ratio"] > 0 and row["dtype"] == "bfloat16"
         assert row["model"] == f"{piece}-smallest" and row["num_gradients_compared"] >= 16
         assert row["ours_attention_kernels"] and row["diffusers_attention_kernels"]
-    assert {(r["what"], r["mode"]) for r in report["numbers"]["best"]} >= {("step", "lora")}
     assert [path.name for path in tmp_path.iterdir()] == [f"{piece}.json"]
 
 
@@ -495,7 +494,7 @@ def breaking(q, k, v):
 )
 def test_a_wrong_attention_is_reported(attention, message) -> None:
     torch.manual_seed(0)
-    row, problems = measure_backend(TINY, Backend("wrong", attention), (1, 64, 2, 64))
+    row, problems = measure_backend(TINY, "wrong", (1, 64, 2, 64), attention)
     assert any(message in text and text.startswith("wrong [1, 64, 2, 64]") for text in problems)
     assert row["backend"] == "wrong"
 
