@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from cogfast.core.files import set_aside
-from cogfast.schema.json_files import check, read_limited
 from cogfast.schema.values import printable
 
 logger = logging.getLogger(__name__)
@@ -53,26 +53,14 @@ class BadSampleLog:
         self.num_samples = num_samples
         self.max_bad_fraction = max_bad_fraction
         self.reasons: dict[str, str] = {}  # {path: reason} of this run, all ranks
-        self._listed_before: set[str] = set()  # paths listed by the run that this one resumes
         self._has_failed = False  # whether a write failed, which is logged once
         self._num_read = 0  # bytes of complete lines read from the file so far
+        self._listed_before: set[str] = set()  # paths listed by the run that this one resumes
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._read_earlier(self.file)
-
-    def _read_earlier(self, file: Path) -> None:
-        """Read the list of the run that this one resumes; set a damaged list aside."""
-        if not file.exists():
-            return
-        try:
-            text = read_limited(file, _MAX_BYTES)
-            text.decode()
-            self._listed_before = set(_read(text))
-            self._num_read = _end_of_lines(text)
-        except ValueError as error:
-            with suppress(OSError):  # the folder is read-only, or another rank was first
-                kept = set_aside(file).name
-                logger.warning("%s is damaged (%s); renamed to %s", file, error, kept)
+            if self.file.is_file():
+                with suppress(OSError), open(self.file, "rb") as file:
+                    self._listed_before = set(self._read_on(file))
 
     @property
     def limit(self) -> int:
@@ -90,10 +78,9 @@ class BadSampleLog:
         if is_new and self.file is not None:
             try:
                 is_new = self._list(self.file, path, reason)
-            except (OSError, ValueError) as error:  # disk full, or file damaged since opened
+            except OSError as error:
                 if not self._has_failed:
-                    why = getattr(error, "strerror", None) or error
-                    logger.warning("%s cannot be written (%s)", self.file, why)
+                    logger.warning("%s cannot be written (%s)", self.file, error.strerror)
                 self._has_failed = True
         # A sample listed by the resumed run counts again if it is still bad, and does not if it
         # was repaired.
@@ -104,25 +91,39 @@ class BadSampleLog:
 
     def _list(self, file: Path, path: str, reason: str) -> bool:
         """Append a line for the sample; returns False if another rank has done so."""
+        if file.exists() and not file.is_file():  # reading a pipe would block
+            raise FileExistsError(errno.EEXIST, "it is not a regular file")
         with open(file, "a+b") as f:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
-            f.seek(self._num_read)
-            text = f.read()  # lines that other ranks have added
-            listed = _read(text)
-            is_new = path not in listed
+            listed = self._read_on(f)
             for other in listed.keys() - self._listed_before:
                 self.reasons[other] = listed[other]
-            if is_new:
-                # A process killed while writing leaves half a line: start a new one.
-                start = b"" if not text or text.endswith(b"\n") else b"\n"
-                line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
-                # File names that are not valid UTF-8 become JSON escapes.
-                line = start + line.encode("utf-8", "backslashreplace") + b"\n"
-                f.write(line)
-                text += line
-            self._num_read += _end_of_lines(text)
-        return is_new
+            if path in listed:
+                return False
+            # A process killed while writing leaves half a line: start a new one.
+            start = "\n" if f.tell() > self._num_read else ""
+            line = json.dumps({"path": path, "reason": reason}, ensure_ascii=False)
+            # File names that are not valid UTF-8 become JSON escapes.
+            f.write(f"{start}{line}\n".encode("utf-8", "backslashreplace"))
+            self._num_read = f.tell()
+        return True
+
+    def _read_on(self, file: BinaryIO) -> dict[str, str]:
+        """Read the lines that were added since the last call: {path: reason}.
+
+        Leaves out lines torn by a killed process.
+        """
+        file.seek(self._num_read)
+        text, reasons = file.read(_MAX_BYTES), {}
+        self._num_read += text.rfind(b"\n") + 1
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+                reasons[str(entry["path"])] = str(entry["reason"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+        return reasons
 
     def check(self, num_seen: int | None = None) -> None:
         """Raise ValueError if too many samples are bad.
@@ -148,24 +149,3 @@ class BadSampleLog:
             f"args.max_bad_fraction={self.max_bad_fraction:g}; repair or remove them, or raise it; "
             f"first: {named}{where}"
         )
-
-
-def _end_of_lines(text: bytes) -> int:
-    """The offset behind the last complete line."""
-    return text.rfind(b"\n") + 1
-
-
-def _read(text: bytes) -> dict[str, str]:
-    """Parse the lines of a list into {path: reason}.
-
-    Skips lines torn by a killed process. Raises ValueError for JSON of another form.
-    """
-    reasons = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        entry = check(entry, {"path": str, "reason": str}, f"line {number}")
-        reasons[entry["path"]] = entry["reason"]
-    return reasons

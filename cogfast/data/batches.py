@@ -8,6 +8,7 @@ if too many samples are bad.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import queue
 import threading
@@ -82,14 +83,12 @@ class BatchLoader:
         self._dataset = dataset
         self._order = order
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
-        slots = _Slots(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps)
-        self._expected = iter(slots)
         is_cached, dali = isinstance(dataset, CachedVideos), None
         if isinstance(dataset, CaptionedVideos) and not is_cached:
             dali = dali_of_this_process(dataset.settings.video_backend)
         self._batches = read_ahead(
             _MicroBatches(dataset, order, timeout),
-            slots,
+            _slots_of_steps(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps),
             dali=dali,
             by_threads=is_cached and num_workers > 0,
             num_workers=num_workers,
@@ -102,13 +101,11 @@ class BatchLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             raise StopIteration
-        expected = next(self._expected)
         try:
             batch = next(self._batches)
         except RuntimeError:
             self.close()  # a worker has died: stop the others too
             raise
-        assert (batch["step"], batch["slots"]) == expected, f"{batch['step']=} {expected=}"
         self._account(batch)
         return batch
 
@@ -174,31 +171,22 @@ class TooSlow(BadSample):
     """Raised if reading a sample took longer than the timeout."""
 
 
-class _Slots:
-    """(step, slots) of one rank's micro-batches, in order."""
-
-    def __init__(
-        self,
-        micro_batch: int,
-        accumulation: int,
-        dp_rank: int,
-        dp_size: int,
-        start_step: int,
-        num_steps: int | None,
-    ) -> None:
-        assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
+def _slots_of_steps(
+    micro_batch: int,
+    accumulation: int,
+    dp_rank: int,
+    dp_size: int,
+    start_step: int,
+    num_steps: int | None,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (step, slots) of one rank's micro-batches, in order."""
+    assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
+    for step in itertools.count(start_step):
+        if num_steps is not None and step == start_step + num_steps:
+            return
         # The micro-batches of all ranks together fill consecutive slots.
-        width = micro_batch * dp_size
-        first = [a * width + dp_rank * micro_batch for a in range(accumulation)]
-        self._slots = [list(range(f, f + micro_batch)) for f in first]
-        self._start_step, self._num_steps = start_step, num_steps
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        step = self._start_step
-        while self._num_steps is None or step < self._start_step + self._num_steps:
-            for slots in self._slots:
-                yield step, slots
-            step += 1
+        for number in range(dp_rank, accumulation * dp_size, dp_size):
+            yield step, list(range(number * micro_batch, (number + 1) * micro_batch))
 
 
 class _MicroBatches(Reads):

@@ -60,19 +60,23 @@ def read_headers(clips: ClipList) -> list[Header]:
             found[name] = known[name][1]
         else:
             wanted[name] = i, stamp
-    if wanted:
-        with _Index(file) as index, ThreadPoolExecutor(_NUM_THREADS) as pool:
-            headers = pool.map(lambda of: _probe(clips, of[0]), wanted.values())
-            start = last = time.monotonic()
-            for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
-                found[name] = header
-                # Files that failed are tried again: a change of permissions keeps the stamp.
-                if not header.reason:
-                    index.add(name, wanted[name][1], header)
-                if time.monotonic() - last > _SECONDS:
-                    last = time.monotonic()
-                    rate = number / (last - start)
-                    logger.info("headers: %d of %d videos, %.0f/s", number, len(wanted), rate)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        headers = pool.map(lambda of: _probe(clips, of[0]), wanted.values())
+        new, start = [], time.monotonic()
+        last = start
+        for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
+            found[name] = header
+            # Files that failed are tried again: a change of permissions keeps the stamp.
+            if not header.reason:
+                new.append([name, wanted[name][1], *header])
+            now = time.monotonic()
+            if now - last > _SECONDS or number == len(wanted):
+                _append(file, new)
+                new = []
+            if now - last > _SECONDS:
+                last = now
+                rate = number / (now - start)
+                logger.info("headers: %d of %d videos, %.0f/s", number, len(wanted), rate)
     return [found[name] for name in clips.files]
 
 
@@ -167,47 +171,13 @@ def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
     return known
 
 
-class _Index:
-    """The index, open for appending. If it cannot be written, the next start reads headers again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: io.BufferedWriter | None = None
-
-    def __enter__(self) -> _Index:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "ab")  # noqa: SIM115  closed by __exit__
-        except OSError as error:
-            self._warn(error)
-        return self
-
-    def add(self, name: str, stamp: str, header: Header) -> None:
-        if self.file is None:
-            return
-        line = json.dumps([name, stamp, *header]) + "\n"  # names that are not UTF-8 are escaped
-        try:
-            self.file.write(line.encode())
-        except OSError as error:
-            self._warn(error)
-            self._close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        error = self._close()
-        if error is not None:
-            self._warn(error)
-
-    def _close(self) -> OSError | None:
-        """Close the file, which writes what is buffered; return the error if that fails."""
-        file, self.file = self.file, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError as error:
-            return error
-        return None
-
-    def _warn(self, error: OSError) -> None:
-        logger.warning(
-            "%s cannot be written, so the next start reads headers again: %s", self.path, error
-        )
+def _append(file: Path, rows: list[list]) -> None:
+    """Append lines to the index. If that fails, the next start reads these headers again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab") as index:
+            # Names that are not UTF-8 are escaped.
+            index.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    except OSError as error:
+        text = "%s cannot be written, so the next start reads headers again: %s"
+        logger.warning(text, file, error)

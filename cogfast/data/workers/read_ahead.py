@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
+import itertools
 import os
 import sys
 import traceback
@@ -23,8 +23,6 @@ from cogfast.core.machine_limits import describe_lack
 from cogfast.data.video.dali import DaliReader
 from cogfast.data.workers.signals import ignore_signals_except_parent, stop_signals_blocked
 from cogfast.data.workers.threads import ThreadedReads
-
-logger = logging.getLogger(__name__)
 
 _M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools
 
@@ -71,14 +69,14 @@ class ReadingProcesses:
         self, reads: Reads, keys: Iterable, num_workers: int, prefetch_factor: int
     ) -> None:
         method = start_method()
-        _check_cores(num_workers)
+        self._name, (self._keys, ahead) = reads.name, itertools.tee(keys)
         with warnings.catch_warnings():
-            # torch warns about num_workers twice in every process; _check_cores logs it once.
+            # torch warns twice in every process of more workers than cores.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             loader = DataLoader(
                 reads,
                 batch_size=None,  # each key is already a whole batch
-                sampler=keys,
+                sampler=ahead,
                 collate_fn=_as_is,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor if num_workers else None,
@@ -86,7 +84,6 @@ class ReadingProcesses:
                 multiprocessing_context=method if num_workers else None,
                 worker_init_fn=_start_worker if num_workers else None,
             )
-            self._name, self._keys = reads.name, iter(keys)
             with stop_signals_blocked(method):
                 self._results = iter(loader)  # starts the processes
 
@@ -121,17 +118,6 @@ class ReadingProcesses:
 
     def close(self) -> None:
         self._results = None  # torch's iterator joins its processes when it is dropped
-
-
-def _check_cores(num_workers: int) -> None:
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    if num_workers > num_cores:
-        logger.info(
-            "args.num_workers=%d reading processes share %d cores; use at most %d if reading is slow",
-            num_workers,
-            num_cores,
-            num_cores,
-        )
 
 
 def _start_worker(worker: int) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cogfast.data.workers.read_ahead import ReadingProcesses, Reads
 from cogfast.train.run.stop_signals import STOP_SIGNALS
 from tests.support.video_files import sat_folder
 
@@ -96,25 +95,3 @@ def _is_running(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-
-
-class Numbers(Reads):
-    """Returns the key itself."""
-
-    def __getitem__(self, key: int) -> int:
-        return key
-
-    def name(self, key: int) -> str:
-        return str(key)
-
-
-def test_more_readers_than_cores_are_named_once(caplog, recwarn, monkeypatch):
-    """torch's own warning, which comes twice in every process, is suppressed."""
-    caplog.set_level("INFO", logger="cogfast")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    reading = ReadingProcesses(Numbers(), range(3), num_workers=2, prefetch_factor=1)
-    assert list(reading) == [0, 1, 2]
-    reading.close()
-    assert [w for w in recwarn if "DataLoader" in str(w.message)] == []
-    (line,) = caplog.messages
-    assert line.startswith("args.num_workers=2 reading processes share 1 cores; use at most 1")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.data.bad_samples import BadSampleLog
 from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     newest_checkpoint,
@@ -162,31 +161,11 @@ def test_damaged_metrics_are_set_aside(tmp_path: Path, caplog: pytest.LogCapture
         assert len(_history_until(2, file)) == 2 and caplog.text == ""
 
 
-def test_a_pipe_or_folder_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_log_is_set_aside(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    (tmp_path / "bad_samples.jsonl").mkdir()
     assert _history_until(2, tmp_path / "metrics.jsonl") == []
-    log = BadSampleLog(tmp_path / "bad_samples.jsonl", 100)
-    assert log.add("a", "broken")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "metrics.jsonl",
-        "metrics.damaged-1.jsonl",
-        "bad_samples.jsonl",
-        "bad_samples.damaged-1.jsonl",
-    }
-
-
-def test_a_damaged_list_of_bad_samples_is_set_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "bad_samples.jsonl"
-    lines = (b"\xff\n", b"[]\n", b"7\n", b'{"path": "a"}\n', b"null\n")
-    for number, line in enumerate(lines, start=1):
-        file.write_bytes(b'{"path": "b", "reason": "x"}\n' + line)
-        assert BadSampleLog(file, 100).add("a", "broken")
-        assert json.loads(file.read_text()) == {"path": "a", "reason": "broken"}
-        assert (tmp_path / f"bad_samples.damaged-{number}.jsonl").read_bytes().endswith(line)
-        assert caplog.text.count("is damaged") == number
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"metrics.jsonl", "metrics.damaged-1.jsonl"}
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../../x", b"{}", b"-1", b"9" * 100])
