@@ -12,7 +12,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
@@ -51,8 +51,6 @@ from cogfast.data.video.settings import (
     ShortClips,
     Side,
     SkippedFrames,
-    checked_buckets,
-    checked_size,
 )
 from cogfast.data.video.transform import FrameSelection, Resize
 from cogfast.schema.values import counted, cut
@@ -258,19 +256,8 @@ class ListedVideos(CaptionedVideos, ABC):
     reads_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        settings = ClipSettings(
-            video_size=checked_size(self.video_size),
-            # 16.0 is 16, also in the key of a latent cache.
-            fps=int(self.fps) if float(self.fps).is_integer() else self.fps,
-            max_num_frames=self.max_num_frames,
-            skip_frms_num=self.skip_frms_num,
-            frame_selection=self.frame_selection,
-            short_clips=self.short_clips,
-            resize=self.resize,
-            video_backend=self.video_backend,
-            keep_decoded_mib=self.keep_decoded_mib,
-            buckets=checked_buckets(self.buckets),
-        )
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(ClipSettings)}
+        settings = ClipSettings(**given)
         lists = self.find(self.data_dir, self.allow_empty_captions)
         super().__init__(join(lists), settings, [len(one) for one in lists])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import ReaderName
@@ -50,27 +50,12 @@ class ClipSettings:
     buckets: tuple[Bucket, ...] | None = None
 
     def __post_init__(self) -> None:
-        # object.__setattr__: the dataclass is frozen, and a YAML gives lists.
+        # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in the key of
+        # a latent cache.
         object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
-        # YAML values were checked against the data set's annotations; Python callers' are checked here.
-        for key, value, least in (
-            ("fps", self.fps, "positive"),
-            ("max_num_frames", self.max_num_frames, "positive"),
-            ("skip_frms_num", self.skip_frms_num, "0 or more"),
-            ("keep_decoded_mib", self.keep_decoded_mib, "0 or more"),
-        ):
-            if value < 0 or (value == 0 and least == "positive"):
-                raise ValueError(f"data.params.{key}={value} must be {least}")
-        for key, value, choices in (
-            ("frame_selection", self.frame_selection, get_args(FrameSelection)),
-            ("short_clips", self.short_clips, (None, *get_args(ShortClips))),
-            ("resize", self.resize, get_args(Resize)),
-            ("video_backend", self.video_backend, get_args(VideoBackend)),
-        ):
-            if value not in choices:
-                allowed = ", ".join(str(c) for c in choices if c is not None)
-                raise ValueError(f"data.params.{key}={value!r} is not known; use one of {allowed}")
+        if float(self.fps).is_integer():
+            object.__setattr__(self, "fps", int(self.fps))
         # A library that is missing is reported here, before any reading process starts.
         check_backend(self.video_backend)
 

@@ -17,7 +17,6 @@ from cogfast.config import Config
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
-    EncodeMode,
     EncodePlan,
     EncodeWay,
     FirstStage,
@@ -55,10 +54,9 @@ class EncodeChoice:
     ) -> None:
         self.args, self.groups = args, groups
         self.shape = largest_clips(config, args)
-        mode = None if stored is None else as_mode(stored[0])
-        self.stored: EncodeWay | None = None
-        if stored is not None and mode is not None:
-            self.stored = (mode, bool(stored[1]))
+        # A mode of another version of cogfast is left out.
+        modes = [mode for mode in ENCODE_MODES if stored is not None and mode == stored[0]]
+        self.stored: EncodeWay | None = (modes[0], bool(stored[1])) if stored and modes else None
         self.way: EncodeWay | None = None
 
     def __call__(self, stage: FirstStage, clips: Tensor) -> None:
@@ -71,19 +69,15 @@ class EncodeChoice:
         _, _, num_frames, rows, columns = clips.shape
         # A user's own data set may return larger clips than the configuration says.
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
-        # A configured way wins over the checkpoint's.
+        # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
         is_kept = self.stored is not None and stage.encode_chunks == "auto"
-        kept = self.stored if is_kept else None
-        plan = self.groups.on_all(lambda: choose(stage, shape, budget, self.args, kept))
+        ways, has_trial = [self.stored] if is_kept else None, self.args.vae_memory_gib is None
+        plan = self.groups.on_all(lambda: stage.limit_encode_memory(budget, shape, ways, has_trial))
         # A trial on the GPU may end differently on another rank.
         plan = self.groups.broadcast(plan)
+        log_plan(stage, shape, plan, budget)
         stage.use(plan)
         self.way = (plan.mode, plan.is_sliced)
-
-
-def as_mode(name: object) -> EncodeMode | None:
-    """Return a mode that a file names; None for another word."""
-    return next((mode for mode in ENCODE_MODES if mode == name), None)
 
 
 def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
@@ -101,23 +95,6 @@ def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, 
     batch = max(args.batch_size, args.eval_batch_size or 1)
     rows, columns = (side * SPATIAL_COMPRESSION for side in (size.height, size.width))
     return min(batch, at_once or batch), size.num_frames, rows, columns
-
-
-def choose(
-    stage: VideoAutoencoder,
-    shape: tuple[int, int, int, int],
-    budget: int,
-    args: TrainArguments,
-    stored: EncodeWay | None = None,
-) -> EncodePlan:
-    """Choose how `stage` encodes clips of `shape` = (B, F, H, W) in `budget` bytes, and log it.
-
-    stored: a way to keep, whatever its memory.
-    """
-    ways = None if stored is None else [stored]
-    plan = stage.limit_encode_memory(budget, shape, ways, has_trial=args.vae_memory_gib is None)
-    log_plan(stage, shape, plan, budget)
-    return plan
 
 
 def log_plan(
