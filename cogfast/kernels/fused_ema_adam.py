@@ -8,8 +8,8 @@ With g the gradient, t the parameter's own count of updates (1 at the first) and
     d = min(ema_decay, (1 + t) / (10 + t))            (use_num_updates; else ema_decay)
     shadow += (1 - d) (p - shadow)                    shadow starts as a copy of p
 
-A GPU runs the Triton kernels of gpu/fused_ema_adam.py, or torch's fused Adam and a lerp. A CPU runs
-the C++ kernel of cpu/fused_ema_adam.h, or both of torch's ops on one chunk after another. The moments
+A GPU runs the Triton kernels of gpu/fused_ema_adam.py, a CPU the C++ kernel of cpu/fused_ema_adam.h;
+without them both run torch's fused Adam and a lerp, a CPU on one chunk after another. The moments
 are float32, or 8-bit codes (moment_codes.py); the update uses them before they are rounded.
 """
 
@@ -355,19 +355,21 @@ class FusedEmaAdam(torch.optim.Optimizer):
         """Update with one call of the C++ kernel, and with PyTorch what the kernel does not take."""
         if self.found_inf is not None and bool(self.found_inf):
             return
-        streams = []
+        streams, others = [], []
         for p in params:
             grad, copy = _grad_of(p), self.low_precision_copies.get(p)
             if not (
                 _fits_kernel(p) and _fits_kernel(grad) and (copy is None or _fits_kernel(copy))
             ):
-                self._update_one_on_cpu(p, group)
+                others.append(p)
                 continue
             state = self.state_of(p)
             shadow = state["shadow"] if self.other_ema is None else None
             largest = (state.get(largest_key(key)) for key in MOMENTS)
             moments = (state[key] for key in MOMENTS)
             streams.append((p, grad, *moments, shadow, copy, *largest, state["step"]))
+        if others:
+            self._update_with_torch(others, group)
         if not streams:
             return
         beta1, beta2 = group["betas"]
@@ -390,31 +392,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
             "ema_decay": self.ema_decay,
             "use_num_updates": self.use_num_updates,
         }
-
-    def _update_one_on_cpu(self, p: Tensor, group: dict) -> None:
-        """Run Adam and the EMA on one chunk after another, each while it is in the caches."""
-        state = self.state_of(p)
-        grad = _grad_of(p)
-        state["step"] += 1
-        ema_weight = 1 - self.ema_decay
-        if self.use_num_updates:
-            t = state["step"].item()  # sync: none, a CPU tensor
-            ema_weight = max(ema_weight, 9 / (10 + t))  # 1 - (1 + t) / (10 + t)
-        step = state["step"] if group["bias_correction"] else torch.tensor(_UNBIASED)
-        # A strided tensor has no flat view to cut, so it is one chunk.
-        size = _CPU_CHUNK if p.is_contiguous() else p.numel()
-        for q, g, m, v, shadow, copy in self._chunks(p, grad, size):
-            # A chunk that is not float32 and dense is updated through a copy that is.
-            work, g = q.float().contiguous(), g.float().contiguous()
-            if self.gradient_scale is not None:
-                g = g * self.gradient_scale
-            self._adam([work], [g], [m], [v], [step], group)
-            # The chunk is still in the caches.
-            if shadow is not None:
-                shadow.lerp_(work, ema_weight)
-            for rounded in (None if work is q else q, copy):
-                if rounded is not None:
-                    rounded.copy_(work)
 
     def _chunks(self, p: Tensor, grad: Tensor, size: int) -> Iterator[_Chunk]:
         """Yield p, g, m, v, shadow and copy of up to `size` elements; 8-bit moments are decoded, and
@@ -500,10 +477,13 @@ class FusedEmaAdam(torch.optim.Optimizer):
             # torch's kernel wants 0 or 1.
             found_inf = (self.found_inf.reshape(()) != 0).to(steps[0])
         torch._foreach_add_(steps, 1.0 if found_inf is None else 1 - found_inf)
-        if self.has_8bit_moments:
-            # Moments in float32 would not fit on the device at once.
+        is_on_cpu = params[0].is_cpu
+        if self.has_8bit_moments or is_on_cpu:
+            # Moments in float32 would not fit on a GPU at once.
             for p, step in zip(params, steps, strict=True):
-                size = _GPU_CHUNK if p.is_contiguous() else p.numel()
+                size = _CPU_CHUNK if is_on_cpu else _GPU_CHUNK
+                # A strided tensor has no flat view to cut, so it is one chunk.
+                size = size if p.is_contiguous() else p.numel()
                 for chunk in self._chunks(p, _grad_of(p), size):
                     self._pass_with_torch([chunk], [step], group, found_inf)
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,7 +30,6 @@ def _load_cpu_kernels() -> bool:
     if not has_vectors or not _LIBRARY_FILE.exists():
         return False
     try:
-        _check_size(_LIBRARY_FILE)
         torch.ops.load_library(_LIBRARY_FILE)
     except OSError as error:
         logger.warning(
@@ -41,16 +39,6 @@ def _load_cpu_kernels() -> bool:
         )
         return False
     return True
-
-
-def _check_size(library: Path) -> None:
-    """Raise an OSError for a library whose end is missing: loading it would end the process."""
-    with library.open("rb") as file:
-        header = file.read(64)
-    # An ELF file ends with its table of sections: its offset, and the size and number of its entries.
-    offset, size, count = struct.unpack("<40xQ10xHH2x", header.ljust(64, b"\0"))
-    if library.stat().st_size < offset + size * count:
-        raise OSError(f"{library} is not complete")
 
 
 # setup.py writes both into the name. PyTorch's C++ interface changes between versions.

@@ -38,7 +38,6 @@ SHAPES = {
     "caption": (1, 226, 19, 8),  # the caption's production length
     "wide": (1, 2, 9, 300),  # several blocks of columns in the second stage
 }
-ROWS = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 # Whether there are a residual, a branch bias, a norm, norm weights.
 VARIANTS = {
     "whole": (True, True, True, True),
@@ -49,7 +48,6 @@ VARIANTS = {
     "last": (True, True, False, False),
     "last-no-bias": (True, False, False, False),
 }
-KINDS = pytest.mark.parametrize("kind", VARIANTS.values(), ids=VARIANTS.keys())
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 triton_only = pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
 
@@ -129,19 +127,35 @@ def statistics(out: Tensor) -> tuple[Tensor, Tensor]:
 forward_op = torch.ops.cogfast.adaptive_layernorm
 backward_op = torch.ops.cogfast.adaptive_layernorm_backward
 FORWARDS = [
-    pytest.param(launch_forward, marks=triton_only),
-    pytest.param(forward_op, marks=NEEDS_CPU_KERNELS),
+    pytest.param(launch_forward, marks=triton_only, id="kernel"),
+    pytest.param(forward_op, marks=NEEDS_CPU_KERNELS, id="cpu"),
 ]
 BACKWARDS = [
-    pytest.param(launch_backward, marks=triton_only),
-    pytest.param(lambda b: backward_op(*b), marks=NEEDS_CPU_KERNELS),
+    pytest.param(launch_backward, marks=triton_only, id="kernel"),
+    pytest.param(lambda b: backward_op(*b), marks=NEEDS_CPU_KERNELS, id="cpu"),
 ]
-PATHS = ["kernel", "cpu"]
 
 
-@KINDS
-@ROWS
-@pytest.mark.parametrize("forward", FORWARDS, ids=PATHS)
+def grid(name: str, choices: list) -> pytest.MarkDecorator:
+    """Parametrize by shape, kind and one of two choices, so that each pair of values is there."""
+    return pytest.mark.parametrize(
+        ("shape", "kind", name),
+        [
+            pytest.param(
+                SHAPES[shape],
+                VARIANTS[kind],
+                *choice.values,
+                marks=choice.marks,
+                id=f"{shape}-{kind}-{choice.id}",
+            )
+            for i, shape in enumerate(SHAPES)
+            for j, kind in enumerate(VARIANTS)
+            for choice in [choices[(i + j) % 2]]
+        ],
+    )
+
+
+@grid("forward", FORWARDS)
 def test_forward(forward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
     inputs, num_text = make_inputs(shape, kind), shape[1]
     (out, n), _, _ = expected(inputs, num_text)
@@ -188,9 +202,7 @@ def run_backward(backward, shape, kind, has_dout=True, frozen=(), dtype=torch.fl
     return dict(zip(NAMES, got, strict=True)), want
 
 
-@KINDS
-@ROWS
-@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+@grid("backward", BACKWARDS)
 def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
     got, want = run_backward(backward, shape, kind)
     if not kind[2]:  # the gradient of hidden is the one that arrived
@@ -203,7 +215,7 @@ def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> N
 
 
 @pytest.mark.parametrize("kind", ["whole", "first", "last"])
-@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_frozen_modulation_leaves_out_the_sums(backward, kind: str) -> None:
     frozen = ("scale", "gate", "branch_bias")
     got, want = run_backward(backward, SHAPES["one"], VARIANTS[kind], frozen=frozen)
@@ -215,7 +227,7 @@ def test_frozen_modulation_leaves_out_the_sums(backward, kind: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [("scale",), ("gate",), ("gate", "scale")], ids="+".join)
-@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_each_sum_alone(backward, frozen: tuple[str, ...]) -> None:
     got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"], frozen=frozen)
     of_norm = ("weight", "bias", "shift", "scale")
@@ -227,7 +239,7 @@ def test_each_sum_alone(backward, frozen: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "first"])
-@pytest.mark.parametrize("backward", BACKWARDS, ids=PATHS)
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_backward_without_the_gradient_of_hidden(backward, kind: str) -> None:
     got, want = run_backward(backward, SHAPES["one"], VARIANTS[kind], has_dout=False)
     for name, x in got.items():
@@ -343,9 +355,7 @@ def call(
     return op(inputs["hidden"], *rows, *norms, num_text, EPS)
 
 
-@KINDS
-@ROWS
-@pytest.mark.parametrize("suffix", ["", "_reference"], ids=["op", "reference"])
+@grid("suffix", [pytest.param("", id="op"), pytest.param("_reference", id="reference")])
 def test_public_functions_on_a_cpu(
     suffix: str, shape: tuple[int, ...], kind: tuple[bool, ...]
 ) -> None:
@@ -411,9 +421,15 @@ def test_gated_residual_hands_its_gradient_on() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["whole", "first", "last"])
-@pytest.mark.parametrize("shape", [(2, 3, 9, 64), (1, 226, 300, 1920), (2, 5, 411, 3072)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),  # each pair of values
+    [
+        (shape, kind, (torch.bfloat16, torch.float16)[(i + j) % 2])
+        for i, shape in enumerate([(2, 3, 9, 64), (1, 226, 300, 1920), (2, 5, 411, 3072)])
+        for j, kind in enumerate(["whole", "first", "last"])
+    ],
+    ids=str,
+)
 def test_low_precision_is_no_worse_than_the_reference(
     shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: str
 ) -> None:

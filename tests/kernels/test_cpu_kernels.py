@@ -143,11 +143,16 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [800, 8_000, 32_000])
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
-@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize(
+    ("op", "num_rows", "kernels"),  # each pair of values
+    [
+        (op, num_rows, ("triton", "torch")[(i + j) % 2])
+        for i, op in enumerate(NORMS)
+        for j, num_rows in enumerate([800, 8_000, 32_000])
+    ],
+)
 def test_gradients_of_norms_in_bf16_do_not_depend_on_the_number_of_rows(
-    op: str, kernels: str, num_rows: int, monkeypatch
+    op: str, num_rows: int, kernels: str, monkeypatch
 ) -> None:
     """Allow twice bf16's rounding of the float64 gradient. The sums of PyTorch's LayerNorm are off by
     2%, 32% and 78%."""
@@ -175,17 +180,11 @@ def test_gradients_of_norms_in_bf16_do_not_depend_on_the_number_of_rows(
 
 
 @NEEDS_CPU_KERNELS
-@pytest.mark.parametrize("fault", ["undefined symbol", "truncated", "empty"])
-def test_a_library_that_cannot_be_loaded_is_left_out(
-    fault: str, tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch, caplog) -> None:
     library = tmp_path / "library.so"
     data = torch_library._LIBRARY_FILE.read_bytes()
-    if fault == "undefined symbol":
-        assert b"get_cpu_capability" in data
-        library.write_bytes(data.replace(b"get_cpu_capability", b"got_cpu_capability"))
-    else:
-        library.write_bytes(data[: len(data) // 2 if fault == "truncated" else 0])
+    assert b"get_cpu_capability" in data
+    library.write_bytes(data.replace(b"get_cpu_capability", b"got_cpu_capability"))
     monkeypatch.setattr(torch_library, "_LIBRARY_FILE", library)
     assert not torch_library._load_cpu_kernels()
     (line,) = caplog.messages

@@ -76,7 +76,7 @@ def test_a_step_without_the_kernel_passes_over_each_stream_while_it_is_in_the_ca
     passes = ops_of_a_step(num_tensors)
     size = 2_000_000 // num_tensors
     assert len(passes) == 2 * num_tensors * math.ceil(size / _CPU_CHUNK)
-    assert {name for name, _, _ in passes} == {"aten::_fused_adamw_", "aten::lerp_.Scalar"}
+    assert {name for name, _, _ in passes} == {"aten::_fused_adamw_", "aten::lerp_.Tensor"}
     assert max(max(sizes) for _, sizes, _ in passes) <= _CPU_CHUNK
     # Adam reads weight, gradient and two moments; the EMA reads the weight again and itself.
     assert sum(n for _, sizes, _ in passes for n in sizes if n > 1) == 6 * 2_000_000

@@ -22,13 +22,11 @@ def without_kernel(monkeypatch):
 
 
 @pytest.fixture(
-    params=[pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "plain", "torch", "triton"],
+    params=[pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "torch", "triton"],
 )
-def build(request, monkeypatch):
-    """Build a FusedEmaAdam that updates CPU tensors by the C++ kernel, by PyTorch's ops on chunks, by
-    its code for a GPU without Triton, or by the interpreted Triton kernels."""
-    if request.param == "plain":
-        without_kernel(monkeypatch)
+def build(request):
+    """Build a FusedEmaAdam that updates CPU tensors by the C++ kernel, by PyTorch's ops, or by the
+    interpreted Triton kernels."""
 
     def build(*arguments, **options):
         optimizer = FusedEmaAdam(*arguments, **options)

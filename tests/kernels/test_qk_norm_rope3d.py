@@ -255,9 +255,19 @@ def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> 
     assert torch.equal(launch_backward(far_dq, *cotangents[1:], qkv, *arguments)[0], want[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-@pytest.mark.parametrize("shape", CPU_SHAPES.values(), ids=CPU_SHAPES.keys())
-@pytest.mark.parametrize("op", [qk_norm_rope3d, qk_norm_rope3d_reference])
+@pytest.mark.parametrize(
+    ("shape", "variant", "op"),  # each pair of values
+    [
+        pytest.param(
+            CPU_SHAPES[shape],
+            VARIANTS[variant],
+            (qk_norm_rope3d, qk_norm_rope3d_reference)[(i + j) % 2],
+            id=f"{shape}-{variant}",
+        )
+        for i, shape in enumerate(CPU_SHAPES)
+        for j, variant in enumerate(VARIANTS)
+    ],
+)
 def test_on_a_cpu(op, shape: tuple, variant: tuple) -> None:
     """Compare outputs and gradients with float64."""
     if shape[-1] % 16:

@@ -125,7 +125,7 @@ class DeviceLossScaler:
         self.cur_iter += 1
 
 
-def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) -> str | None:
+def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer) -> str | None:
     """Return why DeepSpeed's own step must be used, or None if FusedStep can replace it."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -137,8 +137,6 @@ def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer, version: str) 
         return "the optimizer is offloaded"
     if not zero.compute_grad_norm:
         return "compute_grad_norm is false"
-    if version.split(".")[:2] != ["0", "19"]:
-        return f"DeepSpeed is {version}, and cogfast's own step is written for 0.19"
     return None
 
 

@@ -356,9 +356,7 @@ class ZeroEngine:
 
     def _fuse_step(self) -> bool:
         """Replace DeepSpeed's step by FusedStep, or log why that is not possible."""
-        import deepspeed
-
-        reason = reason_for_stock_step(self.zero, self.optimizer, deepspeed.__version__)
+        reason = reason_for_stock_step(self.zero, self.optimizer)
         if reason is None:
             assert self._gather is not None, "stages 1 and 2 gather weights"
             FusedStep(self.zero, self._gather)
