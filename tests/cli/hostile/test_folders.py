@@ -20,7 +20,7 @@ from tests.cli.hostile.formats import FORMATS, SAMPLE, WEIGHTS, Read, load_model
 
 pytestmark = pytest.mark.forks
 
-NUM_QUICK, NUM_SOAKED = {"run": 12}, 1000  # of each format; 5 of the others
+NUM_QUICK, NUM_SOAKED = {"run": 20}, 1000  # of each format; 5 of the others
 Make = Callable[[str], Path]
 
 

@@ -52,65 +52,62 @@ def check(tmp_path: Path, data: Path, family: str, files: dict, **more) -> None:
 
 
 PROMPTS, IMAGES = "eval_prompt_file", "eval_images"
-WRONG = {
-    "both": (
+WRONG = [
+    (
         "5b",
         {PROMPTS: "two.txt", "eval_prompts": ["a bar"]},
         r"base.yaml: args.eval_prompt_file=.*two.txt and args.eval_prompts are both set; set args.eval_p",
     ),
-    "no file": (
-        "5b",
-        {PROMPTS: "no.txt"},
-        r"args.eval_prompt_file=.*no.txt: no such file; set it to a",
-    ),
-    "blank": ("5b", {PROMPTS: "blank.txt"}, r"blank.txt has no prompt; write one per line"),
-    "not UTF-8": ("5b", {PROMPTS: "latin.txt"}, r"latin.txt: not UTF-8; save the prompts as UTF-8"),
-    "image for text-to-video": (
+    ("5b", {PROMPTS: "no.txt"}, r"args.eval_prompt_file=.*no.txt: no such file; set it to a"),
+    ("5b", {PROMPTS: "blank.txt"}, r"blank.txt has no prompt; write one per line"),
+    ("5b", {PROMPTS: "latin.txt"}, r"latin.txt: not UTF-8; save the prompts as UTF-8"),
+    (
         "5b",
         {PROMPTS: "pairs.txt"},
         r"prompt 'a bar' has the image .*red.png, but a text-to-video model does not use one; remove @@",
     ),
-    "images for text-to-video": (
+    (
         "5b",
         {PROMPTS: "two.txt", IMAGES: "images.txt"},
         r"args.eval_images=.*images.txt: a text-to-video model does not use images; set it to null",
     ),
-    "images without prompts": (
+    (
         "5b_i2v",
         {IMAGES: "images.txt"},
         r"args.eval_images=.*images.txt has no prompts; set args.eval_prompt_file",
     ),
-    "images twice": (
+    (
         "5b_i2v",
         {PROMPTS: "pairs.txt", IMAGES: "images.txt"},
         r"but the lines of args.eval_prompt_file have images \(prompt@@image\), too; remove those",
     ),
-    "half": (
+    (
         "5b_i2v",
         {PROMPTS: "half.txt"},
         r"1 of 2 lines are prompt@@image, but 'no image' has no image; give every prompt an image, or",
     ),
-    "other count": (
+    (
         "5b_i2v",
         {PROMPTS: "two.txt", IMAGES: "one_image.txt"},
         r"args.eval_images=.*one_image.txt names 1 image for 2 prompts; name one for each",
     ),
-    "missing image": (
+    (
         "5b_i2v",
         {PROMPTS: "two.txt", IMAGES: "missing.txt"},
         r"args.eval_images=.*missing.txt line 2: white.png: no such file; give a path relative to",
     ),
-    "damaged image": (
+    (
         "5b_i2v",
         {PROMPTS: "two.txt", IMAGES: "damaged.txt"},
         r"args.eval_images .*damaged.png: not a readable image",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_one_line(tmp_path: Path, data: Path, case: str) -> None:
-    family, files, message = WRONG[case]
+@pytest.mark.parametrize(("family", "files", "message"), WRONG)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, data: Path, family: str, files: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check(tmp_path, data, family, files)
     assert "\n" not in str(caught.value)

@@ -429,17 +429,3 @@ import logging
 logging.basicConfig(level=logging.INFO)
 Trainer(load_config([sys.argv[1]], [f"args.save={sys.argv[2]}"])).train()
 """
-
-
-@pytest.mark.slow
-def test_a_real_full_disk_ends_in_one_line_at_the_end(tmp_path: Path, base: Path) -> None:
-    """Training continues to its end and then reports that the last step could not be saved. The
-    system's limit on file sizes stands for the full disk."""
-    done = run_forked(["-c", FULL_DISK, str(base), str(tmp_path)])
-    assert done.returncode != 0
-    assert "checkpoint of step 2 failed" in done.stdout
-    assert "File too large" in done.stdout
-    assert "RuntimeError: step 4 could not be saved" in done.stdout
-    run = run_folder(tmp_path)
-    assert len(losses(run)) == 4
-    assert list((run / "checkpoints").iterdir()) == []
