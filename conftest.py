@@ -79,6 +79,14 @@ def sat_configs() -> Path:
     return ROOT / "tests" / "golden" / "sat_configs"
 
 
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory):
+    """A tiny pipeline of diffusers for each family; tests only read them."""
+    from tests.support.pipelines import write_pipelines  # imports diffusers
+
+    return write_pipelines(tmp_path_factory.mktemp("pipelines"))
+
+
 @pytest.fixture(autouse=True)
 def _nan_filled_empty():
     """`torch.empty` holds NaN, so that a value that was never written shows."""

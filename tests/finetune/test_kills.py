@@ -10,7 +10,6 @@ import pytest
 from tests.finetune.test_runs import data, options  # noqa: F401
 from tests.support.kills import assert_same_run, draw_kills, run_with_kills
 from tests.support.tiny_run import run
-from tests.train.sampling.test_sample_sources import pipelines  # noqa: F401
 
 STEPS = 150
 NUM_KILLS = 20

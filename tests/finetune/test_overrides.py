@@ -19,7 +19,6 @@ from cogfast.finetune.overrides import check_collated, check_encoded
 from tests.finetune.test_runs import SIZE, options  # noqa: F401
 from tests.support.tiny_run import losses
 from tests.support.video_files import constant_rate, write_clip
-from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 LENGTH = 226  # rows of text of CogVideoX 1.0
 

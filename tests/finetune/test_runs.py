@@ -28,9 +28,9 @@ from cogfast.finetune.schemas import PLACEHOLDER
 from cogfast.finetune.translate import translate
 from cogfast.train.encode import Encoder
 from tests.finetune.test_translate import KINDS, UPSTREAM_ZERO2
+from tests.support.pipelines import Pipelines
 from tests.support.tiny_run import ROOT, free_port, losses, read_run_weights, run
 from tests.support.video_files import constant_rate, write_clip
-from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 SIZE = (32, 48)
 WIDTH = 32  # of text embeddings
@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def options(pipelines: Pipelines, data: Path, tmp_path: Path) -> Callable[..., dict]:  # noqa: F811
+def options(pipelines: Pipelines, data: Path, tmp_path: Path) -> Callable[..., dict]:
     def build(family: str, **changes: object) -> dict:
         name, kind = KINDS[family]
         return {
@@ -112,7 +112,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch, pipelines):  # noqa: F811
+def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch, pipelines):
     """Upstream's keys of a batch, at the first, the last and other timesteps."""
     changes = {"training_type": "sft", "batch_size": 2}
     args = Args(**options(family, **changes))
@@ -148,7 +148,7 @@ def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch,
         assert found.item() == pytest.approx(expected.item(), rel=tolerance), times
 
 
-def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):  # noqa: F811
+def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
     """alpha 64, r 128, with warm-up and clipping: every loss, and the adapters at the end."""
     steps, warmup = 20, 5
     reference = Reference(pipelines.path("5b"))
@@ -407,7 +407,7 @@ def check_folder(out: Path, training: str) -> None:
 def test_a_script_of_upstream_trains(
     family,
     training,
-    pipelines,  # noqa: F811
+    pipelines,
     data,
     tmp_path,
     capsys,
@@ -450,7 +450,7 @@ def test_a_script_of_upstream_trains(
 def test_every_script_of_upstream_trains_on_two_processes(
     family,
     training,
-    pipelines,  # noqa: F811
+    pipelines,
     data,
     tmp_path,
 ):
@@ -465,7 +465,7 @@ TENSOR_PARALLEL, ZERO_3 = "args.model_parallel_size=2", "deepspeed.zero_optimiza
 
 @pytest.mark.soak
 @pytest.mark.parametrize("training", ["lora", "sft"])
-def test_four_processes_leave_the_files_of_one(training, pipelines, tmp_path):  # noqa: F811
+def test_four_processes_leave_the_files_of_one(training, pipelines, tmp_path):
     """The encoded clips byte for byte, and what diffusers loads but for the order of sums."""
     data = tmp_path / "data"
     lines = lambda text: "".join(f"{text.format(i)}\n" for i in range(20))
@@ -508,7 +508,7 @@ def test_four_processes_leave_the_files_of_one(training, pipelines, tmp_path):  
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("is_offloaded", [False, True])
-def test_accelerate_launches_with_a_deepspeed_file(stage, is_offloaded, pipelines, data, tmp_path):  # noqa: F811
+def test_accelerate_launches_with_a_deepspeed_file(stage, is_offloaded, pipelines, data, tmp_path):
     """The files of finetune/configs: zero2, zero2_offload, zero3 and zero3_offload."""
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     zero |= {"reduce_bucket_size": 1e5}

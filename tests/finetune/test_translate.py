@@ -24,7 +24,7 @@ from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.optimizer import build_optimizer
 from cogfast.train.run.terminal import log_commands
 from cogfast.train.video_size import sampled_size
-from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
+from tests.support.pipelines import Pipelines
 
 KINDS = {
     "2b": ("cogvideox-t2v", "t2v"),
@@ -36,7 +36,7 @@ KINDS = {
 
 
 @pytest.fixture
-def options(pipelines: Pipelines, tmp_path: Path):  # noqa: F811
+def options(pipelines: Pipelines, tmp_path: Path):
     """Build the options of a run, with changes; None leaves an option out."""
 
     def build(family: str = "5b", **changes: object) -> dict[str, object]:

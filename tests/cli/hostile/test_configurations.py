@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
 from tests.finetune.test_args import SHELL
+from tests.support.pipelines import Pipelines
 from tests.support.tiny_run import ROOT, write_clips, write_config
 from tests.support.video_files import constant_rate, write_clip
-from tests.train.sampling.test_sample_sources import Pipelines, pipelines  # noqa: F401
 
 pytestmark = pytest.mark.forks
 
@@ -289,7 +289,7 @@ def command_line(seed: int, model: Path, start: Path, root: Path) -> tuple[str, 
 def test_random_command_lines(
     seeds: range,
     start: Path,
-    pipelines: Pipelines,  # noqa: F811
+    pipelines: Pipelines,
     tmp_path: Path,
 ) -> None:
     model = pipelines.path("5b")

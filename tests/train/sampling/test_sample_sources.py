@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKLCogVideoX,
-    CogVideoXDDIMScheduler,
-    CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
 )
@@ -23,7 +19,6 @@ from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
@@ -33,115 +28,11 @@ from cogfast.schema.arguments import ImageLatentScale, TrainArguments
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.sampling.sizes import sampled_sizes
 from cogfast.train.video_size import LatentSize
-from tests.schema.test_stock_yaml_end_to_end import WIDTH, write_t5
-from tests.support.tiny_run import FAMILIES, ROOT
-from tests.support.tiny_transformers import randomize
+from tests.support.pipelines import PROMPT, SCALE, SEED, SIZE, STEPS, Pipelines
+from tests.support.tiny_run import ROOT
 from tests.support.video_files import decode_all
 
-SIZE = (32, 48)
-PROMPT = "a red block moves right over grey"
-STEPS, SCALE, SEED = 10, 3.0, 7
 GUIDER = "sgm.modules.diffusionmodules.guiders.VanillaCFG"
-
-
-def transformer_of(family: str) -> CogVideoXTransformer3DModel:
-    is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
-    model = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        in_channels=32 if is_i2v else 16,
-        out_channels=16,
-        ofs_embed_dim=512 if is_15 and is_i2v else None,
-        text_embed_dim=WIDTH,
-        num_layers=2,
-        sample_height=SIZE[0] // 8,
-        sample_width=SIZE[1] // 8,
-        sample_frames=17 if is_15 else 9,
-        patch_size_t=2 if is_15 else None,
-        patch_bias=not is_15,
-        max_text_seq_length=224 if is_15 else 226,
-        use_rotary_positional_embeddings=family != "2b",
-        use_learned_positional_embeddings=family == "5b_i2v",
-    )
-    randomize(model, seed=7)
-    return model.eval()
-
-
-@dataclass
-class Pipelines:
-    """Folders that diffusers wrote, and what it reads from them."""
-
-    folder: Path
-
-    def path(self, family: str) -> Path:
-        return self.folder / family
-
-    def load(self, family: str) -> CogVideoXPipeline:
-        kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
-        pipeline = kind.from_pretrained(self.path(family))
-        pipeline.transformer.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def latents(
-        self,
-        pipeline: CogVideoXPipeline,
-        num_frames: int,
-        size: tuple[int, int] = SIZE,
-        negative: str | None = None,
-        **options: object,
-    ) -> Tensor:
-        """[C, T, h, w] from diffusers, of our noise. negative: None is an empty caption of zeros."""
-        patch_t = pipeline.transformer.config.patch_size_t or 1
-        frames = (num_frames - 1) // 4 + 1
-        frames += -frames % patch_t
-        shape = (1, 16, frames, size[0] // 8, size[1] // 8)
-        noise = SlotRandom(0, 0, [SEED], 0).normal("sample", shape)
-        length = pipeline.transformer.config.max_text_seq_length
-        encode = lambda prompt: pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=length
-        )[0]
-        text = encode(PROMPT)
-        found = pipeline(
-            prompt_embeds=text,
-            negative_prompt_embeds=torch.zeros_like(text) if negative is None else encode(negative),
-            height=size[0],
-            width=size[1],
-            num_frames=num_frames,
-            num_inference_steps=STEPS,
-            guidance_scale=SCALE,
-            latents=noise.transpose(1, 2),
-            output_type="latent",
-            **options,
-        ).frames
-        return found[0].transpose(0, 1)
-
-
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
-    folder = tmp_path_factory.mktemp("pipelines")
-    write_t5(folder / "t5")
-    torch.manual_seed(0)
-    vae = AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
-    vae.register_to_config(scaling_factor=0.7)
-    for family in FAMILIES:
-        scheduler = CogVideoXDDIMScheduler(
-            beta_schedule="scaled_linear",
-            prediction_type="v_prediction",
-            rescale_betas_zero_snr=True,
-            timestep_spacing="trailing",
-            snr_shift_scale=3.0 if family == "2b" else 1.0,
-        )
-        kind = CogVideoXImageToVideoPipeline if "i2v" in family else CogVideoXPipeline
-        # Published folders have this key, too.
-        vae.register_to_config(invert_scale_latents=family == "1.5_5b_i2v")
-        kind(
-            tokenizer=AutoTokenizer.from_pretrained(folder / "t5"),
-            text_encoder=T5EncoderModel.from_pretrained(folder / "t5"),
-            vae=vae,
-            transformer=transformer_of(family),
-            scheduler=scheduler,
-        ).save_pretrained(folder / family)
-    return Pipelines(folder)
 
 
 def sample(out: Path, *arguments: str | Path) -> dict:
@@ -309,31 +200,27 @@ def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> Non
     torch.testing.assert_close(latents(tmp_path / "one"), found[1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["sat", "cogfast"])
-def test_other_folders_alone(kind: str, pipelines: Pipelines, tmp_path: Path) -> None:
+def test_a_sat_folder_alone(pipelines: Pipelines, tmp_path: Path) -> None:
     """A model's weights as they were converted; VAE and text encoder are named."""
-    parts = pipelines.path("5b")
-    assert main(["convert", str(parts), str(tmp_path / kind), "--to", kind]) == 0
+    parts, sat = pipelines.path("5b"), tmp_path / "sat"
+    assert main(["convert", str(parts), str(sat), "--to", "sat"]) == 0
     arguments = (
         *LATENTS,
         f"model.first_stage_config.params.ckpt_path={parts}",
         f"model.conditioner_config.params.emb_models[0].params.model_dir={parts}",
+        "model.sampler_config.params.timestep_spacing=trailing",
+        "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
     )
     sample(tmp_path / "theirs", parts, *LATENTS)
     expected = latents(tmp_path / "theirs")
-    sampler = "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler"
-    arguments = (*arguments, "model.sampler_config.params.timestep_spacing=trailing")
-    sample(tmp_path / "found", tmp_path / kind, *arguments, sampler)
+    sample(tmp_path / "found", sat, *arguments)
     assert torch.equal(latents(tmp_path / "found"), expected)
-    if kind == "sat":  # a folder of averages beside it
-        with pytest.raises(AssertionError):
-            sample(tmp_path / "none", tmp_path / kind, *arguments, sampler, "--ema")
-        averages = tmp_path / kind / f"{(tmp_path / kind / 'latest').read_text().strip()}-ema"
-        shutil.copytree(str(averages).removesuffix("-ema"), averages)
-        assert (
-            sample(tmp_path / "ema", tmp_path / kind, *arguments, sampler, "--ema")["ema"] is True
-        )
-        assert torch.equal(latents(tmp_path / "ema"), expected)
+    with pytest.raises(AssertionError):
+        sample(tmp_path / "none", sat, *arguments, "--ema")
+    averages = sat / f"{(sat / 'latest').read_text().strip()}-ema"  # a folder of averages beside it
+    shutil.copytree(str(averages).removesuffix("-ema"), averages)
+    assert sample(tmp_path / "ema", sat, *arguments, "--ema")["ema"] is True
+    assert torch.equal(latents(tmp_path / "ema"), expected)
 
 
 def test_decoding_within_what_is_allowed(
