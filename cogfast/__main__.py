@@ -23,7 +23,8 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
@@ -45,6 +46,10 @@ from cogfast.train.run.stop_signals import (
     settle_signals,
     write_last_line,
 )
+
+if TYPE_CHECKING:
+    from cogfast.cli.options import Request
+    from cogfast.config import Config
 
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report} ...
@@ -79,41 +84,45 @@ _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 _GRACE_SECONDS = 3
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage in the block.
-
-    load_config imports torch, whose many objects all stay: looking through them for garbage
-    takes a tenth of a start.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def train(argv: Sequence[str]) -> None:
+def _load(request: Request, *more: Any) -> Config:
+    """Read the configuration of a command, and start logging."""
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
-    from cogfast.cli.options import parse_train
-
-    request = parse_train(argv)
     from cogfast.config import load_config
 
-    with _without_collection():
-        config = load_config(request.base, request.overrides, request.allow_import)
+    # load_config imports torch, whose many objects all stay: looking through them for garbage
+    # takes a tenth of a start.
+    gc.disable()
+    try:
+        config = load_config(request.base, request.overrides, request.allow_import, *more)
+    finally:
+        gc.enable()
     start_logging()
+    return config
+
+
+def _filled(config: Config, may_download: bool = True) -> Config:
+    """Fill in what the launch and the weights decide."""
     from cogfast.train.preflight.inferred import infer_layout, infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
     # A hub id becomes a folder first, since the weights in it may decide the precision.
-    config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
+    config = fill_from_pipeline(infer_layout(config), may_download=may_download)
     infer_precision(config)
+    return config
+
+
+def _print(text: str) -> None:
+    if is_first_rank():
+        sys.stdout.write(text)
+
+
+def train(argv: Sequence[str]) -> None:
+    from cogfast.cli.options import parse_train
+
+    request = parse_train(argv)
+    config = _filled(_load(request), may_download=not request.dry_run)
     if request.dry_run:
-        if is_first_rank():
-            sys.stdout.write(config.describe())
+        _print(config.describe())
         return
     from cogfast.train.trainer import Trainer
 
@@ -123,21 +132,11 @@ def train(argv: Sequence[str]) -> None:
 def cache(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_cache
 
-    request = parse_cache(argv)
-    from cogfast.config import load_config
-
-    with _without_collection():
-        config = load_config(request.base, request.overrides, request.allow_import)
-    start_logging()
-    from cogfast.train.preflight.check import check_cache
-    from cogfast.train.preflight.inferred import infer_layout, infer_precision
-    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-
-    config = fill_from_pipeline(infer_layout(config))
-    infer_precision(config)
-    check_cache(config)
+    config = _filled(_load(parse_cache(argv)))
     from cogfast.train.caching.command import cache_latents
+    from cogfast.train.preflight.check import check_cache
 
+    check_cache(config)
     cache_latents(config)
 
 
@@ -145,7 +144,6 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_sample, read_prompts
 
     request = parse_sample(argv)
-    from cogfast.config import load_config
     from cogfast.schema.arguments import TrainArguments
     from cogfast.schema.merged_config import DEFAULT
     from cogfast.train.preflight.inferred import infer_precision
@@ -156,17 +154,13 @@ def sample(argv: Sequence[str]) -> None:
     defaults = TrainArguments()
     own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
     settings = {**request.settings, **own}
-    given = (request.base, request.overrides, request.allow_import, is_of_run, settings)
-    with _without_collection():
-        config = load_config(*given)
-    start_logging()
+    config = _load(request, is_of_run, settings)
     # A run's file must not start a download, either.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
     infer_precision(config)
     if request.dry_run:
-        if is_first_rank():
-            sys.stdout.write(config.describe())
+        _print(config.describe())
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, images = read_prompts(request, config.args)
@@ -215,8 +209,7 @@ def finetune(argv: Sequence[str]) -> None:
     else:
         trainer.fit()
         return
-    if is_first_rank():
-        sys.stdout.write(text)
+    _print(text)
 
 
 def doctor(argv: Sequence[str]) -> None:
@@ -240,12 +233,7 @@ def plan(argv: Sequence[str]) -> None:
     from cogfast.cli.plan_options import parse_plan
 
     request = parse_plan(argv)
-    asked = request.config
-    from cogfast.config import load_config
-
-    with _without_collection():
-        config = load_config(asked.base, asked.overrides, asked.allow_import)
-    start_logging()
+    config = _load(request.config)
     from cogfast.diagnostics.plan import describe_plan
 
     options = (request.gpu, request.num_gpus, request.as_json, request.link, request.has_table)

@@ -464,7 +464,7 @@ def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
     parser.add_argument(
         "--bench",
         action="store_true",
-        help="also measure copies, matrix products, attention and reductions, for about 10 seconds",
+        help="also measure copies and matrix products, for about 5 seconds",
     )
     found = parser.parse_args([*argv])
     return found.folder, found.json, found.bench

@@ -150,5 +150,5 @@ def test_a_rate_below_its_data_sheet_is_noted() -> None:
 @pytest.mark.soak
 def test_rates_of_this_machine() -> None:
     findings = rates.measure(seconds=0.2)
-    assert len(findings) == 4  # the last between two processes
+    assert len(findings) == 2
     assert all(float(f.found.split()[0]) > 0 for f in findings)
