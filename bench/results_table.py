@@ -42,7 +42,7 @@ _NOT_TIMED = {
 }
 # Figures that only a GPU can give, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
-    "op_times": "fused operations against the copy rate, eager PyTorch, torch.compile and other kernels",
+    "op_times": "fused operations against the copy rate, eager PyTorch and torch.compile",
     "quantized": "products with int8 and fp8 weights against bf16",
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: training step against diffusers",

@@ -20,49 +20,45 @@ def check_mesh(
 
     world_size: None uses that of this launch.
     """
-    key, size, world = "args.model_parallel_size", args.model_parallel_size, _world(world_size)
-    rows, context = args.sequence_parallel, args.context_parallel_size
+    world, heads = _world(world_size), model.num_attention_heads
+    tensor, context, rows = (
+        args.model_parallel_size,
+        args.context_parallel_size,
+        args.sequence_parallel,
+    )
+    sizes = bucket_sizes(config, model)
+    if not sizes and "video_size" in data_arguments(config):
+        sizes = [sampled_size(config, model)]
+    tokens = [video.num_tokens(model) for video in sizes]
+    key = "args.model_parallel_size"
     try:
         # Heads first: they depend on the model alone, tokens also on the size of the videos.
-        check_model_parallel_size(size, model)
-        check_model_parallel_size(size, model, rows)
-        sizes = bucket_sizes(config, model)
-        if not sizes and "video_size" in data_arguments(config):
-            sizes = [sampled_size(config, model)]
-        tokens = [video.num_tokens(model) for video in sizes]
-        for number in tokens:
-            check_model_parallel_size(size, model, rows, number)
+        check_model_parallel_size(tensor, model)
+        for number in (None, *tokens):
+            check_model_parallel_size(tensor, model, rows, number)
     except ValueError as error:
         refuse(config, key, str(error))
-    if world % size:
-        heads = model.num_attention_heads
-        # Sizes that would fit both the ranks and the heads, for the message.
-        fitting = [str(n) for n in range(1, world + 1) if world % n == 0 and heads % n == 0]
-        refuse(
-            config,
-            key,
-            f"{key}={size} must divide the number of ranks, {world}; use {', '.join(fitting)}, or start "
-            "another number of ranks (--nproc_per_node)",
-        )
+    _check_divides(config, key, tensor, world, heads, f"the number of ranks, {world}")
     key = "args.context_parallel_size"
     try:
         for number in (None, *tokens):
-            check_context_parallel_size(context, size, model, rows, number)
+            check_context_parallel_size(context, tensor, model, rows, number)
     except ValueError as error:
         refuse(config, key, str(error))
-    left = world // size
-    if left % context:
-        heads = model.num_attention_heads // size
-        fitting = [str(n) for n in range(1, left + 1) if left % n == 0 and heads % n == 0]
-        of = f"the number of ranks, {world}"
-        if size > 1:
-            of += f" / args.model_parallel_size={size} = {left}"
-        refuse(
-            config,
-            key,
-            f"{key}={context} must divide {of}; use {', '.join(fitting)}, or start another "
-            "number of ranks (--nproc_per_node)",
+    left, of = world // tensor, f"the number of ranks, {world}"
+    if tensor > 1:
+        of += f" / args.model_parallel_size={tensor} = {left}"
+    _check_divides(config, key, context, left, heads // tensor, of)
+
+
+def _check_divides(config: Config, key: str, size: int, ranks: int, heads: int, of: str) -> None:
+    """Refuse a size that does not divide `ranks`, and name those that divide the heads as well."""
+    if ranks % size:
+        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
+        text = (
+            f"{key}={size} must divide {of}; use {', '.join(fitting)}, or start another number of"
         )
+        refuse(config, key, f"{text} ranks (--nproc_per_node)")
 
 
 def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
