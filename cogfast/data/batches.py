@@ -71,13 +71,6 @@ class BatchLoader:
             f"{order.global_batch=} is not {micro_batch=} * {accumulation=} * {dp_size=}"
         )
         assert order.num_samples == len(dataset), f"{order.num_samples=}, {len(dataset)=}"
-        for key, value, least in (
-            ("num_workers", num_workers, 0),
-            ("prefetch_factor", prefetch_factor, 1),
-            ("decode_timeout", timeout, 0),
-        ):
-            if value < least:
-                raise ValueError(f"args.{key}={value} must be at least {least}")
         self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
         self.num_padded = 0  # clips delivered so far whose last frame was repeated
         self._dataset = dataset

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import lru_cache
 
 import numpy as np
 
@@ -108,14 +107,7 @@ class GlobalOrder:
             self._sequences.append(ShuffledSamples(seed, samples, parts, key))
         self._lengths = np.array([sequence.length for sequence in self._sequences])
         self.epoch_size = int(self._lengths.sum())  # samples read in an epoch
-        self._deck = lru_cache(maxsize=_EPOCHS_KEPT)(self._shuffled_steps)
-
-    def __getstate__(self) -> dict:
-        return {k: v for k, v in self.__dict__.items() if k != "_deck"}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._deck = lru_cache(maxsize=_EPOCHS_KEPT)(self._shuffled_steps)
+        self._deck: tuple[int, np.ndarray, np.ndarray] | None = None  # epoch, and its steps
 
     @property
     def fingerprint(self) -> str:
@@ -187,7 +179,9 @@ class GlobalOrder:
         if len(self._sequences) == 1:
             return 0, step * self.global_batch
         epoch = self.epoch(step)
-        numbers, rounds = self._deck(epoch)
+        if self._deck is None or self._deck[0] != epoch:
+            self._deck = (epoch, *self._shuffled_steps(epoch))
+        _, numbers, rounds = self._deck
         card = step - self.num_steps(epoch)
         return int(numbers[card]), int(rounds[card]) * self.global_batch
 

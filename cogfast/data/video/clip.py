@@ -18,7 +18,6 @@ from cogfast.data.video.dali import DaliRefusal, DaliVideo, dali_of_this_process
 from cogfast.data.video.file import check_file, one_line
 from cogfast.data.video.reader import VideoReader, open_video
 from cogfast.data.video.settings import ClipSettings
-from cogfast.data.video.stretch import stretch_picture
 from cogfast.data.video.transform import (
     Resize,
     Selection,
@@ -26,6 +25,7 @@ from cogfast.data.video.transform import (
     select_frames_sat,
     select_frames_timestamp,
     select_frames_uniform,
+    stretch_picture,
 )
 from cogfast.schema.values import counted
 

@@ -41,28 +41,16 @@ _FRAMES_AT_ONCE = 4  # recoloured in float32; whole clips in all threads would t
 _NUM_SUFFICIENT = 3  # refused valid files after which DALI is not tried for their kind again
 
 
-def _reason_unavailable() -> str | None:
-    """Why DALI cannot decode on this machine's GPU; None if it can."""
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    return _missing_package() or _missing_driver()
-
-
 @functools.cache
-def _missing_package() -> str | None:
-    """Why the Python package of DALI cannot be used; None if it can."""
+def _reason_unavailable() -> str | None:
+    """Why DALI cannot be used; None if it can. Without a GPU it decodes on the CPU, without the driver."""
     try:
         importlib.import_module("nvidia.dali")
     except ImportError as error:
         return f"DALI cannot be imported ({error}); pip install nvidia-dali-cuda130"
-    return None
-
-
-@functools.cache
-def _missing_driver() -> str | None:
-    """Why the driver's video decoder cannot be used; None if it can."""
     try:
-        ctypes.CDLL("libnvcuvid.so.1")
+        if torch.cuda.is_available():
+            ctypes.CDLL("libnvcuvid.so.1")
     except OSError:
         return (
             "the driver's decoder libnvcuvid.so.1 is missing; in a container set "
@@ -73,10 +61,7 @@ def _missing_driver() -> str | None:
 
 def check_backend(backend: VideoBackend) -> None:
     """Raise ValueError if DALI is configured but cannot run."""
-    if backend != "dali":
-        return
-    # DALI decodes on the CPU if there is no GPU, and then needs no driver.
-    reason = _missing_package() or (_missing_driver() if torch.cuda.is_available() else None)
+    reason = _reason_unavailable() if backend == "dali" else None
     if reason is not None:
         raise ValueError(
             f"data.params.video_backend=dali: {reason}; auto uses PyAV where DALI cannot run"
@@ -101,7 +86,8 @@ def _reader(backend: VideoBackend) -> DaliReader | None:
     The first call must come from the thread whose current CUDA device is the process's.
     """
     if backend == "auto":
-        reason = _reason_unavailable()
+        has_gpu = torch.cuda.is_available()
+        reason = _reason_unavailable() if has_gpu else "there is no GPU"
         if reason is not None:
             logger.info("videos are decoded by PyAV, not by DALI: %s", reason)
             return None

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -27,15 +28,17 @@ from cogfast.data.video.file import (
     one_line,
     open_video_file,
 )
-from cogfast.data.video.stretch import FrameStretcher
 
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
+    from av.filter import Graph
 
 ReaderName = Literal["pyav", "decord"]
 
 _FRAMES_AT_ONCE = 4  # that decord decodes in one call
+# FFmpeg's transposition for a number of counterclockwise quarter turns.
+_TURNS = {0: (), 1: ("cclock",), 2: ("clock", "clock"), 3: ("clock",)}
 
 
 class VideoReader(ABC):
@@ -77,8 +80,6 @@ def open_video(
 
     size: rows and columns to which frames are squeezed; None leaves them as they are.
     """
-    if reader not in ("pyav", "decord"):
-        raise ValueError(f"reader={reader!r} is not known; use pyav or decord")
     if reader == "decord" and importlib.util.find_spec("decord") is None:
         raise ValueError("reader=decord: decord is not installed; install it, or use reader=pyav")
     check_file(path)
@@ -299,3 +300,40 @@ def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, i
         else:
             runs.append((first, place))
     return runs
+
+
+class FrameStretcher:
+    """Squeezes decoded frames to RGB of `size` (rows, columns) with FFmpeg's `scale`: resize=stretch.
+
+    This is the chain of filters that decord builds, so the pixels are those of CogVideo's diffusers
+    trainer.
+    """
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._rows, self._columns = size
+        self._graph: Graph | None = None
+        self._kind: tuple = ()  # of the frames that the graph was built for
+
+    def __call__(self, frame: av.VideoFrame) -> np.ndarray:
+        """Return the frame, rotated for display, as uint8 [rows, columns, 3]."""
+        turns = frame.rotation // 90 % 4
+        # Frames of one video may differ in size, and a graph takes one kind of frames.
+        kind = (frame.width, frame.height, frame.format.name, turns)
+        if self._graph is None or kind != self._kind:
+            self._graph, self._kind = self._build(frame, turns), kind
+        self._graph.vpush(frame)
+        return np.ascontiguousarray(self._graph.vpull().to_ndarray())
+
+    def _build(self, frame: av.VideoFrame, turns: int) -> Graph:
+        from av.filter import Graph
+
+        graph = Graph()
+        graph.threads = 1  # workers are the parallelism
+        first = graph.add_buffer(
+            width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1)
+        )
+        chain = [("transpose", direction) for direction in _TURNS[turns]]
+        chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
+        chain += [("format", "rgb24"), ("buffersink", None)]
+        graph.link_nodes(first, *(graph.add(*step) for step in chain)).configure()
+        return graph

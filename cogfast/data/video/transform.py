@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -142,3 +143,15 @@ def resize_and_center_crop(frames: Tensor, target: tuple[int, int]) -> Tensor:
         video = F.interpolate(video, size=size, mode="bicubic", antialias=True)
     top, left = (size[0] - rows) // 2, (size[1] - columns) // 2
     return video[:, :, top : top + rows, left : left + columns].contiguous()
+
+
+def stretch_picture(pixels: Tensor, size: tuple[int, int]) -> Tensor:
+    """Squeeze a picture [H, W, 3] uint8 to [3, rows, columns] uint8: resize=stretch.
+
+    Bilinear without antialiasing, as cv2.resize of CogVideo's diffusers trainer, from which it differs
+    by at most one level.
+    """
+    picture = pixels.permute(2, 0, 1)[None].float()
+    if picture.shape[2:] != size:
+        picture = F.interpolate(picture, size=size, mode="bilinear", antialias=False)
+    return picture[0].round().to(torch.uint8).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -127,8 +128,11 @@ def contact_sheet(
     font = ImageFont.load_default(_FONT_SIZE)
     strips = [_frames_of(video, num_frames, frame_width) for video in videos]
     width = max(len(strip) for strip in strips) * (frame_width + _GAP)
-    measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    texts = [_wrap(caption, width - _GAP, measure, font) for caption in captions]
+    letters = round((width - _GAP) / font.getlength("x"))  # in a line
+    texts = [
+        textwrap.wrap(caption, letters, max_lines=3, placeholder="…") or [""]
+        for caption in captions
+    ]
     cells = list(zip(texts, strips, strict=True))
     rows = [cells[i : i + abreast] for i in range(0, len(cells), abreast)]
     heights = [
@@ -162,18 +166,3 @@ def _frames_of(video: Tensor | np.ndarray, num_frames: int, width: int) -> list[
     # Enlarged pixels stay sharp; interpolation would look like a blur made by the model.
     how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BICUBIC
     return [Image.fromarray(frames[i]).resize(size, how) for i in chosen]
-
-
-def _wrap(text: str, width: int, draw, font, max_lines: int = 3) -> list[str]:
-    """Wrap `text` into lines at most `width` pixels wide; a long text ends in an ellipsis."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if not lines[-1] or draw.textlength(longer, font=font) <= width:
-            lines[-1] = longer
-        elif len(lines) < max_lines:
-            lines.append(word)
-        else:
-            lines[-1] = lines[-1][:-1] + "…"
-            break
-    return lines

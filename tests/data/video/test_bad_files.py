@@ -191,17 +191,11 @@ def test_the_same_name_in_two_folders(tmp_path):
 
 
 def test_a_full_disk_costs_the_index_of_headers_alone(tmp_path, file_limit, caplog):
-    """Few headers stay in the buffer until the index is closed; many are written before."""
     data = VideoFolder(sat_folder(tmp_path, 2), **CLIP)
-    for times in (5, 500):
-        found = [video_headers.Header(9, 8.0, 32, 48)] * times
-        with file_limit(100), video_headers._Index(tmp_path / f"index-{times}.jsonl") as index:
-            for i, header in enumerate(found):
-                index.add(f"{i}.mp4", "stamp", header)
     with file_limit(100):
         assert survey(data).reasons == {}
-    lines = [line for line in caplog.messages if "so the next start reads headers again" in line]
-    assert len(lines) == 3 and "File too large" in lines[0]
+    (line,) = [line for line in caplog.messages if "so the next start reads headers again" in line]
+    assert "File too large" in line
 
 
 def test_unreadable_files_are_tried_again(tmp_path):

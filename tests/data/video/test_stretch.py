@@ -14,7 +14,7 @@ from PIL import Image
 from cogfast.data.datasets import VideoList
 from cogfast.data.video.clip import read_clip
 from cogfast.data.video.settings import ClipSettings
-from cogfast.data.video.stretch import stretch_picture
+from cogfast.data.video.transform import stretch_picture
 from tests.support.video_files import BIKES, BUNNY, CARPHONE
 
 SIZES = [(96, 160), (480, 720), (288, 176)]

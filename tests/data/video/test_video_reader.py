@@ -272,11 +272,6 @@ def test_an_unknown_codec(tmp_path):
     assert probe(str(path), 1).reason.startswith("no decoder for its video")
 
 
-def test_unknown_reader():
-    with pytest.raises(ValueError, match="reader='opencv'.*pyav or decord"):
-        open_video("x.mp4", "opencv")
-
-
 def test_a_size_that_changes_within_the_video(tmp_path):
     """Recordings of calls may change size: later frames are scaled to the size of the first."""
     parts = []
