@@ -129,8 +129,12 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
         if not is_local:
             logger.info("%s=%s: downloading the files of the pipeline from the hub", key, name)
         try:
-            options = {"allow_patterns": _WANTED, "ignore_patterns": _DUPLICATES}
-            folder = Path(snapshot_download(name, local_files_only=is_local, **options))
+            found = snapshot_download(
+                name,
+                allow_patterns=_WANTED,
+                ignore_patterns=_DUPLICATES,
+                local_files_only=is_local,
+            )
         except HFValidationError as error:
             raise ValueError(
                 f"{key}={name}: no such folder, and not a model id ({error}); correct it"
@@ -150,6 +154,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
                 "folder, or set HF_HOME to another folder"
             ) from None
         else:
+            folder = Path(found)
             missing = next(
                 (file for file in _needed(folder) if not (folder / file).is_file()), None
             )
@@ -359,7 +364,7 @@ def _discretizations(model: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 def find_config(folder: Path) -> tuple[Path, list[str]]:
     """Return the file of configs/ for the model in `folder`, and overrides that fit it to the model.
 
-    The folder may be in diffusers', SAT's or cogfast's format. Overrides are key=value strings.
+    The folder may be in diffusers' or SAT's format. Overrides are key=value strings.
     """
     try:
         source = open_source(folder)
