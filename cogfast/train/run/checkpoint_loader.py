@@ -87,13 +87,9 @@ def _share_of_files(files: RunFiles, engine: ZeroEngine, groups: ProcessGroups) 
 def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> None:
     """End all ranks with the same error if one of them has found damage."""
     found = next((text for text in groups.gather(damage) if text is not None), None)
-
-    # Rank 0 raises the error, so that the user reads it once.
-    def refuse() -> None:
-        if found is not None:
-            raise ValueError(refusal(path, DamageError(found)))
-
-    groups.on_main(refuse)
+    if found is not None:
+        # Rank 0 raises the error, so that the user reads it once.
+        groups.agree(ValueError(refusal(path, DamageError(found))) if groups.is_main else None)
 
 
 def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:

@@ -113,7 +113,7 @@ class CheckpointWriter:
                 # memory for it. PyTorch's optimizers make their state in the first step that is
                 # not skipped, which may come after a save.
                 self._snapshot = None
-                self._snapshot = self._allocate()
+                self._snapshot = self.groups.on_all(self._allocate)
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
             return
@@ -136,17 +136,10 @@ class CheckpointWriter:
             raise error
 
     def _allocate(self) -> _Snapshot:
-        """Allocate the host buffers. If one rank runs out of memory, all ranks raise an error."""
-        snapshot, error = None, None
-        try:
-            # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
-            self.engine.allocate_state([])
-            snapshot = _Snapshot(self.engine)
-        except (MemoryError, RuntimeError) as caught:
-            error = caught
-        self.groups.agree(error)
-        assert snapshot is not None, "agree has raised if the allocation failed"
-        return snapshot
+        """Allocate the host buffers."""
+        # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
+        self.engine.allocate_state([])
+        return _Snapshot(self.engine)
 
     def _write(self, about: dict, export: Export | None) -> None:
         """Write one checkpoint, in the thread.
@@ -170,12 +163,8 @@ class CheckpointWriter:
         assert snapshot is not None, "save takes it before it starts this thread"
         # This is a barrier, too: no rank writes before the folder is empty.
         groups.on_main(lambda: _make_empty(draft))
-        name, slices, checksum, error = f"rank-{groups.rank:05d}.safetensors", {}, "", None
-        try:
-            slices, checksum = snapshot.write(draft / name)
-        except Exception as caught:
-            error = caught
-        groups.agree(error)
+        name = f"rank-{groups.rank:05d}.safetensors"
+        slices, checksum = groups.on_all(lambda: snapshot.write(draft / name))
         reports = groups.gather((name, slices, checksum, snapshot.counters()))
         groups.on_main(lambda: self._complete(draft, reports, about, export))
 

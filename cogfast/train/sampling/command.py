@@ -203,18 +203,17 @@ def _limit_decoding(
     )
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
-    plan, error = None, None
-    try:
+
+    def limit() -> DecodePlan | None:
         # Only these ranks decode: the others need no first stage.
-        if groups.is_first_of_model:
-            plan = encoder.first_stage.limit_decode_memory(
-                budget, largest.num_frames, *_pixels(largest)
-            )
-    except Exception as caught:
-        error = caught
-    groups.agree(error)
-    plan = groups.broadcast(plan)
-    assert plan is not None, "agree raises where rank 0 has none"
+        if not groups.is_first_of_model:
+            return None
+        return encoder.first_stage.limit_decode_memory(
+            budget, largest.num_frames, *_pixels(largest)
+        )
+
+    plan = groups.broadcast(groups.on_all(limit))
+    assert plan is not None, "rank 0 decodes"
     needed = plan.num_bytes / _GIB
     if plan.num_bytes > budget and asked is not None:
         raise ValueError(
