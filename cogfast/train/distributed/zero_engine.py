@@ -496,7 +496,9 @@ class ZeroEngine:
             for i, source in enumerate(sources):
                 _copy(source, self.zero.fp16_partitioned_groups_flat[i].data)
                 self.zero._unflatten_partitioned_parameters(i)
-            self._gather_small()
+            # Every rank keeps the parameters below stage 3's persistence threshold whole.
+            if small := self.zero.persistent_parameters:
+                small[0].all_gather(small)
             return
         for weights, source in zip(own_weights(self.zero), sources, strict=True):
             _copy(source, weights.data)
