@@ -211,7 +211,7 @@ def open_run(
             raise ValueError(refusal(checkpoint_dir, error)) from None
         return values.view(shape)
 
-    facts = _config_of_run(checkpoint_dir, manifest)
+    facts = _config_of_run(checkpoint_dir, manifest)  # {}: the run has no config of a network
     which = "EMA weights" if ema else "weights"
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
@@ -220,7 +220,7 @@ def open_run(
         dtypes=dict.fromkeys(files.shapes, torch.float32),
         facts=facts | _trained_size(manifest),
         is_partial=True,
-        lora_alpha=facts.get("lora_alpha", SAT_ALPHA),
+        lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
     )
 
 
