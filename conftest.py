@@ -80,6 +80,14 @@ def sat_configs() -> Path:
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The clips of a tiny run; tests only read them."""
+    from tests.support.tiny_run import write_clips
+
+    return write_clips(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
 def pipelines(tmp_path_factory: pytest.TempPathFactory):
     """A tiny pipeline of diffusers for each family; tests only read them."""
     from tests.support.pipelines import write_pipelines  # imports diffusers

@@ -26,7 +26,6 @@ from tests.support.tiny_run import (
     losses,
     read_run_weights,
     run_folder,
-    write_clips,
     write_config,
 )
 
@@ -51,11 +50,6 @@ class EncodedSamples(Dataset):
             "encoded_videos": latents,
             "prompt_embedding": torch.randn(8, 16, generator=generator),
         }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def make(base: Path, *overrides: str) -> Trainer:

@@ -16,12 +16,7 @@ from cogfast.kernels.gpu import launch
 from cogfast.train.preflight import compilers
 from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import run_folder, write_clips, write_config
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
+from tests.support.tiny_run import run_folder, write_config
 
 
 def train(folder: Path, data: Path, **args: object) -> tuple[list[float], list[str]]:

@@ -22,17 +22,12 @@ from cogfast.train.distributed.process_groups import use_expandable_segments
 from cogfast.train.distributed.zero_engine import deepspeed_config
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import losses, run_folder, write_config
 
 MICRO, ACCUMULATION = (
     f"deepspeed.{key}" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 )
 STAGE = "deepspeed.zero_optimization.stage"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:

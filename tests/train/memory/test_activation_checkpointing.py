@@ -40,7 +40,7 @@ from cogfast.train.plan.state import ModelSize, ZeroRules
 from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import LatentSize
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import losses, run_folder, write_config
 from tests.support.tiny_transformers import inputs, tiny
 from tests.train.plan.step_trace import example_inputs, scratch
 
@@ -507,11 +507,6 @@ def test_without_a_plan_auto_stays_at_full(caplog: pytest.LogCaptureFixture, mon
     assert checkpointing.policies == ("full",) * 2 and checkpointing.is_settled
     assert "full in all 2 layers, because the memory of the run cannot be predicted" in caplog.text
     assert "keeps the least of all policies" in checkpointing.advice()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def start(folder: Path, data: Path, choice: str) -> Trainer:

@@ -30,7 +30,7 @@ from cogfast.train.run.health.loss_curve import draw_losses
 from cogfast.train.run.metrics import BandLosses, Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
-from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_clips, write_config
+from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_config
 from tests.support.tiny_transformers import inputs, tiny
 
 KEYS = {
@@ -59,11 +59,6 @@ KEYS = {
     "train_loss_band_2",
     "train_loss_band_3",
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def make(folder: Path, data: Path, *overrides: str, kind: type = Trainer, **args) -> Trainer:

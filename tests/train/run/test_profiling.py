@@ -26,15 +26,10 @@ from cogfast.train.preflight.check import check_train
 from cogfast.train.run import profiling
 from cogfast.train.run.profiling import Profiler, tables
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import ROOT, losses, run_folder, write_config
 
 SCRIPT = ROOT / "scripts" / "profile_nsys.sh"
 NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def train(folder: Path, data: Path, *arguments: str, **args: object) -> tuple[Path, Trainer]:

@@ -48,11 +48,6 @@ class EncodedSamples(Dataset):
         }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
-
-
 def make(folder: Path, data: Path, family: str = "5b", overrides: tuple = (), **args) -> Trainer:
     args = {"valid_data": [str(data)], "eval_interval": 2, "train_iters": 2, **args}
     base = write_config(folder / "base.yaml", data, family, **args)

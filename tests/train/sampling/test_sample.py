@@ -23,17 +23,11 @@ from tests.support.tiny_run import (
     CHANNELS,
     launch_ranks,
     run_folder,
-    write_clips,
     write_config,
 )
 
 LATENTS = "args.only_save_latents=true"
 TENSOR = "args.model_parallel_size=2"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"))
 
 
 def train(folder: Path, data: Path, family: str, *overrides: str, **named: object) -> Path:
