@@ -149,25 +149,13 @@ def test_fresh_adapters_have_the_values_of_earlier_versions() -> None:
     assert digest.hexdigest() == "72cffbb46cd568128d8443b184de8f7e7adce3d8b43628382ff2a7821453d508"
 
 
-def test_adapters_come_back_from_a_checkpoint(tmp_path) -> None:
-    saved = tiny("5b", seed=5, lora_rank=4)
-    save_as_sat(saved, tmp_path)
-    loaded = tiny("5b", seed=6, lora_rank=4)
-    assert load_transformer(loaded, tmp_path).missing == []
-    given = inputs("5b")
-    with torch.no_grad():
-        assert torch.equal(loaded(**given), saved(**given))
-
-
 def test_adapters_are_not_dropped_silently(tmp_path) -> None:
     save_as_sat(tiny("5b", lora_rank=4), tmp_path)
     with pytest.raises(ValueError, match=r"16 LoRA tensors, but .* add .* params r: 4, lora_alpha"):
         load_transformer(tiny("5b"), tmp_path)
     with pytest.raises(ValueError, match=r"set target_modules: \[to_q, to_k, to_v, to_out.0\]"):
         load_transformer(tiny("5b", lora_rank=4, lora_targets=("to_q",)), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"has shape \[4, 128\] .* \[8, 128\] .* set lora_config.params.r"
-    ):
+    with pytest.raises(ValueError, match="has rank 4 and alpha 1, the config has r=8 .* set r: 4"):
         load_transformer(tiny("5b", lora_rank=8), tmp_path)
 
 

@@ -15,14 +15,12 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, peft_name, write_peft
-from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import open_adapter
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-from tests.model.test_lora import save_as_sat
 from tests.model.test_transformer_diffusers import diffusers_model, run_diffusers
-from tests.support.tiny_transformers import FAMILY, inputs, tiny
+from tests.support.tiny_transformers import inputs, tiny
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -142,22 +140,6 @@ def test_the_library_writes_and_we_read(tmp_path: Path) -> None:
             assert difference.abs().max() < 1e-5
     assert (trained - run_diffusers("5b", theirs, given)).abs().max() > 1e-2
     assert "strength 1" in source.description
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_sat_to_peft_to_sat_is_bit_exact(name: str, tmp_path: Path) -> None:
-    saved = tiny(name, seed=5, lora_rank=4).bfloat16()
-    save_as_sat(saved, tmp_path / "sat")
-    write_peft(source_of(saved, None, torch.bfloat16), tmp_path / "peft")
-    back = open_peft(tmp_path / "peft")
-    assert back.lora_alpha == 4.0
-    state = torch.load(tmp_path / "sat" / "7" / "mp_rank_00_model_states.pt")["module"]
-    found = {sat_name(n): t for n, t in adapters(back).items()}
-    assert found.keys() == {key for key in state if is_lora_parameter(key)}
-    for key, tensor in found.items():
-        expected = state[key] / 4 if "matrix_B" in key else state[key]  # alpha / r of SAT's 1
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected), key
-    assert len(found) == 2 * 8 and set(back.dtypes.values()) == {torch.bfloat16}
 
 
 def respelled(tensors: dict[str, torch.Tensor], spelling: str) -> dict[str, torch.Tensor]:
