@@ -19,7 +19,7 @@ _TESTS = (
     "test_gelu.py",
     "test_add_low_rank.py",
     "test_ema_adam_kernel.py",
-    "attention/test_flash_attention.py",
+    "test_flash_attention.py",
     "quantized/test_int8_linear.py",
     "quantized/test_fp8_linear.py",
 )

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import float32_on_cpu, has_kernel, register_op
+from cogfast.kernels.torch_library import float32_on_cpu, from_gpu, has_kernel, register_op
 
 
 def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
@@ -109,13 +109,6 @@ def residual_adaptive_layernorm_reference(
 # If there is no dn (no norm), dh is dh' itself, and only dy and the sums G and C remain.
 
 
-# Triton takes a tenth of a start to import, so that the first launch imports it.
-def _launch_forward(*inputs: Any) -> tuple[Tensor, ...]:
-    from cogfast.kernels.gpu.adaptive_layernorm import launch_forward
-
-    return launch_forward(*inputs)
-
-
 def _fake_forward(hidden: Tensor, branch: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     from cogfast.kernels.gpu.adaptive_layernorm import empty_outputs
 
@@ -141,7 +134,7 @@ _forward = register_op(
         Tensor hidden, Tensor? branch, Tensor? branch_bias, Tensor? gate, Tensor? weight,
         Tensor? bias, Tensor? shift, Tensor? scale, int num_text, float eps
     ) -> (Tensor, Tensor, Tensor, Tensor)""",
-    gpu=_launch_forward,
+    gpu=from_gpu("adaptive_layernorm", "launch_forward"),
     fake=_fake_forward,
 )
 # Its arguments are the fields of Backward, in their order.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import register_op
+from cogfast.kernels.torch_library import from_gpu, register_op
 
 
 def add_low_rank_reference(
@@ -46,19 +46,6 @@ def add_low_rank_reference(
     return x + torch.cat([of_part.get(part, nothing) for part in range(num_parts)], dim=-1)
 
 
-def _launch(
-    x: Tensor,
-    low: Tensor,
-    matrices: list[Tensor],
-    parts: list[int],
-    num_parts: int,
-    scaling: float,
-) -> Tensor:
-    from cogfast.kernels.gpu.add_low_rank import launch
-
-    return launch(x, low, matrices, parts, num_parts, scaling)
-
-
 def _on_cpu(
     x: Tensor,
     low: Tensor,
@@ -82,7 +69,7 @@ def _on_cpu(
 _add_low_rank = register_op(
     "add_low_rank(Tensor x, Tensor low, Tensor[] matrices, int[] parts, int num_parts, float scaling)"
     " -> Tensor",
-    gpu=_launch,
+    gpu=from_gpu("add_low_rank", "launch"),
     cpu=_on_cpu,
     fake=lambda x, low, matrices, parts, num_parts, scaling: x.new_empty(x.shape),
 )

@@ -27,7 +27,6 @@ from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
 from cogfast.kernels.quantized.moment_codes import (
     MOMENTS,
     CodedMoment,
-    decoded_state,
     largest_key,
     num_blocks,
     random_halves,
@@ -156,7 +155,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
     State per parameter: exp_avg, exp_avg_sq, shadow (float32, the parameter's shape) and step
     (float32, [], on the parameter's device). Parameters and gradients may be float32, bfloat16 or
     float16; the arithmetic is float32. 8-bit moments are uint8 codes beside exp_avg_largest and
-    exp_avg_sq_largest; state_dict() has their values in float32.
+    exp_avg_sq_largest.
 
     Args:
         use_num_updates: warm up the EMA decay. SAT's spelling `use_num_upates` works as well.
@@ -164,7 +163,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         kernels: "triton" or "torch" implementation on a GPU.
 
     Optional attributes, to be assigned:
-        initial_shadow: {parameter: tensor}, initial EMA; assign before the first step.
         low_precision_copies: {parameter: tensor of its shape}; they receive the new weights in the
             same pass, rounded to their dtype.
         gradient_scale: tensor [], factor for the gradients, such as a clip factor.
@@ -225,19 +223,12 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.ema_decay = ema_decay
         self.use_num_updates = use_num_updates if use_num_upates is None else use_num_upates
         self.kernels = kernels
-        self.initial_shadow: dict[Tensor, Tensor] = {}
         self.low_precision_copies: dict[Tensor, Tensor] = {}
         self.gradient_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.has_8bit_moments = False
         self.other_ema: EmaElsewhere | None = None
         self._tables: dict[tuple, TensorTable] = {}
-
-    @property
-    def num_updates(self) -> int:
-        """Largest number of updates of any parameter."""
-        steps = (float(state.get("step", 0)) for state in self.state.values())
-        return int(max(steps, default=0))  # sync: only read when a checkpoint is saved
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
@@ -289,9 +280,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 if key not in state:
                     state |= self._empty_moment(p, key)
             if "shadow" not in state:
-                shadow = self.initial_shadow.pop(p, p).detach()
-                assert shadow.shape == p.shape, f"initial shadow {shadow.shape} of {p.shape}"
-                state["shadow"] = self._empty_shadow(p).copy_(shadow)
+                state["shadow"] = self._empty_shadow(p).copy_(p.detach())
         step = state["step"]
         # A resumed run may have stored a plain number.
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
@@ -321,35 +310,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         if self.found_inf is not None:
             weight = weight * (self.found_inf.reshape(()) == 0)
         return weight.float()
-
-    def state_dict(self) -> dict:
-        """Return torch's state dict with `num_updates` beside the state."""
-        plain = super().state_dict()
-        # New dicts: torch's refer to the optimizer's own.
-        plain["state"] = {i: decoded_state(state) for i, state in plain["state"].items()}
-        return {**plain, "num_updates": self.num_updates}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load as torch does, but keep the state float32 for parameters of any dtype.
-
-        State without a count of its own takes `num_updates`, if the file has it.
-        """
-        super().load_state_dict(state_dict)
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(i, {})
-            if saved:
-                saved = {"step": state_dict.get("num_updates", 0), **saved}
-            for key, value in saved.items():
-                value = torch.as_tensor(value, dtype=torch.float32)
-                if key in MOMENTS and self.has_8bit_moments:
-                    self.state[p] |= self._empty_moment(p, key)
-                    CodedMoment.of(self.state[p], key).encode(value.reshape(-1))
-                    continue
-                elsewhere = key == "shadow" and self.other_ema is not None
-                kept = self._empty_shadow(p) if elsewhere else value.to(p.device, copy=True)
-                self.state[p][key] = kept.copy_(value)
 
     def _update_on_cpu(self, params: list[Tensor], group: dict) -> None:
         """Update with one call of the C++ kernel, and with PyTorch what the kernel does not take."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor
-from cogfast.kernels.torch_library import has_kernel, register_op
+from cogfast.kernels.torch_library import from_gpu, has_kernel, register_op
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,29 +24,14 @@ def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-# Triton takes a tenth of a start to import, so that the first launch imports it.
-def _launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    from cogfast.kernels.gpu.gelu import launch_forward
-
-    return launch_forward(x, bias)
-
-
-def _launch_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor]:
-    from cogfast.kernels.gpu.gelu import launch_backward
-
-    return launch_backward(dy, x, bias, needs_dbias)
-
-
 _gelu = register_op(
     "gelu(Tensor x, Tensor? bias) -> Tensor",
-    gpu=_launch_forward,
+    gpu=from_gpu("gelu", "launch_forward"),
     fake=lambda x, bias: x.new_empty(x.shape),
 )
 _gelu_backward = register_op(
     "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool needs_dbias) -> (Tensor, Tensor)",
-    gpu=_launch_backward,
+    gpu=from_gpu("gelu", "launch_backward"),
     fake=lambda dy, x, bias, needs_dbias: (
         x.new_empty(x.shape),
         x.new_empty(x.shape[-1] if needs_dbias else 0),

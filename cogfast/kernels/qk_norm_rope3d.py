@@ -16,14 +16,13 @@ backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them. Not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import has_kernel, register_op
+from cogfast.kernels.torch_library import from_gpu, has_kernel, register_op
 
 EPS = 1e-6  # head norms of every CogVideoX model
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm
@@ -98,19 +97,6 @@ def qk_norm_rope3d_reference(
     return results[0], results[1], v
 
 
-# Triton takes a tenth of a start to import, so that the first launch imports it.
-def _launch_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from cogfast.kernels.gpu.qk_norm_rope3d import launch_forward
-
-    return launch_forward(*inputs)
-
-
-def _launch_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from cogfast.kernels.gpu.qk_norm_rope3d import launch_backward
-
-    return launch_backward(*inputs)
-
-
 _ARGUMENTS = (
     "Tensor? table, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
 )
@@ -132,13 +118,13 @@ def _backward_fake(
 _qk_norm_rope3d = register_op(
     "qk_norm_rope3d(Tensor qkv, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight,"
     f" Tensor? k_bias, {_ARGUMENTS}) -> (Tensor, Tensor)",
-    gpu=_launch_forward,
+    gpu=from_gpu(_OP, "launch_forward"),
     fake=_forward_fake,
 )
 _qk_norm_rope3d_backward = register_op(
     "qk_norm_rope3d_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight,"
     f" Tensor? k_weight, {_ARGUMENTS}, bool needs_sums) -> (Tensor, Tensor)",
-    gpu=_launch_backward,
+    gpu=from_gpu(_OP, "launch_backward"),
     fake=_backward_fake,
 )
 

@@ -8,6 +8,7 @@ PyTorch. The ops have no gradients of their own: autograd.Functions call them, f
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,17 @@ def float32_on_cpu(reference: _Reference) -> _Reference:
         return tuple(x.to(hidden.dtype) for x in outputs)
 
     return cast(_Reference, compute)
+
+
+def from_gpu(file: str, name: str) -> Callable:
+    """Return function `name` of gpu/`file`.py, which its first call imports: Triton takes a tenth of a
+    start to import."""
+
+    def call(*inputs: Any) -> Any:
+        module = importlib.import_module(f"cogfast.kernels.gpu.{file}")
+        return getattr(module, name)(*inputs)
+
+    return call
 
 
 def register_op(

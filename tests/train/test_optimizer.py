@@ -201,7 +201,7 @@ def _zero2_run() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
         shadow = safe_get_full_optimizer_state(p, "shadow")
         torch.testing.assert_close(shadow, plain.state[q]["shadow"], rtol=1e-6, atol=1e-7)
-    assert optimizer.num_updates == plain.num_updates == 5
+    assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
     assert len(optimizer.state) == 2  # one flat partition per group
     dist.barrier()
     dist.destroy_process_group()

@@ -19,10 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.argument_checks import refuse
 from cogfast.kernels.quantized.float8 import FP8, LARGEST, LEAST
+from cogfast.kernels.quantized.frozen_linear import check_linear, register_linear
 from cogfast.kernels.quantized.int8_linear import row_maxima
-from cogfast.kernels.torch_library import register_op
+from cogfast.kernels.torch_library import from_gpu
 
 _MULTIPLE = 16  # of rows and columns of a matrix, for the tensor cores
 
@@ -47,10 +48,7 @@ def fp8_linear_reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | Non
     return torch.nn.functional.linear(x, (q.to(scale.dtype) * scale[:, None]).to(x.dtype), bias)
 
 
-def _launch_quantize(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    from cogfast.kernels.gpu.fp8_linear import launch
-
-    return launch(x, columns)
+_launch_quantize = from_gpu("fp8_linear", "launch")
 
 
 def _on_gpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,36 +92,9 @@ def _backward_on_cpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return out.to(dy.dtype).view(*dy.shape[:-1], -1)
 
 
-# Ops of their own, so that neither autograd nor torch.compile keeps what is rounded.
-_fp8_linear = register_op(
-    "fp8_linear(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
-    gpu=_on_gpu,
-    cpu=_on_cpu,
-    fake=lambda x, q, scale, bias: x.new_empty(*x.shape[:-1], q.shape[0]),
+_run = register_linear(
+    "fp8_linear", gpu=(_on_gpu, _backward_on_gpu), cpu=(_on_cpu, _backward_on_cpu)
 )
-_fp8_linear_backward = register_op(
-    "fp8_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
-    gpu=_backward_on_gpu,
-    cpu=_backward_on_cpu,
-    fake=lambda dy, q, scale: dy.new_empty(*dy.shape[:-1], q.shape[1]),
-)
-
-
-class _Fp8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, scale)
-        return _fp8_linear(x, q, scale, bias)
-
-    @staticmethod
-    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        (dy,) = output_gradients
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _fp8_linear_backward(dy, *ctx.saved_tensors)
-        if ctx.needs_input_grad[3]:
-            db = dy.flatten(0, -2).sum(0)
-        return dx, None, None, db
 
 
 def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -132,16 +103,10 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) 
     x: [.., K], on a GPU bfloat16. q: [N, K] float8_e4m3fn, on a GPU with N and K multiples of 16;
     scale: [N] float32; both without gradients. bias: [N] in the dtype of x, or None.
     """
-    check_tensor("fp8_linear", "x", x, (*x.shape[:-1], q.shape[-1]))
-    if q.dtype != FP8 or q.ndim != 2:
-        refuse("fp8_linear", "q", q, "it must be a float8_e4m3fn matrix")
-    if scale.dtype != torch.float32 or scale.shape != q.shape[:1]:
-        refuse("fp8_linear", "scale", scale, f"it must be float32 of shape [{q.shape[0]}]")
-    if bias is not None:
-        check_tensor("fp8_linear", "bias", bias, q.shape[:1], like=x)
+    check_linear("fp8_linear", x, q, scale, bias, FP8)
     if x.device.type == "cuda":
         if x.dtype != torch.bfloat16:
             refuse("fp8_linear", "x", x, "its dtype must be bfloat16 on a GPU")
         if q.shape[0] % _MULTIPLE or q.shape[1] % _MULTIPLE:
             refuse("fp8_linear", "q", q, f"its sides must be multiples of {_MULTIPLE} on a GPU")
-    return _Fp8Linear.apply(x, q, scale, bias)
+    return _run(x, q, scale, bias)

@@ -16,8 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import register_op
+from cogfast.kernels.quantized.frozen_linear import check_linear, register_linear
 
 _MOST = 127  # -128 is not used: q is symmetric
 
@@ -62,36 +61,9 @@ def _input_gradient(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return (rows @ dequantize_rows(q, scale, dy.dtype)).view(*dy.shape[:-1], -1)
 
 
-# Ops of their own, so that neither autograd nor torch.compile keeps W.
-_int8_linear = register_op(
-    "int8_linear(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
-    gpu=_product,
-    cpu=_product,
-    fake=lambda x, q, scale, bias: x.new_empty(*x.shape[:-1], q.shape[0]),
+_run = register_linear(
+    "int8_linear", gpu=(_product, _input_gradient), cpu=(_product, _input_gradient)
 )
-_int8_linear_backward = register_op(
-    "int8_linear_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
-    gpu=_input_gradient,
-    cpu=_input_gradient,
-    fake=lambda dy, q, scale: dy.new_empty(*dy.shape[:-1], q.shape[1]),
-)
-
-
-class _Int8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, scale)
-        return _int8_linear(x, q, scale, bias)
-
-    @staticmethod
-    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        (dy,) = output_gradients
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _int8_linear_backward(dy, *ctx.saved_tensors)
-        if ctx.needs_input_grad[3]:
-            db = dy.flatten(0, -2).sum(0)
-        return dx, None, None, db
 
 
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,11 +72,5 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
     x: [.., K]. q: [N, K] int8; scale: [N] float32; both without gradients. bias: [N] in the dtype of x,
     or None.
     """
-    check_tensor("int8_linear", "x", x, (*x.shape[:-1], q.shape[-1]))
-    if q.dtype != torch.int8 or q.ndim != 2:
-        refuse("int8_linear", "q", q, "it must be an int8 matrix")
-    if scale.dtype != torch.float32 or scale.shape != q.shape[:1]:
-        refuse("int8_linear", "scale", scale, f"it must be float32 of shape [{q.shape[0]}]")
-    if bias is not None:
-        check_tensor("int8_linear", "bias", bias, q.shape[:1], like=x)
-    return _Int8Linear.apply(x, q, scale, bias)
+    check_linear("int8_linear", x, q, scale, bias, torch.int8)
+    return _run(x, q, scale, bias)

@@ -125,13 +125,6 @@ def largest_key(key: str) -> str:
     return f"{key}_largest"
 
 
-def decoded_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state with float32 moments."""
-    coded = {key: CodedMoment.of(state, key) for key in MOMENTS if largest_key(key) in state}
-    plain = {key: x for key, x in state.items() if key not in map(largest_key, coded)}
-    return plain | {key: c.decode().view(c.codes.shape) for key, c in coded.items()}
-
-
 def read_moment(state: Mapping[str, Tensor], key: str, start: int, numel: int) -> Tensor:
     """Return elements [start, start + numel) of a flat state in float32, decoded if it has codes."""
     if largest_key(key) in state:

@@ -152,7 +152,10 @@ def test_the_kernel_marks_rows_that_are_not_finite() -> None:
     ("arguments", "message"),
     [
         (((2, 8), (4, 9)), r"fp8_linear: x is .*; its shape must be \[2, 9\]"),
-        (((2, 8), (4, 8), torch.int8), r"fp8_linear: q is .*; it must be a float8_e4m3fn matrix"),
+        (
+            ((2, 8), (4, 8), torch.int8),
+            r"fp8_linear: q is .*; it must be a matrix of float8_e4m3fn",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message) -> None:

@@ -114,7 +114,7 @@ def test_the_compiler_sees_ops_and_keeps_the_int8_weight_alone() -> None:
     ("arguments", "message"),
     [
         (((2, 8), (4, 9)), r"int8_linear: x is .*; its shape must be \[2, 9\]"),
-        (((2, 8), (4, 8), torch.float32), r"int8_linear: q is .*; it must be an int8 matrix"),
+        (((2, 8), (4, 8), torch.float32), r"int8_linear: q is .*; it must be a matrix of int8"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message) -> None:
