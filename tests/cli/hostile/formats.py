@@ -194,7 +194,7 @@ WEIGHTS = {
     "diffusers in shards": Format(_sharded, (_TO["sat"], SAMPLE, _LOAD_15)),
     "pipeline": Format(_pipeline, (SAMPLE, _TO["sat"], _LOAD_5B)),
     "peft": Format(
-        partial(_from_sat, family="5b", to="peft", lora_rank=4), (_TO["sat"], _add_lora)
+        partial(_from_sat, family="5b", to="peft", lora_rank=4), (_TO["peft"], _add_lora)
     ),
     "peft folder": Format(_peft_folder, (_TO["peft"], _add_lora)),
     "sat lora": Format(
