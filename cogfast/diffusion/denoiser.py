@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class Network(Protocol):
     ) -> Tensor: ...
 
 
-@runtime_checkable
 class Schedule(Protocol):
     """A discretization: noise levels by timestep, clean first."""
 

@@ -155,7 +155,7 @@ class Trainer:
             height,
             width,
             _DTYPES[args.mixed_precision],
-            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"))),
+            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"), {})),
         )
         self.dataset: Any = None
         self.optimizer: Any = None
@@ -258,8 +258,8 @@ class Trainer:
             run = self._run = _Run(self.config, self)
             self.dataset, self.optimizer = run.datasets.train, run.engine.optimizer
             self.lr_scheduler = LearningRate(run)
-            self.state.num_trainable_parameters = run.num_trained
-            self.state.total_batch_size_count = run.global_batch
+            self.state.num_trainable_parameters = run.parts.num_trained
+            self.state.total_batch_size_count = run.parts.global_batch
             # For the user: nothing reads this file.
             if run.groups.is_main:
                 text = json.dumps(self.args.model_dump(), indent=2, default=str)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ def _validation_settings(args: Args) -> Settings:
 
 def notices(args: Args) -> list[str]:
     """Return a line for each option that has no effect in this run."""
-    default = {name: field.default for name, field in Args.model_fields.items()}
+    default = {field.name: field.default for field in fields(Args)}
     found = []
     if str(args.resume_from_checkpoint) == PLACEHOLDER:
         found.append(

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from cogfast.config import Config, data_arguments
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
     PatchSize,
+    TokenGrid,
     num_latent_frames,
     num_pixel_frames,
 )
@@ -259,3 +262,31 @@ def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> 
     if has_end and (height > table[0] or width > table[1]):
         return f"{start} the model's position table ends at {table}; use that at most, or raise {names}"
     return None
+
+
+class SampleSize:
+    """The size of the samples of a run: of those that it trains on, and of those that evaluations sample.
+
+    The model's largest size until the first batch sets it; compute_loss of a subclass may not. With
+    buckets, evaluations sample the configured size: the last batch's would depend on the step at which
+    the run resumed.
+    """
+
+    def __init__(self, config: Config, model: TransformerConfig, fps: float | None) -> None:
+        sizes = bucket_sizes(config, model)
+        self.latents = sampled_size(config, model)
+        self.num_tokens = self.latents.num_tokens(model)  # of the last batch's samples
+        self.has_buckets = self.is_known = bool(sizes)
+        self._sizes, self._patch, self._fps = sizes, model.patch_size, fps
+
+    def note(self, batch: dict, latents: Tensor, num_text: int, num_frames: int) -> None:
+        """Note the size of a batch. latents: [B, C, T, h, w]."""
+        self.num_tokens = TokenGrid.from_latents(latents, self._patch).num_tokens + num_text
+        if not self.is_known:
+            fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
+            self.latents = LatentSize(*latents.shape[1:], num_frames, float(self._fps or fps))
+            self.is_known = True
+
+    def trained(self) -> list[list[int]]:
+        """Return the training sizes: [pixel frames, latent rows, latent columns]."""
+        return [[s.num_frames, s.height, s.width] for s in self._sizes or [self.latents]]

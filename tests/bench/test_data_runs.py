@@ -81,8 +81,8 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
         assert per_sample == pytest.approx(tokens, rel=1e-6)
         flops = line["model_tflops"] * 1e12 / line["samples_per_s"]
         assert flops == pytest.approx(train_flops(model, tokens), rel=1e-6)
-    assert straight.latent_size.num_frames == 9 and straight.latent_size.height == 4
-    assert straight.checkpointing.most_rows == 4 * max(TOKENS)
+    assert straight.size.latents.num_frames == 9 and straight.size.latents.height == 4
+    assert straight.parts.checkpointing.most_rows == 4 * max(TOKENS)
 
     make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}",
          "args.train_data_weights=[2]", "args.accept_changes=true")  # fmt: skip

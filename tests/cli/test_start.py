@@ -54,7 +54,7 @@ from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.model.text_encoder import ByteTextEncoder
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
-from cogfast.train.run.metrics import Metrics
+from cogfast.train.run.watchers.metrics import Metrics
 
 built = Counter()
 

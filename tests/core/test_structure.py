@@ -53,14 +53,7 @@ LATE = {
     "PIL",
     "sentencepiece",
 }
-HOSTS = {
-    "127.0.0.1",
-    "www.apache.org",
-    "download.pytorch.org",
-    "arxiv.org",
-    "github.com",
-    "json-schema.org",
-}
+HOSTS = {"127.0.0.1", "www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
 
 
 def part_of(module: str) -> str:

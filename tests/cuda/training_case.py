@@ -25,6 +25,9 @@ from cogfast.config import Config, load_config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
 from cogfast.train.plan.memory import GIB, plan_memory, setup_of
+from cogfast.train.run import parts
+from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
+from cogfast.train.run.watchers.profiling import Profiler
 from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 
@@ -129,7 +132,7 @@ def _innermost_place() -> str:
 
 def prepare(config: Config) -> trainer.Trainer:
     """Return a trainer that neither checks files, draws weights nor saves."""
-    changed: Any = trainer
+    changed: Any = parts
     changed.check_train = lambda config: None
     changed.lora_cannot_learn = lambda transformer, groups: None
     without: Any = assembly
@@ -140,7 +143,8 @@ def prepare(config: Config) -> trainer.Trainer:
     run = trainer.Trainer(config)
     run.writer.save = lambda *args, **kwargs: None
     # Memory that no kernel has written may hold NaN.
-    run.nonfinite.after_log = lambda *args, **kwargs: False
+    check: Any = NonfiniteCheck
+    check.after_log = lambda *args: None
     return run
 
 
@@ -167,16 +171,16 @@ def main() -> None:
         if setup.choice != "auto":  # which takes what there is
             os.environ["NULLCUDA_BYTES"] = str(int(predicted * options.card) + _CONTEXT_BYTES)
         run, observer = prepare(config), Observer()
-        end_step = run.profiler.end_step  # the last call of a step, after its log line
+        profiler: Any = Profiler  # the last watcher of a step
+        after_step = profiler.after_step
 
-        def end(step: int) -> bool:
-            is_written = end_step(step)
+        def end(self: Profiler, step: int) -> None:
+            after_step(self, step)
             observer.end_step()
             if step == _NUM_TIGHT and setup.choice != "auto":
                 os.environ["NULLCUDA_BYTES"] = str(_LARGE)
-            return is_written
 
-        run.profiler.end_step = end
+        profiler.after_step = end
         try:
             with check or contextlib.nullcontext():
                 run.train()

@@ -228,7 +228,7 @@ def test_batches_that_the_own_loss_cannot_take_are_refused():
 
 
 def test_overrides_that_cannot_work_are_refused_at_the_start(options, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("cogfast.train.trainer.start_processes", None)  # checks come before
+    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
 
     class Copied(CogVideoXT2VLoraTrainer):
         """Has the statements of upstream's class."""

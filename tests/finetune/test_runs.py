@@ -170,7 +170,7 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
             if not seen:
                 copy_adapters(run.engine.transformer, trained)
             assert self.lr_scheduler.get_last_lr() == schedule.get_last_lr()
-            rng = SlotRandom(self.args.seed, run.step, batch["slots"], run.global_batch)
+            rng = SlotRandom(self.args.seed, run.step, batch["slots"], run.parts.global_batch)
             latents, given = run.encoder(dict(batch), rng)
             idx = run.diffusion.loss.sigma_sampler.sample(rng)
             noise = rng.normal("noise", latents.shape)
@@ -427,7 +427,7 @@ def test_a_script_of_upstream_trains(
     assert main(["finetune", *words, *ADDED, *more]) == 0
     assert (tmp_path / "out" / "checkpoint-5").is_dir()
     # Another model or size is refused before anything is encoded or loaded.
-    monkeypatch.setattr("cogfast.train.trainer.start_processes", None)
+    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)
     capsys.readouterr()
     other = script_words(pipelines.path("5b"), "5b", training, data, tmp_path / "out")
     refused = {r"_config\.params": [*other, *ADDED, *more]}

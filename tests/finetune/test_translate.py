@@ -409,7 +409,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("family", "changes", "message"), WRONG)
 def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, family, changes, message):
-    monkeypatch.setattr("cogfast.train.trainer.start_processes", None)  # checks come before
+    monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
     if "wandb" in message:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     given = words(options(family, num_workers=0, **changes))

@@ -263,8 +263,8 @@ def test_a_tensor_without_gradient_is_named(tmp_path: Path, data: Path) -> None:
     base = write_config(tmp_path / "lora.yaml", data, lora_rank=2)
     # After one step the modulation is still zero, which is refused unless training is forced.
     trainer = make(base, f"args.load={run_folder(tmp_path / 'runs')}", "args.force_train=true")
-    trainer.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
-    trainer.gradient_check.num_trainable += 1
+    trainer.parts.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
+    trainer.parts.gradient_check.num_trainable += 1
     with pytest.raises(
         RuntimeError, match=r"no gradient in step 1 for 1 of 17 LoRA tensors.*blocks\.9"
     ):

@@ -27,8 +27,8 @@ from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.distributed.step_clock import wait_for
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.run.health.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.distributed.step_clock import CLOCK
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
 # Bytes: lets the kernel load gradients in 16-byte vectors.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cogfast.data.batches import Batch, BatchLoader, to_device
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.distributed.step_clock import CLOCK
 
 
 class DeviceAhead:

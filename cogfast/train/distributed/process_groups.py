@@ -34,8 +34,8 @@ from cogfast.train.distributed.lost_ranks import (
     UnsharedError,
     is_lost_connection,
 )
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.run.health.step_clock import CLOCK
 from cogfast.train.run.stop_signals import StopSignals, name_of
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import Block
+from cogfast.train.distributed.step_clock import wait_for
 from cogfast.train.distributed.tensor_parallel import (
     ColumnParallelLinear,
     ParallelGroup,
     RowParallelLinear,
     share_vectors,
 )
-from cogfast.train.run.health.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 

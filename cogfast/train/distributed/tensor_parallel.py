@@ -27,7 +27,7 @@ from cogfast.kernels.quantized.quantized_linear import quantized_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
-from cogfast.train.run.health.step_clock import wait_for
+from cogfast.train.distributed.step_clock import wait_for
 
 _ops = torch.ops._c10d_functional
 

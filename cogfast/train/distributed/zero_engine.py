@@ -36,7 +36,7 @@ from cogfast.train.distributed.fused_step import (
     reason_for_stock_step,
 )
 from cogfast.train.distributed.process_groups import ModelParallelUnit
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.distributed.step_clock import CLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +325,8 @@ class ZeroEngine:
         return torch.zeros_like(self.num_skipped)  # DeepSpeed's own step raises an exception
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
+        with CLOCK.part("backward"):
+            self.engine.backward(loss)
 
     def step(self, lr: float) -> None:
         """Update weights and EMA with learning rate `lr` if gradient accumulation is complete.
@@ -336,13 +337,14 @@ class ZeroEngine:
             group["lr"] = lr
         # Asked before the step, which counts the micro-batch.
         is_update = self.engine.is_gradient_accumulation_boundary()
-        self.engine.step()
-        if not is_update:
-            return
-        if self.is_step_fused:
-            self._count_skipped(self.optimizer.found_inf)
-        elif self.stage == 3 or self.engine.fp16_enabled():
-            self._count_skipped(float(self.zero.overflow))  # on the host already
+        with CLOCK.part("optimizer"):
+            self.engine.step()
+            if not is_update:
+                return
+            if self.is_step_fused:
+                self._count_skipped(self.optimizer.found_inf)
+            elif self.stage == 3 or self.engine.fp16_enabled():
+                self._count_skipped(float(self.zero.overflow))  # on the host already
 
     def wait_for_weights(self) -> None:
         """Wait until the last step's weights are gathered. Every rank calls this before it exits."""

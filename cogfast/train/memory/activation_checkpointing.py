@@ -49,6 +49,7 @@ from cogfast.train.plan.memory import (
     usable,
     with_rows,
 )
+from cogfast.train.run.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def apply_policies(
     transformer.use_calls(calls, before)
 
 
-class ActivationCheckpointing:
+class ActivationCheckpointing(Watcher):
     """Chooses and applies the policies of a run."""
 
     def __init__(
@@ -209,7 +210,7 @@ class ActivationCheckpointing:
             # From here on the peak is that of this micro-batch alone.
             torch.cuda.reset_peak_memory_stats(self.groups.device)
 
-    def after_backward(self) -> None:
+    def after_backward(self, loss: Tensor) -> None:
         """Measure the step's peak memory. Call it after each micro-batch's backward pass."""
         device = self.groups.device
         if self.is_settled or device.type != "cuda" or self.setup is None or not self.num_rows:
@@ -218,7 +219,7 @@ class ActivationCheckpointing:
         excess = torch.cuda.max_memory_allocated(device) - planned
         self.excess = excess if self.excess is None else max(self.excess, excess)
 
-    def after_step(self) -> None:
+    def after_step(self, step: int) -> None:
         """Let `auto` choose after the second step, the same on all ranks. Call it after each
         optimizer step."""
         self.num_steps += 1

@@ -25,6 +25,7 @@ from cogfast.model.block import Block
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
 from cogfast.train.plan.activations import free_memory
 from cogfast.train.plan.fixes import find_fixes
@@ -38,7 +39,7 @@ from cogfast.train.plan.memory import (
     setup_of,
     usable,
 )
-from cogfast.train.run.health.progress import Progress
+from cogfast.train.run.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or is_lack_of_memory(error)
 
 
-class MemoryWatch:
+class MemoryWatch(Watcher):
     """Compares plan and reality, and as a context manager explains an out-of-memory error.
 
     transformer: of the run, before ZeRO partitions it. how_to_resume: describes the last checkpoint.
@@ -66,13 +67,12 @@ class MemoryWatch:
         args: TrainArguments,
         groups: ProcessGroups,
         transformer: DiffusionTransformer,
-        progress: Progress,
         folder: Path,
         how_to_resume: Callable[[], str],
     ) -> None:
         self.config, self.args, self.groups = config, args, groups
         self.blocks = [block for block in transformer.blocks if isinstance(block, Block)]
-        self.progress, self.folder, self.how_to_resume = progress, folder, how_to_resume
+        self.folder, self.how_to_resume = folder, how_to_resume
         self.checkpointing: ActivationCheckpointing | None = None
         self.setup: Setup | None = None
         self.num_steps = 0
@@ -117,7 +117,7 @@ class MemoryWatch:
                 plan.summary(),
             )
 
-    def after_step(self) -> None:
+    def after_step(self, step: int) -> None:
         """Write plan.json, once; on a GPU, whose allocator counts, log prediction and peak of a step."""
         self.num_steps += 1
         device, measured = self.groups.device, _MEASURED_STEP
@@ -148,25 +148,17 @@ class MemoryWatch:
             logger.warning("the time of a step cannot be predicted: %s", error)
         write_plan(self.folder, plan, peak, step_ms)
 
-    def __enter__(self) -> MemoryWatch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if is_out_of_memory(error):
-            raise RuntimeError(f"out of memory: {self.explain(traceback)}") from None
+    def close(self, error: BaseException | None) -> None:
+        if error is not None and is_out_of_memory(error):
+            raise RuntimeError(f"out of memory: {self.explain(error.__traceback__)}") from None
 
     def explain(self, traceback: TracebackType | None) -> str:
         """Return advice, phase, the plan's parts, the cheapest change and what is kept, in one line."""
-        plan, phase = self.plan(), self.progress.phase
+        plan, phase = self.plan(), CLOCK.phase
         parts = [] if self.checkpointing is None else [self.checkpointing.advice()]
         block = block_of(traceback, self.blocks)
         where = f"{phase}, block {block}" if block is not None else phase
-        parts.append(f"it happened in step {self.progress.step + 1}, phase {where}")
+        parts.append(f"it happened in step {CLOCK.step + 1}, phase {where}")
         if plan is not None:
             planned = next((p for p in plan.phases if p.name == _PHASES.get(phase)), plan.phases[0])
             sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in planned.parts.items() if n)

@@ -47,10 +47,10 @@ def compare(words: list[str]) -> dict[str, list[int]]:
     with patch.object(offloaded_activations, "host_buffer", noted):
         trainer = Trainer(load_config([words[0]], words[1:]))
         trainer.train()
-    setup, engine = trainer.memory.setup, trainer.engine
+    setup, engine = trainer.parts.memory.setup, trainer.engine
     assert setup is not None, "the run can be predicted"
     planned = lasting_state(setup.model, setup.rules)
-    on_host = host_parts(setup, trainer.checkpointing.policies)
+    on_host = host_parts(setup, trainer.parts.checkpointing.policies)
     states = [engine.state(i) for i in range(len(engine.parts))]
     keys = [*MOMENTS, *map(largest_key, MOMENTS)]
     moments = sum(state[key].nbytes for state in states for key in keys if key in state)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.distributed.replica_check import own_values
+from cogfast.train.run.watchers.replica_check import own_values
 from cogfast.train.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ class Overflows(torch.autograd.Function):
 
 def plant(trainer: Trainer, fault: str) -> None:
     if fault == "error":
-        trainer.nonfinite.loss_at = no_memory
+        trainer._loss_at = no_memory
     elif fault != "none":
         own_values(trainer.engine.transformer.get_parameter(fault))[-1] = math.inf
 

@@ -235,11 +235,11 @@ def test_steps_between_logging_never_wait_for_the_device(
     accelerator = deepspeed.accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))
     trainer.train()
-    first = "__float__ in trainer.py _note_size"  # the frame rate of the first batch
+    first = "__float__ in video_size.py note"  # the frame rate of the first batch
     last = "__int__ in trainer.py _train"  # whether all steps were skipped
     assert (waits.seen.count(first), waits.seen.count(last)) == (1, 1)
     seen = [where for where in waits.seen if where not in (first, last)]
-    lines = [where for where in seen if where == "tolist in metrics.py log"]
+    lines = [where for where in seen if where == "tolist in metrics.py _log"]
     assert len(lines) == 1  # of step 6, the last
     saving = ("checkpoint", "safetensors", "tensor_stream", "tensorboard", "log_files")
     assert [w for w in seen if w not in lines and not any(s in w for s in saving)] == []

@@ -463,7 +463,7 @@ def test_auto_chooses_the_most_that_fits(
                 checkpointing.after_backward,
             )
             gpu.held = held + state  # the optimizer's
-            checkpointing.after_step()
+            checkpointing.after_step(1)
         assert checkpointing.policies == (others[0] if others else CANDIDATES[i]), (i, steps)
 
 
@@ -476,7 +476,7 @@ def test_auto_counts_the_largest_of_a_steps_micro_batches(monkeypatch) -> None:
     for _ in range(2):
         for unknown in (extra, 0):
             run_step(transformer, gpu.ops, 1, unknown, checkpointing.after_backward)
-        checkpointing.after_step()
+        checkpointing.after_step(1)
     assert checkpointing.policies == CANDIDATES[9]
 
 
@@ -491,7 +491,7 @@ def test_auto_leaves_memory_for_gaps_between_gradients(monkeypatch) -> None:
     checkpointing = ActivationCheckpointing(transformer, "auto", gpu, setup)
     for _ in range(2):
         run_step(transformer, gpu.ops, 1, after_backward=checkpointing.after_backward)
-        checkpointing.after_step()
+        checkpointing.after_step(1)
     assert checkpointing.policies == CANDIDATES[-3]
 
 
@@ -502,8 +502,8 @@ def test_without_a_plan_auto_stays_at_full(caplog: pytest.LogCaptureFixture, mon
     checkpointing = ActivationCheckpointing(transformer, "auto", alone, None)
     for _ in range(3):
         gradients(name, transformer)
-        checkpointing.after_backward()
-        checkpointing.after_step()
+        checkpointing.after_backward(torch.zeros(()))
+        checkpointing.after_step(1)
     assert checkpointing.policies == ("full",) * 2 and checkpointing.is_settled
     assert "full in all 2 layers, because the memory of the run cannot be predicted" in caplog.text
     assert "keeps the least of all policies" in checkpointing.advice()
@@ -525,7 +525,7 @@ def with_memory_for(
     monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies: Policy, missing: int = 0
 ) -> None:
     """Give the machine as much memory as a step of the tiny run takes, less `missing` bytes."""
-    setup = trainer.checkpointing.setup
+    setup = trainer.parts.checkpointing.setup
     assert setup is not None and setup.layer == TINY_RUN
     # Weights and optimizer state are in memory already.
     gap = setup.rules.partition(setup.model.num_trained) * setup.rules.sum_bytes
@@ -542,15 +542,15 @@ def test_a_run_gives_the_same_losses_under_each_policy(
     found = {}
     for choice in (*POLICIES, "auto"):
         trainer = start(tmp_path / choice, data, choice)
-        assert trainer.checkpointing.policies == ("full" if choice == "auto" else choice,) * 2
+        assert trainer.parts.checkpointing.policies == ("full" if choice == "auto" else choice,) * 2
         if choice == "auto":  # room for one layer's worth of a rung
             with_memory_for(monkeypatch, trainer, "attention_kept", "pointwise")
         trainer.train()
         found[choice] = losses(run_folder(tmp_path / choice / "runs"))
     assert len(found["none"]) == 3
     assert all(numbers == found["none"] for numbers in found.values())
-    assert trainer.checkpointing.most_rows == TINY_RUN.num_rows
-    assert trainer.checkpointing.policies == ("attention_kept", "pointwise")
+    assert trainer.parts.checkpointing.most_rows == TINY_RUN.num_rows
+    assert trainer.parts.checkpointing.policies == ("attention_kept", "pointwise")
     # a set: pytest listens at a logger that did not propagate, too
     (line,) = {r.message for r in caplog.records if "activation checkpointing" in r.message}
     assert "attention_kept in layers 0-0, pointwise in layers 1-1; predicted peak 0.0 of" in line
@@ -559,7 +559,7 @@ def test_a_run_gives_the_same_losses_under_each_policy(
 def test_auto_keeps_all_where_memory_is_plenty(tmp_path: Path, data: Path) -> None:
     trainer = start(tmp_path, data, "auto")
     trainer.train()
-    assert trainer.checkpointing.policies == ("none", "none")
+    assert trainer.parts.checkpointing.policies == ("none", "none")
 
 
 @pytest.mark.parametrize(

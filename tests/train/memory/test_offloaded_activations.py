@@ -203,7 +203,7 @@ def test_runs_have_the_same_losses(base: Path, tmp_path: Path) -> None:
         trainer.train()
         found.append(losses(run_folder(save)))
     assert len(found[0]) == 3 and found[1] == found[0] and found[2] == found[0]
-    assert trainer.checkpointing.policies == ("attention_kept",) * LAYERS
+    assert trainer.parts.checkpointing.policies == ("attention_kept",) * LAYERS
 
 
 @pytest.mark.slow

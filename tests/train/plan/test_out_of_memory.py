@@ -73,12 +73,12 @@ def test_the_error_names_phase_block_and_checkpoint(
     assert f"the last checkpoint is {folder / 'checkpoints' / '00000001'}" in text
     assert trainer.writer.saved_step == 1
 
-    write_plan(folder, trainer.memory.plan(), 123, 4.5)
+    write_plan(folder, trainer.parts.memory.plan(), 123, 4.5)
     written = json.loads((folder / "plan.json").read_text())
     assert written["peak"] == sum(written["memory"].values()) and written["measured_peak"] == 123
     assert written["step_ms"] == 4.5
     (tmp_path / "plan.json").mkdir()  # a path that cannot be written ends no run
-    write_plan(tmp_path, trainer.memory.plan(), None, None)
+    write_plan(tmp_path, trainer.parts.memory.plan(), None, None)
 
 
 def test_a_plan_that_fails_ends_no_run(
@@ -94,9 +94,9 @@ def test_a_plan_that_fails_ends_no_run(
     base = write_config(tmp_path / "base.yaml", data, train_iters=1)
     trainer = Trainer(load_config([base], []))
     trainer.train()
-    assert trainer.memory.plan() is None and trainer.memory.plan() is None
+    assert trainer.parts.memory.plan() is None and trainer.parts.memory.plan() is None
     assert caplog.text.count("the memory of the run cannot be predicted (KeyError") == 1
-    assert "it happened in step" in trainer.memory.explain(None)
+    assert "it happened in step" in trainer.parts.memory.explain(None)
 
 
 def live_bytes() -> int:
@@ -121,7 +121,7 @@ def test_what_lasts_on_a_cpu(tmp_path: Path, dtype: str) -> None:
     before = live_bytes()
     trainer = Trainer(load_config([base], wide))
     trainer.train()
-    setup = trainer.memory.setup
+    setup = trainer.parts.memory.setup
     assert setup is not None
     numel = setup.model.num_trained
     # Master weights, two moments and the EMA, in use and in the checkpoint's copy; weights and gradients
@@ -138,14 +138,14 @@ def test_scarce_memory_is_returned(
     data = write_clips(tmp_path / "data")
     base = write_config(tmp_path / "base.yaml", data, train_iters=1, save_interval=None)
     trainer = Trainer(load_config([base], []))
-    plan, calls = trainer.memory.plan(), []
+    plan, calls = trainer.parts.memory.plan(), []
     assert plan is not None
     monkeypatch.setattr(out_of_memory, "return_freed_memory", lambda: calls.append(1))
     held = out_of_memory.psutil.Process().memory_info().rss
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: (2**40, 2**40))
-    trainer.memory.start()
+    trainer.parts.memory.start()
     assert not calls
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: (plan.peak - held, 2**40))
     with caplog.at_level("INFO"):
-        trainer.memory.start()
+        trainer.parts.memory.start()
     assert calls == [1] and "it is scarce" in caplog.text

@@ -102,12 +102,12 @@ def test_held_out_loss_is_the_formula_at_band_middles(
     options = {"eval_with_ema": False, "eval_num_samples": 0}
     trainer = make(tmp_path, data, family, frames, **options)
     transformer = trainer.engine.transformer
-    found = trainer.evaluator(0, trainer.latent_size)
+    found = trainer.evaluator(0, trainer.size.latents)
     wanted = hand_computed(trainer, 4)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, wanted, rtol=1e-5, atol=0)
     assert found["valid_loss"] == pytest.approx(sum(wanted) / 4, rel=1e-5)
-    assert trainer.evaluator(7, trainer.latent_size) == found
+    assert trainer.evaluator(7, trainer.size.latents) == found
     assert transformer.training
 
 
@@ -116,7 +116,7 @@ def test_strict_evaluation_takes_every_sample_once(tmp_path: Path, data: Path) -
     trainer = make(
         tmp_path, data, strict_eval=True, eval_with_ema=False, eval_num_samples=0, eval_iters=1
     )
-    found = trainer.evaluator(0, trainer.latent_size)
+    found = trainer.evaluator(0, trainer.size.latents)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, hand_computed(trainer, 6), rtol=1e-5, atol=0)
 
@@ -192,7 +192,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
         only_log_video_latents=True,
         eval_sampling_steps=2,
     )
-    trainer.evaluator(2, trainer.latent_size)
+    trainer.evaluator(2, trainer.size.latents)
     names = json.loads((samples(tmp_path) / "prompts.json").read_text())
     assert list(names.values()) == ["a bar moves", "another one"]
     written = torch.stack([load_file(samples(tmp_path) / name)["latents"] for name in names])
@@ -213,7 +213,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
             lambda x: rng.normal("sampler step 1", x.shape),
         )
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-5)
-    trainer.evaluator(4, trainer.latent_size)
+    trainer.evaluator(4, trainer.size.latents)
     again = [load_file(samples(tmp_path, 4) / name)["latents"] for name in names]
     assert torch.equal(torch.stack(again), written)
 
@@ -221,7 +221,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
     wide = np.zeros((32, 64, 3), np.uint8)
     wide[:, :16] = 255
     Image.fromarray(wide).save(tmp_path / "wide.png")
-    found = trainer.evaluator._image(tmp_path / "wide.png", trainer.latent_size)
+    found = trainer.evaluator._image(tmp_path / "wide.png", trainer.size.latents)
     assert found.shape == (3, 32, 32)
     assert found[:, :, :7].min() > 0.99 and found[:, :, 9:].max() < -0.99
 
@@ -357,7 +357,7 @@ def test_an_evaluation_before_the_first_step_is_made_once(tmp_path: Path, data: 
     rate = ("deepspeed.optimizer.params.lr=0.0", "deepspeed.optimizer.params.weight_decay=0.0")
     args = {"eval_at_start": True, "eval_prompts": ["a bar"], "eval_sampling_steps": 1}
     trainer = make(tmp_path, data, overrides=rate, **args)
-    before = trainer.evaluator(7, trainer.latent_size)
+    before = trainer.evaluator(7, trainer.size.latents)
     trainer.train()
     first, *_, last = found = lines(tmp_path)
     assert [line["step"] for line in found] == [0, 1, 2, 2]

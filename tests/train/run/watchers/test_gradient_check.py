@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from cogfast.model.transformer import assemble_transformer
-from cogfast.train.run.health.gradient_check import lora_cannot_learn
+from cogfast.train.run.watchers.gradient_check import lora_cannot_learn
 from tests.support.tiny_transformers import FAMILY
 
 

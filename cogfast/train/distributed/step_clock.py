@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _Mark = float | torch.cuda.Event
+_NO_RANGE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,13 @@ class StepSplit:
 
 
 class StepClock:
-    """Times the parts that `enter` begins. One thread at a time uses it.
+    """Times the parts of a step that `enter` and `part` begin. One thread at a time uses it.
 
-    The training loop calls `begin_step`, and `enter` for each part, which ends the one before it.
     Whatever waits for another rank does so within `waiting`. now: the clock of a CPU, in seconds.
+
+    step, phase: completed optimizer steps, and the part of the step or of the run, for messages.
+    started, num_steps, data_seconds: time, steps and waits for batches since `restart`. open_range:
+    set while a profile is captured; returns the range of a part.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -46,27 +50,44 @@ class StepClock:
         # Whether every wait is seen. Those inside of compiled blocks are not.
         self.is_complete = True
         self.has_others = True  # whether there is a rank to wait for
+        self.step, self.phase, self._entered = 0, "start", now()
+        self.open_range: Callable[[str], AbstractContextManager] = lambda name: _NO_RANGE
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured, and the part that runs."""
+        """Forget what was measured: evaluations and saves do not count as training time."""
+        self.started, self.num_steps, self.data_seconds = self._now(), 0, 0.0
         self._part: str | None = None
         self._since: _Mark = 0.0
-        self._num_steps = 0
+        self._forget_parts()
+
+    def _forget_parts(self) -> None:
+        self._num_measured = 0  # steps
         # {(part, whether it waits): seconds}
         self._seconds: dict[tuple[str, bool], float] = defaultdict(float)
         self._spans: list[tuple[str, bool, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def begin_step(self, device: torch.device, is_logged: bool) -> None:
+    def part(self, name: str) -> AbstractContextManager:
+        """Begin a part of the step; return its range for nsys (NVTX) and for PyTorch's trace."""
+        self.enter(name)
+        return self.open_range(name)
+
+    def begin_step(self, step: int, device: torch.device, is_logged: bool) -> None:
+        self.step = step
         self._is_on_gpu = device.type == "cuda"
         self._is_measuring = is_logged or not self._is_on_gpu
         if self._is_measuring:
             if self._is_on_gpu:  # one step is measured; events of one that was not logged are old
-                self.restart()
-            self._num_steps += 1
+                self._part = None
+                self._forget_parts()
+            self._num_measured += 1
 
     def enter(self, part: str) -> None:
-        """Begin a part of the step; the one before it ends."""
+        """Begin a part of the step or of the run; the one before it ends."""
+        entered = self._now()
+        if self.phase == "data":
+            self.data_seconds += entered - self._entered
+        self.phase, self._entered = part, entered
         if not self._is_measuring:
             return
         now = self._mark()
@@ -95,8 +116,9 @@ class StepClock:
         them; the part that runs is left out."""
         for part, is_wait, start, end in self._spans:
             self._seconds[part, is_wait] += start.elapsed_time(end) / 1000
-        number, seconds = self._num_steps, self._seconds
-        self.restart()
+        number, seconds = self._num_measured, self._seconds
+        self._part = None
+        self._forget_parts()
         whole = sum(s for (_, is_wait), s in seconds.items() if not is_wait)
         if not number or not whole:
             return StepSplit()

@@ -23,11 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.config import load_config
 from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.plan.flops import forward_flops, train_flops
-from cogfast.train.run import metrics as metrics_module
-from cogfast.train.run.health.loss_curve import draw_losses
-from cogfast.train.run.metrics import BandLosses, Metrics, memory_gib
+from cogfast.train.run.loss_curve import draw_losses
+from cogfast.train.run.watchers import metrics as metrics_module
+from cogfast.train.run.watchers.metrics import BandLosses, Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
 from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_config
@@ -81,7 +83,7 @@ def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
     assert last["lr"] == 2e-3
     assert last["mfu"] is None  # the peak of a CPU is unknown
     num_tokens = 8 + 3 * 2 * 2  # text; latent frames x rows x columns of patches
-    assert trainer.num_tokens == num_tokens
+    assert trainer.size.num_tokens == num_tokens
     assert last["samples_per_s"] == pytest.approx(4 * 1000 / last["step_ms"])
     assert last["tokens_per_s"] == pytest.approx(num_tokens * last["samples_per_s"])
     flops = train_flops(trainer.engine.transformer.config, num_tokens)
@@ -102,6 +104,8 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     caplog.set_level("INFO", logger="cogfast")
     numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row")
     engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
+    engine.transformer = tiny("5b")
+    engine.optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
     sent: list[Tensor] = []
 
     class TwoRanks(ProcessGroups):
@@ -109,27 +113,25 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             sent.append(value)
             return sent[-2] + value if len(sent) % 2 == 0 else value
 
-    model = tiny("5b").config
     both = [
         Metrics(
+            TrainArguments(log_interval=1),
             tmp_path,
-            TwoRanks(rank, 2, rank, torch.device("cpu"), None, False, None),
-            model,
+            TwoRanks(rank, 2, rank, torch.device("cpu"), None, False),
+            engine,
+            SimpleNamespace(num_tokens=1),
+            BandLosses(4, None, torch.device("cpu")),
             start_step=0,
             num_steps=2,
             samples_per_step=2,
-            tensorboard_folder=tmp_path / "board",
-            wandb_project=None,
-            bands=BandLosses(4, None, torch.device("cpu")),
         )
         for rank in (1, 0)
     ]
     for step in (1, 2):
         for metrics, seconds in zip(both, (0.05, 0.0), strict=True):
-            metrics.waited = seconds
-            metrics.add_loss(torch.tensor(2.0 * metrics.groups.rank))
-            metrics.end_step(step, 1)
-            metrics.log(step, 1e-3, engine)
+            CLOCK.data_seconds = seconds
+            metrics.after_backward(torch.tensor(2.0 * metrics.groups.rank))
+            metrics.after_step(step)
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in found] == [1.0, 1.0]
     assert [line["data_wait_ms"] for line in found] == pytest.approx([50, 50])
@@ -313,6 +315,7 @@ def test_a_disk_that_stays_full_ends_a_run_in_one_line(
     with pytest.raises(RuntimeError, match="step 4 could not be saved .*; the last checkpoint is"):
         trainer.train()
     run = run_folder(tmp_path / "runs")
+    del before["hang/rank-0.txt"]  # of a run that trains
     assert files(run) == before and "checkpoints/00000002/manifest.json" in before
     ours = [r for r in caplog.records if r.name.startswith("cogfast")]
     failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
@@ -431,8 +434,8 @@ def test_the_page_is_written_at_checkpoints_and_after_minutes(
     """Without evaluations; the end of the run saves, draws and marks the page as complete."""
     written: list[int] = []
     page = lambda _, history, is_active: written.append(history[-1]["step"])
-    monkeypatch.setattr("cogfast.train.run.metrics.RunPage.write", page)
-    monkeypatch.setattr("cogfast.train.run.metrics._PAGE_SECONDS", seconds)
+    monkeypatch.setattr("cogfast.train.run.watchers.metrics.RunPage.write", page)
+    monkeypatch.setattr("cogfast.train.run.watchers.metrics._PAGE_SECONDS", seconds)
     make(tmp_path, data, train_iters=5, save_interval=2).train()
     assert written == steps
 

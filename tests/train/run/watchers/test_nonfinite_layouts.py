@@ -9,7 +9,7 @@ import pytest
 
 from cogfast.data.global_order import GlobalOrder
 from tests.support.tiny_run import launch_ranks, losses, write_clips, write_config
-from tests.train.run.health.test_nonfinite import BATCH, NUM_SAMPLES, SEED, one_bad
+from tests.train.run.watchers.test_nonfinite import BATCH, NUM_SAMPLES, SEED, one_bad
 
 WEIGHT, FROZEN = "blocks.3.fc1.weight", "blocks.3.attention.out.original.weight"
 BAD = GlobalOrder(NUM_SAMPLES, SEED, BATCH).index(0, 3)  # read by the last data rank in step 1

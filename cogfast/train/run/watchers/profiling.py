@@ -12,11 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,12 +28,11 @@ from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.run.health.progress import Progress
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.distributed.step_clock import CLOCK
+from cogfast.train.run.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-_NO_RANGE = nullcontext()
 _TOP = 30  # rows in the table of ops
 _NAME_WIDTH = 72  # characters; longer names, such as those of generated kernels, are cut
 _BOOKKEEPING = "autograd::engine::"
@@ -43,10 +41,10 @@ _BACKWARD_LINE = 2**31 - 1  # thread id for the trace's extra line; no thread ha
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
-class Profiler:
+class Profiler(Watcher):
     """Named ranges, and the capture of args.profiling_steps steps from step args.profiling on.
 
-    Outside of the captured steps a range is one shared object that does nothing.
+    Outside of the captured steps a range of the clock is one shared object that does nothing.
     """
 
     def __init__(
@@ -56,14 +54,11 @@ class Profiler:
         blocks: nn.ModuleList,
         args: TrainArguments,
         num_steps: int,
-        progress: Progress | None = None,
     ) -> None:
-        """num_steps: last step of the run. progress: gets each step and the name of each range."""
+        """num_steps: last step of the run."""
         self.folder, self.groups = folder, groups
-        self.num_steps, self.log_interval = num_steps, args.log_interval
         CLOCK.has_others = groups.world_size > 1
         CLOCK.is_complete = not (args.compile and groups.tensor_size > 1)
-        self.progress = progress or Progress()
         self.first: int | None = None  # None: no capture
         self.end = 0
         if args.profiling is not None and args.profiling >= 0:
@@ -72,19 +67,12 @@ class Profiler:
             self.end = min(self.first + args.profiling_steps, num_steps)
         self.blocks = _BlockRanges(blocks, self._named) if args.profiling_blocks else None
         self.is_capturing = self.has_captured = False
+        self.range_before = CLOCK.open_range
         self.step = 0  # completed steps
         self.trace: profile | None = None
         self.step_range = ExitStack()
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Write the profile of a run that was stopped within the capture, unless it failed."""
         if error is not None:
             self._restore()
@@ -94,12 +82,6 @@ class Profiler:
             self._stop()
         elif self.first is not None and not self.has_captured:
             logger.warning("args.profiling=%d: this run did not reach that step", self.first)
-
-    def range(self, name: str) -> AbstractContextManager:
-        """Begin a part of the step; return its range for nsys (NVTX) and for PyTorch's trace."""
-        self.progress.enter(name)
-        CLOCK.enter(name)
-        return self._named(name) if self.is_capturing else _NO_RANGE
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -113,40 +95,31 @@ class Profiler:
                 if is_on_gpu:
                     torch.cuda.nvtx.range_pop()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Open the range of the backward pass, in which blocks open theirs."""
-        with self.range("backward"):
-            yield
-            if self.blocks is not None:
-                self.blocks.end_backward()
-
-    def begin_step(self, step: int) -> None:
-        """Start the capture if it is due. Call it before each step, with the completed steps."""
-        self.step = self.progress.step = step
-        is_last = step + 1 == self.num_steps
-        CLOCK.begin_step(self.groups.device, is_last or (step + 1) % self.log_interval == 0)
+    def before_step(self, step: int) -> None:
+        """Start the capture if it is due."""
+        self.step = step
         if step == self.first:
             self._start()
         if self.is_capturing:
             self.step_range.enter_context(self._named(f"step {step}"))
 
-    def end_step(self, step: int) -> bool:
-        """Stop the capture if it is due. Call it after each step, with the completed steps.
+    def after_backward(self, loss: Tensor) -> None:
+        if self.is_capturing and self.blocks is not None:
+            self.blocks.end_backward()
 
-        Returns whether it wrote a profile, which takes time.
-        """
+    def after_step(self, step: int) -> None:
+        """Stop the capture if it is due."""
         if not self.is_capturing:
-            return False
+            return
         self.step = step
         self.step_range.close()
-        if step < self.end:
-            return False
-        self._stop()
-        return True
+        if step == self.end:
+            self._stop()
+            CLOCK.restart()  # writing a profile is no training time
 
     def _start(self) -> None:
         self.is_capturing = self.has_captured = True
+        CLOCK.open_range = self._named
         # Run backward on this thread: a kernel belongs to the ranges of the thread that launches it.
         torch.autograd.grad_mode.set_multithreading_enabled(False)
         if self.blocks is not None:
@@ -183,6 +156,7 @@ class Profiler:
             torch.autograd.grad_mode.set_multithreading_enabled(True)
             if self.blocks is not None:
                 self.blocks.remove()
+            CLOCK.open_range = self.range_before
         self.is_capturing = False
 
     def _write(self, trace: profile) -> None:

@@ -29,7 +29,9 @@ from cogfast.schema.values import counted, printable
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.distributed.zero_engine import ZeroEngine
+from cogfast.train.run.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ _MOST_REPORTS = 3  # in one process: each takes time
 _MOST_RANKS = 8  # whose findings are logged
 
 
-class NonfiniteCheck:
+class NonfiniteCheck(Watcher):
     """Reports bad steps after log lines. A step is bad if a loss is not finite, or if it was skipped.
 
     loss_at: returns the loss of a micro-batch of a step, as compute_loss. save: saves a checkpoint of
@@ -61,6 +63,7 @@ class NonfiniteCheck:
         # This rank's first bad step since the last log line.
         self._first = torch.full((), math.inf, device=groups.device)
         self._num_skipped = self._num_reports = 0
+        self._is_fp16 = args.precision == "fp16"
         self._was_bad = False  # whether the step of the last log line was skipped
 
     def after_backward(self, loss: Tensor) -> None:
@@ -70,7 +73,7 @@ class NonfiniteCheck:
         """Mark a bad step on the device, without a wait for it."""
         is_bad = ~self._losses.isfinite()
         # In fp16, gradients overflow while the loss scale is searched.
-        if self.args.precision != "fp16":
+        if not self._is_fp16:
             is_bad |= self.engine.num_skipped_in_a_row > 0
         # Division by 0 where the step is good: infinity, which is never the smallest.
         self._first = torch.minimum(self._first, step / is_bad.float())
@@ -101,6 +104,7 @@ class NonfiniteCheck:
         if not was_bad and self._num_reports < _MOST_REPORTS:
             self._num_reports += 1
             texts = self._report(int(first), step)
+            CLOCK.restart()
         if self.args.nonfinite == "stop":
             end = f"the checkpoint of step {step} is saved"
             if not self.save():

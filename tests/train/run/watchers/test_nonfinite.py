@@ -14,7 +14,7 @@ from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.schema.arguments import TrainArguments
-from cogfast.train.run.health.nonfinite import NonfiniteCheck
+from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.nonfinite_ranks import Overflows
 from tests.support.tiny_run import (
@@ -53,7 +53,7 @@ class OneBad(Dataset):
 
 
 def one_bad(bad: int = BAD) -> dict:
-    return {"target": "tests.train.run.health.test_nonfinite.OneBad", "params": {"bad": bad}}
+    return {"target": "tests.train.run.watchers.test_nonfinite.OneBad", "params": {"bad": bad}}
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from cogfast.train.distributed.lost_ranks import is_of_another_rank
+from cogfast.train.run.watchers.watcher import Watcher
 
 _FRAMES = 3  # innermost frames in a message
 # Files in which a rank waits for others.
 _WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|process_groups\.py|fused_step\.py")
 
 
-class HangStacks:
+class HangStacks(Watcher):
     """Arms a dump of this rank's stacks in each step. folder: the run's. limit_s: of a collective."""
 
     def __init__(self, folder: Path, rank: int, limit_s: float) -> None:
@@ -29,12 +30,6 @@ class HangStacks:
         self.path = self.folder / f"rank-{rank}.txt"
         # Empty until the rank hangs.
         self.file = open(self.path, "w")  # noqa: SIM115 - until the end
-
-    def __enter__(self) -> HangStacks:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
 
     def after_step(self, step: int) -> None:
         if os.fstat(self.file.fileno()).st_size:  # a long evaluation, and no hang

@@ -22,9 +22,10 @@ from cogfast.cli.options import parse_train
 from cogfast.config import load_config
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run import profiling
-from cogfast.train.run.profiling import Profiler, tables
+from cogfast.train.run.watchers import profiling
+from cogfast.train.run.watchers.profiling import Profiler, tables
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import ROOT, losses, run_folder, write_config
 
@@ -208,13 +209,15 @@ def make_profiler(folder: Path, groups: ProcessGroups, **args: object) -> Profil
 def run_steps(profiler: Profiler, num_steps: int = 6) -> list[int]:
     """Steps with a forward range; returns those after which a profile was finished."""
     finished = []
-    with profiler:
-        for step in range(num_steps):
-            profiler.begin_step(step)
-            with profiler.range("forward"):
-                pass
-            if profiler.end_step(step + 1):
-                finished.append(step + 1)
+    for step in range(num_steps):
+        was_captured = profiler.has_captured and not profiler.is_capturing
+        profiler.before_step(step)
+        with CLOCK.part("forward"):
+            pass
+        profiler.after_step(step + 1)
+        if profiler.has_captured and not profiler.is_capturing and not was_captured:
+            finished.append(step + 1)
+    profiler.close(None)
     return finished
 
 
@@ -252,7 +255,7 @@ def test_outside_of_the_capture_a_range_is_one_object_that_does_nothing(
     cuda = Cuda(monkeypatch)
     for off in (None, -1):
         profiler = make_profiler(tmp_path, GPU, profiling=off)
-        assert profiler.range("data") is profiler.range("log")
+        assert CLOCK.part("data") is CLOCK.part("log")
         assert run_steps(profiler) == [] and cuda.calls == []
 
 

@@ -8,6 +8,7 @@ from cogfast.model.transformer import DiffusionTransformer
 from cogfast.schema.values import counted
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.host_blocks import stored_base
+from cogfast.train.run.watchers.watcher import Watcher
 
 
 def lora_cannot_learn(transformer: DiffusionTransformer, groups: ProcessGroups) -> str | None:
@@ -29,7 +30,7 @@ def lora_cannot_learn(transformer: DiffusionTransformer, groups: ProcessGroups) 
     return None if is_learning else "the blocks' modulation is zero"
 
 
-class GradientCheck:
+class GradientCheck(Watcher):
     """Raises an error if nothing is trainable, or if a parameter has no gradient in the first step."""
 
     def __init__(self, model: nn.Module) -> None:

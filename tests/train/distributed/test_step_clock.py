@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogfast.train.run.health.step_clock import StepClock, StepSplit
+from cogfast.train.distributed.step_clock import StepClock, StepSplit
 from tests.support.tiny_run import launch_ranks, run_folder, write_clips, write_config
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ SPLIT = StepSplit(2000.0, 9000.0, 4000.0, 4000.0, 4 / 20)
 def test_parts_are_without_the_waits_inside_them(wall: Clock) -> None:
     clock = StepClock(wall)
     for _ in range(2):  # the log line of the first step belongs to neither
-        clock.begin_step(CPU, is_logged=False)
+        clock.begin_step(0, CPU, is_logged=False)
         play(clock, wall, *STEP)
         assert clock.take() == SPLIT
 
@@ -55,7 +55,7 @@ def test_parts_are_without_the_waits_inside_them(wall: Clock) -> None:
 def test_steps_are_averaged(wall: Clock) -> None:
     clock = StepClock(wall)
     for scale in (0.5, 1.5):
-        clock.begin_step(CPU, is_logged=False)
+        clock.begin_step(0, CPU, is_logged=False)
         play(clock, wall, *((name, scale * work, scale * wait) for name, work, wait in STEP[:-1]))
     clock.enter("log")
     assert clock.take() == SPLIT
@@ -65,12 +65,12 @@ def test_waits_outside_of_steps_are_not_counted(wall: Clock) -> None:
     clock = StepClock(wall)
     play(clock, wall, ("forward", 3.0, 1.0))  # no step has begun
     assert clock.take() == StepSplit()
-    clock.begin_step(CPU, is_logged=True)
+    clock.begin_step(0, CPU, is_logged=True)
     play(clock, wall, *STEP[:3])
     clock.restart()  # an evaluation
     with clock.waiting():
         wall.seconds += 7
-    clock.begin_step(CPU, is_logged=True)
+    clock.begin_step(0, CPU, is_logged=True)
     play(clock, wall, *STEP)
     assert clock.take() == SPLIT
 
@@ -78,7 +78,7 @@ def test_waits_outside_of_steps_are_not_counted(wall: Clock) -> None:
 def test_unseen_waits_are_not_reported_as_none(wall: Clock) -> None:
     clock = StepClock(wall)
     clock.is_complete = False
-    clock.begin_step(CPU, is_logged=True)
+    clock.begin_step(0, CPU, is_logged=True)
     play(clock, wall, *STEP)
     split = clock.take()
     assert split.communication_ms is split.exposed_communication is None
@@ -107,10 +107,10 @@ def test_a_gpu_is_timed_by_events_in_logged_steps_alone(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "main")
     clock = StepClock(wall)
-    clock.begin_step(torch.device("cuda"), is_logged=False)
+    clock.begin_step(0, torch.device("cuda"), is_logged=False)
     play(clock, wall, *STEP)
     assert not events
-    clock.begin_step(torch.device("cuda"), is_logged=True)
+    clock.begin_step(0, torch.device("cuda"), is_logged=True)
     play(clock, wall, *STEP[:4])
     streams.current = "reductions"
     with clock.waiting():
@@ -127,7 +127,7 @@ import logging, mmap, sys, time
 from contextlib import contextmanager
 from cogfast.config import load_config
 from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.trainer import Trainer
 
 held, shared, *bases = sys.argv[1:]

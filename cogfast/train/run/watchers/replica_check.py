@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cogfast.train.distributed.parallelize import find_shards
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.run.watchers.watcher import Watcher
 
 _CHUNK = 2**20  # elements hashed at a time, with 8 bytes of temporary memory each
 _ODD = 0x2545F4914F6CDD1D  # makes the hash depend on the order of the chunks
@@ -24,7 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio as int64, spreads in
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
-class ReplicaCheck:
+class ReplicaCheck(Watcher):
     """Ends a run whose tensor-parallel ranks differ in a replicated parameter.
 
     Each check reads the replicated parameters once, sends 8 bytes per parameter to the other ranks of

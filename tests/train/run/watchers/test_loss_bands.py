@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.diffusion.loss import VideoDiffusionLoss
-from cogfast.train.run.health.loss_curve import loss_figure
+from cogfast.train.run.loss_curve import loss_figure
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     run,

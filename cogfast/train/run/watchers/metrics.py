@@ -8,13 +8,11 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -24,18 +22,21 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
 from cogfast.diffusion.loss import VideoDiffusionLoss
-from cogfast.model.config import TransformerConfig
+from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.plan.flops import peak_flops, train_flops
-from cogfast.train.run.health.loss_curve import draw_losses
-from cogfast.train.run.health.step_clock import CLOCK
+from cogfast.train.run.folder import tensorboard_folder
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.loss_curve import draw_losses
 from cogfast.train.run.page.metrics_table import read_metrics
 from cogfast.train.run.page.page import RunPage
 from cogfast.train.run.terminal import open_bar
 from cogfast.train.run.wandb_run import WandbRun
+from cogfast.train.run.watchers.watcher import Watcher
 from cogfast.train.sampling.generate import SampledVideo
+from cogfast.train.video_size import SampleSize
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
@@ -89,7 +90,7 @@ class BandLosses:
         return {f"train_loss_band_{i}": s / n if n else None for i, (s, n) in pairs}
 
 
-class Metrics:
+class Metrics(Watcher):
     """Collects a run's numbers on the device and reads them only at logging steps.
 
     Rank 0 writes; the other ranks only take part in the means.
@@ -97,20 +98,22 @@ class Metrics:
 
     def __init__(
         self,
+        args: TrainArguments,
         folder: Path,
         groups: ProcessGroups,
-        config: TransformerConfig,
+        engine: ZeroEngine,
+        size: SampleSize,
+        bands: BandLosses,
         *,
         start_step: int,
         num_steps: int,
         samples_per_step: int,
-        tensorboard_folder: Path,
-        wandb_project: str | None,
-        bands: BandLosses,
     ) -> None:
-        self.folder, self.groups, self.config = folder, groups, config
-        self.bands = bands
+        self.folder, self.groups, self.engine = folder, groups, engine
+        self.config = engine.transformer.config
+        self.size, self.bands, self.log_interval = size, bands, args.log_interval
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
+        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the timed steps
         self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
         self.num_unlogged_steps = self.num_unlogged_losses = 0  # since the last line
         self.running_loss = math.nan  # until the first line
@@ -120,32 +123,23 @@ class Metrics:
         self.is_drawn = True  # whether the last attempt to write loss.png succeeded
         self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
         self.tensorboard = self.wandb = self.progress = None
-        self.restart_clock()
+        CLOCK.restart()
         if groups.is_main:
             self.history = _history_until(start_step, folder / "metrics.jsonl")
             running = [line["loss_running"] for line in self.history if line.get("loss_running")]
             self.running_loss = running[-1] if running else math.nan
-            self._open_writers(start_step, tensorboard_folder, wandb_project)
+            project = args.wandb_project_name if args.wandb else None
+            self._open_writers(start_step, tensorboard_folder(folder, args), project)
 
-    def _open_writers(
-        self, start_step: int, tensorboard_folder: Path, wandb_project: str | None
-    ) -> None:
+    def _open_writers(self, start_step: int, tensorboard: Path, wandb_project: str | None) -> None:
         # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
         purge_step = start_step + 1 if start_step else None
-        self.tensorboard = TensorBoardFile(tensorboard_folder, purge_step)
+        self.tensorboard = TensorBoardFile(tensorboard, purge_step)
         if wandb_project is not None:
             self.wandb = WandbRun(self.folder, wandb_project)
         self.progress = open_bar("training", self.num_steps)
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         if self.progress is not None:
             self.progress.stop()
         if self.wandb is not None:
@@ -153,21 +147,14 @@ class Metrics:
         if self.history:
             self.write_page(is_active=False)
 
-    def restart_clock(self) -> None:
-        """Restart the step timer, so that evaluations and saves do not count as training time."""
-        self.interval_start = time.perf_counter()
-        self.num_timed_steps, self.waited = 0, 0.0
-        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the steps
-        CLOCK.restart()
+    def before_step(self, step: int) -> None:
+        is_logged = self._is_logged(step + 1)
+        CLOCK.begin_step(step, self.groups.device, is_logged)
 
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Measure the wait for a batch. A log line has the wait of the slowest rank."""
-        start = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - start
+    def _is_logged(self, step: int) -> bool:
+        return step == self.num_steps or step % self.log_interval == 0
 
-    def add_loss(self, loss: Tensor) -> None:
+    def after_backward(self, loss: Tensor) -> None:
         """Add one micro-batch's loss, on the device.
 
         Non-finite losses are left out of the mean, since one of them would hide all other losses of
@@ -179,22 +166,29 @@ class Metrics:
         # There is no branch, which would need the loss on the host in every step.
         self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
 
-    def end_step(self, step: int, tokens_per_sample: int) -> None:
-        """Count an optimizer step; `step` starts at 1. All samples of a step have as many tokens."""
-        self.num_timed_steps += 1
-        self.timed_tokens += tokens_per_sample
-        self.timed_flops += train_flops(self.config, tokens_per_sample)
+    def after_step(self, step: int) -> dict | None:
+        """Count the step, and log a line if one is due. All samples of a step have as many tokens."""
+        if CLOCK.num_steps == 0:  # it has been restarted
+            self.timed_tokens, self.timed_flops = 0, 0.0
+        CLOCK.num_steps += 1
+        self.timed_tokens += self.size.num_tokens
+        self.timed_flops += train_flops(self.config, self.size.num_tokens)
         self.num_unlogged_steps += 1
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step)
+        if not self._is_logged(step):
+            return None
+        with CLOCK.part("log"):
+            return self._log(step)
 
-    def log(self, step: int, lr: float, engine: ZeroEngine) -> dict:
+    def _log(self, step: int) -> dict:
         """Write the line of `step`, and return it on every rank."""
+        engine = self.engine
         groups, size = self.groups, self.groups.data_size
         # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
         # rank turns the sum into a gather.
         waits = self.loss_sum.new_zeros(size)
-        waits[groups.data_rank].fill_(self.waited)  # an assignment would wait for a copy
+        waits[groups.data_rank].fill_(CLOCK.data_seconds)  # an assignment would wait for a copy
         parts = [self.loss_sum / size, self.bands.sums.flatten(), waits]
         # All ranks of one model have the same losses: its first rank gives them.
         if not groups.is_first_of_model:
@@ -207,7 +201,7 @@ class Metrics:
         (total, number), bands, waits, (norm, skipped, in_a_row) = (
             [*islice(packed, len(part))] for part in parts
         )
-        seconds = time.perf_counter() - self.interval_start
+        seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
         loss = total / number if number else math.nan
         if math.isfinite(loss):
             # Per step, so that the running mean does not depend on the log interval.
@@ -215,7 +209,7 @@ class Metrics:
             # The mean begins at the first loss, without a bias towards zero.
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
-        per_second = self.num_timed_steps * self.samples_per_step / seconds
+        per_second = num_timed * self.samples_per_step / seconds
         of_interval = self.samples_per_step / seconds
         # Per device: the ranks of one model share the work of a sample.
         flops = of_interval * self.timed_flops / self.groups.world_size
@@ -224,10 +218,10 @@ class Metrics:
             "step": step,
             "loss": loss,
             "loss_running": self.running_loss,
-            "lr": lr,
+            "lr": engine.optimizer.param_groups[0]["lr"],
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
-            "step_ms": 1000 * seconds / self.num_timed_steps,
-            "data_wait_ms": 1000 * max(waits) / self.num_timed_steps,
+            "step_ms": 1000 * seconds / num_timed,
+            "data_wait_ms": 1000 * max(waits) / num_timed,
             **dataclasses.asdict(CLOCK.take()),
             "samples_per_s": per_second,
             "tokens_per_s": of_interval * self.timed_tokens,
@@ -246,7 +240,7 @@ class Metrics:
         self._log_line(step, line)
         if time.perf_counter() >= self.next_page:
             self.write_page()
-        self.restart_clock()
+        CLOCK.restart()
         return line
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
@@ -256,7 +250,7 @@ class Metrics:
             named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
             logger.info("step %d/%d  %s", step, self.num_steps, named)
         self.draw()
-        self.restart_clock()
+        CLOCK.restart()
 
     def write(self, step: int, line: dict) -> None:
         """Write numbers to metrics.jsonl, TensorBoard and W&B, on rank 0."""

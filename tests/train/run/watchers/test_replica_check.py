@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from cogfast.train.distributed import replica_check
-from cogfast.train.distributed.replica_check import hash_parameters
+from cogfast.train.run.watchers import replica_check
+from cogfast.train.run.watchers.replica_check import hash_parameters
 from tests.support.tiny_run import launch_ranks
 
 MODELS = ("5b", "bf16")

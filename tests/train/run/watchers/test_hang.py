@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from cogfast.train.run.health.hang import HangStacks, frames_of_main, hanging
+from cogfast.train.run.watchers.hang import HangStacks, frames_of_main, hanging
 from tests.support.tiny_run import CHANNELS, run_folder, run_program, write_clips, write_config
 
 AWAY = 3  # the step in which rank 1 reads its batch and hangs
@@ -85,7 +85,7 @@ def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: str) -> None:
     """Asleep while it reads, or stopped by SIGSTOP."""
     pids = tmp_path / "pids.json"
-    name = "tests.train.run.health.test_hang.HangingReads"
+    name = "tests.train.run.watchers.test_hang.HangingReads"
     dataset = {"target": name, "params": {"how": how, "pids": str(pids)}}
     data = write_clips(tmp_path / "data", num_clips=1)
     args = {"dataset": dataset, "train_iters": 50, "collective_timeout": 10, "decode_timeout": 0}

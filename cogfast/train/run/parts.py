@@ -1,0 +1,366 @@
+"""Builds what the training loop uses, in the order in which mistakes end a run soonest."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.config import Config, data_arguments
+from cogfast.data.batches import Batch
+from cogfast.data.global_order import GlobalOrder
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.formats.checkpoint_manifest import (
+    RESUMABLE,
+    checkpoints_folder,
+    read_manifest,
+    run_of,
+    step_of,
+)
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
+from cogfast.train.assembly import (
+    DTYPES,
+    Datasets,
+    Diffusion,
+    assemble_datasets,
+    assemble_diffusion,
+    assemble_encoder,
+    assemble_order,
+    assemble_transformer,
+)
+from cogfast.train.caching.cached_data import read_from_cache
+from cogfast.train.caching.command import encode_first
+from cogfast.train.caching.encode_choice import EncodeChoice
+from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
+from cogfast.train.distributed.process_groups import (
+    ModelParallelUnit,
+    ProcessGroups,
+    start_processes,
+)
+from cogfast.train.distributed.step_clock import CLOCK
+from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
+from cogfast.train.encode import EncodeOverrides, Encoder
+from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
+from cogfast.train.memory.fit import fit_to_device
+from cogfast.train.optimizer import (
+    build_learning_rate,
+    build_optimizer,
+    parameter_groups,
+    warn_of_long_warmup,
+)
+from cogfast.train.plan.out_of_memory import MemoryWatch
+from cogfast.train.preflight.attention_choice import choose_for_training
+from cogfast.train.preflight.check import check_train, log_unused
+from cogfast.train.preflight.dry_build import warn_of_different_schedules
+from cogfast.train.preflight.header_scan import record_bad, survey_datasets
+from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
+from cogfast.train.run.checkpoint_loader import load_checkpoint
+from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.run.export import Exporter
+from cogfast.train.run.folder import (
+    adapters_to_resume,
+    check_changes,
+    create_folder,
+    describe_run,
+    open_run_folder,
+)
+from cogfast.train.run.terminal import resume_words
+from cogfast.train.run.watchers.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.run.watchers.hang import HangStacks
+from cogfast.train.run.watchers.metrics import BandLosses, Metrics
+from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
+from cogfast.train.run.watchers.profiling import Profiler
+from cogfast.train.run.watchers.replica_check import ReplicaCheck
+from cogfast.train.run.watchers.watcher import Watchers
+from cogfast.train.sampling.evaluate import Evaluator
+from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All that the training loop uses. step: completed optimizer steps, of the run that it resumes.
+
+    learning_rate: by step, from 0. num_trained: parameters. num_steps: of the whole run.
+    """
+
+    config: Config
+    args: TrainArguments
+    groups: ProcessGroups
+    folder: Path
+    lock: AbstractContextManager
+    step: int
+    num_steps: int
+    global_batch: int
+    num_trained: int
+    attention_backend: str | None
+    diffusion: Diffusion
+    datasets: Datasets
+    order: GlobalOrder
+    learning_rate: Callable[[int], float]
+    encode_choice: EncodeChoice
+    encoder: Encoder
+    engine: ZeroEngine
+    size: SampleSize
+    bands: BandLosses
+    evaluator: Evaluator
+    exporter: Exporter
+    writer: CheckpointWriter
+    gradient_check: GradientCheck
+    checkpointing: ActivationCheckpointing
+    memory: MemoryWatch
+
+    def how_to_resume(self) -> str:
+        return _how_to_resume(self.config, self.folder, self.writer)
+
+
+def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
+    """Check a configuration, start the processes, build the run, and load what it resumes from."""
+    args = TrainArguments.from_config(config)
+    if not args.compile:
+        run_without_dynamo()
+    # Before process groups and GPU memory, so that a mistake ends the run in seconds.
+    check_train(config)
+    groups = start_processes(
+        args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+    )
+    if args.fit == "auto":
+        fitted, args = fit_to_device(config, args, groups)
+        if fitted is not config:
+            check_train(fitted)
+        config = fitted
+    diffusion = assemble_diffusion(config)
+    if groups.is_main:
+        log_unused(config)
+        warn_of_different_schedules(diffusion)
+        warn_of_pipeline_positions(config)
+        warn_of_image_scale(config)
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+    if args.encode_first:
+        # Encoding may take hours: the folder that the run needs then is created before.
+        groups.on_main(lambda: create_folder(args))
+        encode_first(config, args, groups, overrides)
+    global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
+    # Before the model is built: headers determine buckets and order, and unreadable data should
+    # fail early.
+    videos, bad = survey_datasets(assemble_datasets(config, args), args, groups, global_batch)
+    datasets = read_from_cache(videos, config, args, groups, overrides)
+    order = assemble_order(datasets.train, args.seed, global_batch)
+    num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
+    assert num_steps is not None, "from_config sets a default"
+    learning_rate = build_learning_rate(args, num_steps)
+    if groups.is_main:
+        warn_of_long_warmup(args, num_steps)
+    folder, checkpoint, lock = open_run_folder(args, groups)
+    step, manifest = 0, {}
+    if checkpoint is not None:
+        adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
+        if adapters is not None:
+            checkpoint = None
+            step, args = _take_adapters(adapters, args, groups)
+    if checkpoint is not None:
+        read = partial(read_manifest, checkpoint, RESUMABLE, args.verify_checkpoints)
+        manifest = groups.on_main(read)
+        check_changes(checkpoint, manifest, config, global_batch)
+        step = manifest["step"]
+    if groups.is_main:
+        describe_run(
+            folder,
+            checkpoint,
+            manifest,
+            config,
+            groups.world_size,
+            is_run_folder=args.run_folder is not None,
+        )
+        # The headers were read before the folder existed.
+        record_bad(folder, bad, len(datasets.train))
+
+    transformer = assemble_transformer(config, args, groups, allow_missing=args.force_train)
+    _check_lora(transformer, args, groups)
+    exporter = Exporter(
+        args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
+    )
+    # A resumed run keeps its attention backend.
+    stored = manifest.get("attention_backend")
+    backend = choose_for_training(config, args, transformer.config, groups, stored)
+    transformer.use_kernels(choose_kernels(args.kernels, backend))
+    encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
+    encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
+    num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
+    optimizer = build_optimizer(
+        config.deepspeed.get("optimizer") or {},
+        parameter_groups(transformer, args.weight_decay, args.optimizer_moments),
+        args.kernels,
+        config.allow_import,
+        args.optimizer_moments,
+        args.ema_device,
+    )
+    # Before ZeRO-3 divides the parameters.
+    how_to_resume = lambda: _how_to_resume(config, folder, writer)
+    memory = MemoryWatch(config, args, groups, transformer, folder, how_to_resume)
+    mpu = None if groups.tensor is None else ModelParallelUnit(groups)
+    # Last, because DeepSpeed copies the loaded weights into its flat partitions.
+    settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
+    engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
+    size = SampleSize(config, transformer.config, args.sampling_fps)
+    assert args.activation_checkpointing is not None, "from_config chooses one"
+    checkpointing = memory.checkpointing = ActivationCheckpointing(
+        transformer,
+        args.activation_checkpointing,
+        groups,
+        memory.setup,
+        is_compiled=args.compile,
+        has_buckets=size.has_buckets,
+        is_offloaded=args.offload_activations,
+    )
+    resize = data_arguments(config).get("resize", "crop")
+    evaluator = Evaluator(engine, diffusion, encoder, datasets.valid, args, groups, folder, resize)
+    layout = args.folder_layout
+    checkpoints = checkpoints_folder(folder, layout)
+    writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, manifest, engine, groups, args.verify_checkpoints)
+        _log_changes(manifest, args, order, len(datasets.train))
+        # A run that ends before its first step need not save this one again.
+        writer.saved_step, writer.saved = step, checkpoint
+        logger.info("resumed %s at step %d", checkpoint, step)
+    return Parts(
+        config=config,
+        args=args,
+        groups=groups,
+        folder=folder,
+        lock=lock,
+        step=step,
+        num_steps=num_steps,
+        global_batch=global_batch,
+        num_trained=num_trained,
+        attention_backend=backend,
+        diffusion=diffusion,
+        datasets=datasets,
+        order=order,
+        learning_rate=learning_rate,
+        encode_choice=encode_choice,
+        encoder=encoder,
+        engine=engine,
+        size=size,
+        bands=BandLosses(args.eval_timestep_bands, diffusion.loss, groups.device),
+        evaluator=evaluator,
+        exporter=exporter,
+        writer=writer,
+        gradient_check=gradient_check,
+        checkpointing=checkpointing,
+        memory=memory,
+    )
+
+
+def assemble_watchers(
+    parts: Parts, loss_at: Callable[[int, Batch], Tensor], save: Callable[[], bool]
+) -> tuple[Watchers, Metrics]:
+    """Return what watches the run, and of it the metrics.
+
+    loss_at: returns the loss of a micro-batch of a step. save: saves a checkpoint of the current step,
+    and returns whether that succeeded.
+    """
+    args, groups, folder, engine = parts.args, parts.groups, parts.folder, parts.engine
+    CLOCK.has_others = groups.world_size > 1
+    CLOCK.is_complete = not (args.compile and groups.tensor_size > 1)
+    transformer, dataset = engine.transformer, parts.datasets.train
+    metrics = Metrics(
+        args,
+        folder,
+        groups,
+        engine,
+        parts.size,
+        parts.bands,
+        start_step=parts.step,
+        num_steps=parts.num_steps,
+        samples_per_step=parts.global_batch,
+    )
+    every, wait = args.replica_check_interval, engine.wait_for_weights
+    # In the order of their calls; closed in the reverse order.
+    watchers = [
+        HangStacks(folder, groups.rank, args.collective_timeout),
+        parts.checkpointing,
+        parts.memory,
+        parts.gradient_check,
+        ReplicaCheck(transformer, groups.tensor, every, wait),
+        NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),
+        metrics,
+        Profiler(folder / "profile", groups, transformer.blocks, args, parts.num_steps),
+    ]
+    return Watchers(watchers), metrics
+
+
+def _how_to_resume(config: Config, folder: Path, writer: CheckpointWriter) -> str:
+    """Describe the last checkpoint and the command that resumes from it."""
+    path = writer.saved
+    if path is None:
+        return f"nothing is saved in {folder}; run the same command to start again"
+    # A run that continues another one in a folder of its own may not have saved yet.
+    is_own = run_of(path).absolute() == folder.absolute()
+    resume = resume_words(config, folder if is_own else path)
+    return f"the last checkpoint is {path}; run the same command with {resume} to resume"
+
+
+def _check_lora(
+    transformer: DiffusionTransformer, args: TrainArguments, groups: ProcessGroups
+) -> None:
+    reason = lora_cannot_learn(transformer, groups)
+    if reason is None:
+        return
+    text = f"args.load={args.load}: {reason}, so LoRA gets no gradient at first"
+    if not args.force_train:
+        raise ValueError(
+            f"{text}; set args.load to a trained model, or args.force_train=true to continue"
+        )
+    logger.warning("%s", text)
+
+
+def _take_adapters(
+    file: Path, args: TrainArguments, groups: ProcessGroups
+) -> tuple[int, TrainArguments]:
+    """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file and its step."""
+    step = step_of(file.parent)
+    assert step is not None, f"{file.parent}: a name of such a checkpoint"
+    if groups.is_main:
+        logger.warning(
+            "args.resume=%s: resuming its LoRA weights and its step %d, without the state of its "
+            "optimizer, since CogVideo's diffusers trainer wrote it",
+            file.parent,
+            step,
+        )
+    return step, dataclasses.replace(args, load_lora=str(file))
+
+
+def _log_changes(
+    manifest: dict[str, Any], args: TrainArguments, order: GlobalOrder, num_samples: int
+) -> None:
+    """Log what differs from the run that a checkpoint is of, where a run may change it."""
+    moments = args.optimizer_moments
+    saved = (manifest.get("config") or {}).get("args", {}).get("optimizer_moments", "fp32")
+    if saved != moments:
+        how = "rounded to 8 bits" if moments == "8bit" else "kept in float32 from here on"
+        logger.info("args.optimizer_moments=%s, before %s: the moments are %s", moments, saved, how)
+    now = num_samples, order.fingerprint
+    before = manifest.get("num_samples", now[0]), manifest.get("data_order", now[1])
+    if before != now:
+        logger.warning(
+            "the data set has changed (%s, before %d%s): from this step on, the order of the samples "
+            "is different",
+            counted(num_samples, "sample"),
+            before[0],
+            "" if before[0] != num_samples else ", with different weights or buckets",
+        )
