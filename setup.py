@@ -109,7 +109,10 @@ setup(
     cmdclass={"build_ext": BuildKernels},
     data_files=[
         ("share/cogfast/configs", sorted(map(str, Path("configs").glob("*.yaml")))),
-        ("share/cogfast/docs", ["docs/options.md"]),  # --help-all prints it
+        (
+            "share/cogfast/docs",
+            ["docs/options.md", "docs/cogfast.schema.json"],
+        ),  # for --help-all, and for editors
     ],
     install_requires=[
         "torch>=2.11,<2.14",
@@ -120,6 +123,7 @@ setup(
         "huggingface_hub",
         "sentencepiece",
         "omegaconf>=2.4,<2.5",
+        "pydantic>=2.13,<3",
         "einops>=0.8",
         "safetensors>=0.6",
         "xxhash>=3.5",

@@ -146,14 +146,19 @@ def _time_steps(layout: Layout, rank: int, store: str, sender: Connection) -> No
     latents = torch.randn(batch, sizes.in_channels, frames, sizes.latent_height, sizes.latent_width)
     timesteps = torch.randint(1000, (batch,))
     text = torch.randn(batch, sizes.text_length, sizes.text_hidden_size)
-    seconds = []
+    seconds, flat = [], torch.empty(0)
     for _ in range(1 + NUM_TIMED_STEPS):
         start = time.perf_counter()
         transformer(latents, timesteps, text).float().square().mean().backward()
         if layout.num_processes > 1:
             gradients = [p.grad for p in transformer.parameters() if p.grad is not None]
-            torch.distributed.all_reduce(torch.cat([g.flatten() for g in gradients]))
+            flat = torch.cat([g.flatten() for g in gradients])
+            torch.distributed.all_reduce(flat)
         optimizer.step()
+        if layout.num_processes > 1:
+            # ZeRO: each process has updated its part of the weights, and gets the others'.
+            part = flat[: len(flat) // layout.num_processes]
+            torch.distributed.all_gather([torch.empty_like(part)] * layout.num_processes, part)
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
     if rank == 0:

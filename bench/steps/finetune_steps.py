@@ -213,7 +213,7 @@ class Peer:
 def time_pairs(args: Args, pairs: int) -> dict[str, list[float]]:
     """Return the milliseconds of the steps of both sides, which alternate."""
     steps, times = Peer(args).steps(), {"ours": [], "theirs": []}
-    args = replace(args, train_steps=_WARM_UP + pairs + 1)
+    args = args.model_copy(update={"train_steps": _WARM_UP + pairs + 1})
     run = TRAINERS[args.training_type](args)._prepare()
     device, rate = run.groups.device, run.learning_rate
     ended: list[float] = []  # when the step of the other side had ended

@@ -1,39 +1,34 @@
-"""Writes docs/options.md, the table of all keys: `python -m cogfast.cli.option_table`.
+"""Writes docs/options.md, the table of all keys, and docs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
 
-A key's name, type and default come from the dataclass, the constructor or the mapping of types that
-checks it. Its meaning is the comment above it in that place's source. A test compares the file with
-what this module writes, and fails for a key without a meaning.
+A key's name, type and default come from the pydantic model or the constructor that checks it. Its meaning
+is the description in the model, or the comment above the constructor's parameter. A test compares the
+file with what this module writes, and fails for a key without a meaning.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import importlib
-import inspect
-import re
+import json
 import sys
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
+from cogfast.cli.parameters import parameters_of
+from cogfast.cli.yaml_schema import yaml_schema
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
-from cogfast.model.autoencoder import video_autoencoder_from_sat
-from cogfast.model.config import TransformerConfig
-from cogfast.schema import deepspeed_keys, sat_network
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.json_files import Range
+from cogfast.schema.arguments import GROUPS, ModelArguments, TrainArguments
+from cogfast.schema.deepspeed_keys import DeepSpeedSection
 from cogfast.schema.places import PLACES
 from cogfast.schema.sat_classes import TARGETS
+from cogfast.schema.sat_network import NETWORK_MODELS
 from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import describe_type, show, takes_component
+from cogfast.schema.values import describe, is_component_schema, json_schema, show
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+SCHEMA = "cogfast.schema.json"  # beside it, for editors
 REQUIRED = "required"
-_GROUP = re.compile(r"--- (.+) ---")
 # Place of a component -> the key of its params, without the target's part of it
 _COMPONENTS = {
     "denoiser": "model.denoiser_config.params",
@@ -50,8 +45,6 @@ _COMPONENTS = {
 }
 # The params of SAT's class are those of its nested sections.
 _WRITTEN_OUT = ("cogfast.model.autoencoder.video_autoencoder_from_sat",)
-# Parameters that the assembly of a run fills in
-_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 _INTRODUCTION = """\
 # Options
 
@@ -59,13 +52,6 @@ All keys of a configuration, with their defaults. A key is set in a YAML file or
 (`args.train_iters=100`); `cogfast train --dry-run` prints every value with its origin. Upper limits of 100000 and above, which only
 catch typing errors, are left out here. `python -m cogfast.cli.option_table` writes this file from the source.
 """
-_WORDS = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    type(None): "null",
-}
 _NO_LIMIT = 10**5
 
 
@@ -90,101 +76,36 @@ class Group:
     level: int = 3
 
 
-class Comments:
-    """The comments of a module that stand above fields, parameters and keys of mappings."""
-
-    def __init__(self, module: str) -> None:
-        # Comments are in the source alone: Python drops them when it compiles.
-        source = inspect.getsource(importlib.import_module(module))
-        self.lines, self.tree = source.splitlines(), ast.parse(source)
-
-    def of_class(self, name: str) -> dict[str, tuple[str, str]]:
-        """Return {field: (meaning, group)} of a dataclass."""
-        found, group = {}, ""
-        for node in self._definition(ast.ClassDef, name).body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                meaning, header = self._above(node, node.target.id)
-                # A group lasts until the next comment between dashes.
-                group = header or group
-                found[node.target.id] = meaning, group
-        return found
-
-    def of_call(self, name: str) -> dict[str, str]:
-        """Return {parameter: meaning} of a function, or of a class's constructor."""
-        definition = self._definition(ast.ClassDef | ast.FunctionDef, name)
-        if isinstance(definition, ast.ClassDef):
-            functions = [n for n in definition.body if isinstance(n, ast.FunctionDef)]
-            definition = next(n for n in functions if n.name == "__init__")
-        arguments = definition.args
-        # In any order: the caller asks by name, in the order of the signature.
-        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        return {argument.arg: self._above(argument, argument.arg)[0] for argument in every}
-
-    def of_mapping(self, name: str) -> dict[str, str]:
-        """Return {key: meaning} of a mapping that the module assigns to `name`.
-
-        A key of a mapping in it is `outer.inner`.
-        """
-        nodes = [n for n in self.tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
-        targets = lambda node: node.targets if isinstance(node, ast.Assign) else [node.target]
-        value = next(n.value for n in nodes if ast.unparse(targets(n)[0]) == name)
-        assert isinstance(value, ast.Dict), f"{name} is a mapping with its keys written out"
-        return self._keys(value)
-
-    def _keys(self, mapping: ast.Dict, where: str = "") -> dict[str, str]:
-        found: dict[str, str] = {}
-        for key, value in zip(mapping.keys, mapping.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                name, meaning = where + key.value, self._above(key, f'"{key.value}"')[0]
-                # A section may be named once inside its parent and once with its own keys.
-                found[name] = meaning or found.get(name, "")
-                if isinstance(value, ast.Dict):
-                    found |= self._keys(value, f"{name}.")
-            elif isinstance(value, ast.Name):  # **another mapping of the module
-                found |= self.of_mapping(value.id)
-        return found
-
-    def _definition(self, kind: Any, name: str) -> Any:
-        found: Any = [node for node in self.tree.body if isinstance(node, kind)]
-        return next(node for node in found if node.name == name)
-
-    def _above(self, node: Any, text: str) -> tuple[str, str]:
-        """Return the comment directly above a node, and the last group that it begins.
-
-        text: what the node's line must begin with; a name later in the line has no comment of its own.
-        """
-        first = node.lineno - 1
-        if not self.lines[first].strip().startswith(text):
-            return "", ""
-        comments: list[str] = []
-        # All lines of comments up to the statement before it.
-        while self.lines[first - 1].strip().startswith("#"):
-            first -= 1
-            comments.insert(0, self.lines[first].strip().removeprefix("#").strip())
-        groups = [match[1] for line in comments if (match := _GROUP.fullmatch(line))]
-        meaning = " ".join(line for line in comments if not _GROUP.fullmatch(line))
-        return meaning, groups[-1] if groups else ""
-
-
 def groups() -> Iterator[Group]:
     """Yield all groups of options in the order of the file."""
     yield Group("args", text="How a run trains, evaluates and samples.", level=2)
-    yield from _of_dataclass("args", TrainArguments)
+    title, rows = "", []
+    for option in of_model(TrainArguments, "args."):
+        name = option.key.partition(".")[2]
+        if name in GROUPS and rows:
+            yield Group(f"args: {title}", rows)
+            rows = []
+        title = GROUPS.get(name, title)
+        rows.append(option)
+    yield Group(f"args: {title}", rows)
     text = "`data.target` names the class of the data set ([data.md](data.md)), `data.params` describe it."
     yield Group("data", text=text, level=2)
-    for kind in (ListedVideos, VideoList, VideoShards):
-        (group,) = _of_dataclass("data.params", kind)
-        users = "all data sets" if kind is ListedVideos else kind.__name__
-        yield dataclasses.replace(group, title=f"data.params of {users}")
+    common = _of_call(ListedVideos, "data.params.")
+    yield Group("data.params of all data sets", common)
+    for kind in (VideoList, VideoShards):
+        own = [one for one in _of_call(kind, "data.params.") if one not in common]
+        yield Group(f"data.params of {kind.__name__}", own)
     text = "The network and what is around it, each a class (`target`) with `params`."
     yield Group("model", text=text, level=2)
-    (group,) = _of_dataclass("model", ModelArguments)
-    yield dataclasses.replace(group, title="model without its components")
-    yield from _network()
+    yield Group("model without its components", of_model(ModelArguments, "model."))
+    for (where, users), kind in NETWORK_MODELS.items():
+        yield Group(f"{where}{users}", of_model(kind))
     for name in _COMPONENTS:
         if name != "optimizer":
             yield from _of_place(name)
-    yield from _deepspeed()
+    text = "DeepSpeed's configuration, whose documentation describes the keys of its sections."
+    yield Group("deepspeed", of_model(DeepSpeedSection, "deepspeed."), text, level=2)
+    yield from _of_place("optimizer")
     # One row per reason: a dozen keys of the autoencoder's training share one.
     reasons: dict[str, list[str]] = {}
     for key, reason in UNUSED.items():
@@ -194,86 +115,24 @@ def groups() -> Iterator[Group]:
     yield Group("Accepted and not used", rows, text, level=2)
 
 
-def _of_dataclass(where: str, schema: type) -> Iterator[Group]:
-    """Yield the groups of a dataclass's own fields, by the comments between dashes."""
-    comments = Comments(schema.__module__).of_class(schema.__name__)
-    hints = typing.get_type_hints(schema, include_extras=True)
-    found: dict[str, list[Option]] = {}
-    # Inherited fields have their comments in the base class, which has a group of its own.
-    for one in dataclasses.fields(schema):
-        if one.name in comments:
-            meaning, group = comments[one.name]
-            option = Option(f"{where}.{one.name}", type_of(hints[one.name]), _default(one), meaning)
-            found.setdefault(group, []).append(option)
-    for name, options in found.items():
-        yield Group(f"{where}: {name}", options)
+def of_model(kind: Any, where: str = "") -> list[Option]:
+    """Return the fields of a pydantic model or dataclass that have a description."""
+    schema, fields = json_schema(kind), kind.__pydantic_fields__
+    rows = []
+    for name, node in schema["properties"].items():
+        if fields[name].description is None:
+            continue  # it has one legal value
+        default = REQUIRED
+        if not fields[name].is_required():
+            default = _shown(fields[name].get_default(call_default_factory=True))
+        meaning = " ".join(fields[name].description.split())
+        rows.append(Option(where + name, describe(node, schema, _NO_LIMIT), default, meaning))
+    return rows
 
 
-def type_of(annotation: Any) -> str:
-    """Describe the values of an annotation in few words."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated and isinstance(inner[1], Range):
-        low, high = inner[1].low, inner[1].high
-        limits = "" if low <= -_NO_LIMIT else f" >= {low:g}"
-        if high < _NO_LIMIT:
-            limits = f" from {low:g} to {high:g}"
-        return type_of(inner[0]) + limits
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(type_of, inner)))
-    if origin is Literal:
-        return ", ".join(show(value).strip("'") for value in inner)
-    if origin is tuple and inner[-1] is not Ellipsis:
-        return f"list of {len(inner)} ({type_of(inner[0])})"
-    if origin in (list, Sequence) and inner:
-        return f"list ({type_of(inner[0])})"
-    return _WORDS.get(annotation) or describe_type(annotation)
-
-
-def _default(one: dataclasses.Field | inspect.Parameter) -> str:
-    """Return the default of a field or a parameter as YAML has it."""
-    factory = getattr(one, "default_factory", dataclasses.MISSING)
-    if factory is not dataclasses.MISSING:
-        return show(factory())
-    if one.default in (dataclasses.MISSING, inspect.Parameter.empty):
-        return REQUIRED
-    return one.default if isinstance(one.default, str) and one.default else show(one.default)
-
-
-def _network() -> Iterator[Group]:
-    """Yield the groups of SAT's network_config and first_stage_config."""
-    model = {one.name: _default(one) for one in dataclasses.fields(TransformerConfig)}
-    where = "model.network_config.params"
-    own = model | dict.fromkeys(sat_network.NETWORK_REQUIRED, REQUIRED) | {"time_embed_dim": "null"}
-    yield _of_mapping(where, "NETWORK_PARAMS", own)
-    own = {"checkpoint_activations": "false", **model}
-    yield _of_mapping(f"{where}.transformer_args", "TRANSFORMER_ARGS", own)
-    where = f"{where}.modules"
-    position = f"{where}.pos_embed_config.params"
-    own = {**model, "text_length": "0"}
-    yield _of_mapping(position, "SINCOS_PARAMS", own, " of Basic3DPositionEmbeddingMixin")
-    own = {
-        "theta": model["rope_theta"],
-        "learnable_pos_embed": model["learnable_position"],
-        "positions": model["rotary_positions"],
-    }
-    yield _of_mapping(position, "ROTARY_PARAMS", own, " of Rotary3DPositionEmbeddingMixin")
-    yield _of_mapping(f"{where}.patch_embed_config.params", "PATCH_PARAMS", {})
-    yield _of_mapping(f"{where}.adaln_layer_config.params", "ADALN_PARAMS", {"qk_ln": "true"})
-    own = {
-        "lora_alpha": model["lora_alpha"],
-        "lora_dropout": model["lora_dropout"],
-        "layer_range": model["lora_layers"],
-        "target_modules": show(["query_key_value", "dense"]),
-    }
-    yield _of_mapping(f"{where}.lora_config.params", "LORA_PARAMS", own)
-    where = "model.first_stage_config.params"
-    parameters = inspect.signature(video_autoencoder_from_sat).parameters
-    own = {name: _default(parameter) for name, parameter in parameters.items()}
-    users = " of SAT's VideoAutoencoderInferenceWrapper"
-    yield _of_mapping(where, "AUTOENCODER_PARAMS", own, users)
-    own = {"in_channels": "3", "out_ch": "3", "double_z": "true", "temporal_compress_times": "4"}
-    users = ", and of decoder_config"
-    yield _of_mapping(f"{where}.encoder_config.params", "CODER_PARAMS", own, users)
+def _shown(default: Any) -> str:
+    """Return a default as YAML has it."""
+    return default if isinstance(default, str) and default else show(default)
 
 
 def _of_place(name: str) -> Iterator[Group]:
@@ -293,7 +152,7 @@ def _of_place(name: str) -> Iterator[Group]:
             for target in (*_sat_names(kind), f"{kind.__module__}.{kind.__name__}")
         ]
         text = f"`target`: `{'`, `'.join(targets)}`"
-        options = [] if owner is object else _of_constructor(owner)
+        options = [] if owner is object else _of_call(owner)
         names = ", ".join(kind.__name__ for kind in kinds)
         yield Group(f"{_COMPONENTS[name]} of {names}", options, text)
 
@@ -303,58 +162,16 @@ def _sat_names(kind: type) -> list[str]:
     return [name for name, sat in TARGETS.items() if sat.path == path and name != path]
 
 
-def _of_constructor(kind: Any) -> list[Option]:
-    meanings = Comments(kind.__module__).of_call(kind.__name__)
-    hints = typing.get_type_hints(kind.__init__, include_extras=True)
-    # Defaults from the signature, types from the hints: strings in one, objects in the other.
-    parameters = inspect.signature(kind).parameters
-    return [
-        Option(
-            f"{name}_config" if takes_component(hints[name]) else name,
-            "a component" if takes_component(hints[name]) else type_of(hints[name]),
-            _default(parameter),
-            meanings[name],
-        )
-        for name, parameter in parameters.items()
-        if name not in _SET_BY_CODE
-    ]
-
-
-def _deepspeed() -> Iterator[Group]:
-    """Yield the groups of the deepspeed section. A key of a section needs no comment of its own."""
-    text = "DeepSpeed's configuration. A key that is left out has DeepSpeed's default or the one given here."
-    yield Group("deepspeed", text=text, level=2)
-    meanings = Comments(deepspeed_keys.__name__)
-    kinds = deepspeed_keys.TOP_KEYS
-    top = meanings.of_mapping("TOP_KEYS")
-    options = [Option(f"deepspeed.{key}", type_of(kinds[key]), "", top[key]) for key in kinds]
-    yield Group("deepspeed: top level", options)
-    inner = meanings.of_mapping("SECTION_KEYS")
-    options, others = [], []
-    for section, kinds in deepspeed_keys.SECTION_KEYS.items():
-        plain = []
-        for key, kind in kinds.items():
-            meaning = inner.get(f"{section}.{key}")
-            if meaning:
-                row = Option(f"deepspeed.{section}.{key}", type_of(kind), "", meaning)
-                options.append(row)
-            else:
-                plain.append(key)
-        others.append(Option(f"deepspeed.{section}", "", "", ", ".join(plain)))
-    yield Group("deepspeed: in its sections", options)
-    yield from _of_place("optimizer")
-    text = "DeepSpeed's documentation describes these; their names and types are checked here."
-    yield Group("deepspeed: passed on unchanged", others, text)
-
-
-def _of_mapping(where: str, name: str, defaults: Mapping[str, str], users: str = "") -> Group:
-    """Return the group of a mapping of sat_network. A key without a default is required."""
-    meanings = Comments(sat_network.__name__).of_mapping(name)
-    options = [
-        Option(key, type_of(kind), defaults.get(key, REQUIRED), meanings[key])
-        for key, kind in getattr(sat_network, name).items()
-    ]
-    return Group(where + users, options)
+def _of_call(kind: Any, where: str = "") -> list[Option]:
+    rows = []
+    for parameter, schema, meaning in parameters_of(kind):
+        is_built = is_component_schema(schema)
+        words = "a component" if is_built else describe(schema, most=_NO_LIMIT)
+        is_required = parameter.default is parameter.empty
+        default = REQUIRED if is_required else _shown(parameter.default)
+        key = f"{where}{parameter.name}{'_config' if is_built else ''}"
+        rows.append(Option(key, words, default, meaning))
+    return rows
 
 
 def render(found: Iterable[Group]) -> str:
@@ -375,9 +192,7 @@ def _table(options: Sequence[Option]) -> str:
     rows = [heads, ["---"] * len(heads)]
     for one in options:
         default = one.default if one.default in ("", REQUIRED) else f"`{one.default}`"
-        # Comments speak Python, and readers of the table write YAML.
-        meaning = re.sub(r"\bNone\b", "null", one.meaning)
-        rows.append([f"`{one.key}`", *(cell for cell in (one.type, default) if cell), meaning])
+        rows.append([f"`{one.key}`", *(cell for cell in (one.type, default) if cell), one.meaning])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -387,8 +202,10 @@ def main(argv: Sequence[str]) -> None:
     # A key without a meaning is worth no row: the command fails before it writes.
     missing = [one.key for group in found for one in group.options if not one.meaning]
     if missing:
-        raise ValueError(f"no comment above {', '.join(missing)}; write one with its meaning")
+        raise ValueError(f"nothing describes {', '.join(missing)}; write what they mean")
     file.write_text(render(found), encoding="utf-8")
+    text = json.dumps(yaml_schema(), indent=1, ensure_ascii=False) + "\n"
+    file.with_name(SCHEMA).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

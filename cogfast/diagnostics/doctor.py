@@ -44,6 +44,13 @@ class Finding:
     fix: str = ""
 
 
+def judge(
+    what: str, is_well: bool, found: str, cost: str, fix: str, otherwise: Status = "note"
+) -> Finding:
+    """Return a finding that is ok, or what it costs that it is not."""
+    return Finding(what, "ok", found) if is_well else Finding(what, otherwise, found, cost, fix)
+
+
 def examine(folder: Path) -> list[Finding]:
     """Examine the machine. folder: where the runs will be written."""
     system = f"{platform.python_version()} on {platform.platform(terse=True)}"
@@ -162,9 +169,8 @@ def _optional(torch: Any) -> Iterator[Finding]:
 
 
 def _part(what: str, found: str | None, cost: str, fix: str) -> Finding:
-    if found:
-        return Finding(what, "ok", found)
-    return Finding(what, "missing", "not installed, or it does not load", cost, fix)
+    shown = found or "not installed, or it does not load"
+    return judge(what, bool(found), shown, cost, fix, "missing")
 
 
 def _processor() -> Finding:
@@ -192,7 +198,7 @@ def _memory() -> Iterator[Finding]:
         found = f"{free / _GIB:.2g} GiB free in {shared}"
         cost = "reader processes pass data through it; they end with a bus error when it is full"
         fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16G /dev/shm"
-        yield _least("shared memory", free >= _SHARED_MEMORY, found, cost, fix)
+        yield judge("shared memory", free >= _SHARED_MEMORY, found, cost, fix)
 
 
 def _limits() -> Finding:
@@ -201,7 +207,7 @@ def _limits() -> Finding:
     is_enough = soft >= _OPEN_FILES or soft == resource.RLIM_INFINITY
     cost = "many readers, tar shards and ranks can run out of them"
     fix = f"ulimit -n {hard if 0 < hard < 65536 else 65536}"
-    return _least("open files", is_enough, f"at most {soft}", cost, fix)
+    return judge("open files", is_enough, f"at most {soft}", cost, fix)
 
 
 def _disk(folder: Path) -> Finding:
@@ -214,11 +220,7 @@ def _disk(folder: Path) -> Finding:
     found = f"{free / _GIB:.0f} GiB free in {there}"
     cost = "a checkpoint with optimizer and EMA takes 27 GB for 2B and 89 GB for 5B"
     fix = "set args.save to a larger disk, or args.keep_last=1"
-    return _least("disk", free >= _DISK, found, cost, fix)
-
-
-def _least(what: str, is_enough: bool, found: str, cost: str, fix: str) -> Finding:
-    return Finding(what, "ok", found) if is_enough else Finding(what, "note", found, cost, fix)
+    return judge("disk", free >= _DISK, found, cost, fix)
 
 
 def _import(module: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cogfast.diagnostics.doctor import Finding
+from cogfast.diagnostics.doctor import Finding, judge
 from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls
 from cogfast.train.plan.gpus import Gpu, find_gpu
 
@@ -64,14 +64,8 @@ def _gpu_of(device: torch.device) -> Gpu | None:
 def _judge(what: str, rate: float, unit: str, sheet: float | None, least: float) -> Finding:
     # Processors and GPUs that gpus.py does not list.
     if sheet is None:
-        return Finding(what=what, status="ok", found=f"{rate:.4g} {unit}; no data sheet to compare")
+        return Finding(what, "ok", f"{rate:.4g} {unit}; no data sheet to compare")
     found = f"{rate:.4g} {unit}, {rate / sheet:.0%} of the data sheet's {sheet:.4g}"
-    if rate >= least * sheet:
-        return Finding(what=what, status="ok", found=found)
-    return Finding(
-        what=what,
-        status="note",
-        found=found,
-        cost=f"at least {least:.0%} is expected: every step takes longer",
-        fix="nvidia-smi -q -d CLOCK,POWER,PERFORMANCE shows what slows the GPU down",
-    )
+    cost = f"at least {least:.0%} is expected: every step takes longer"
+    fix = "nvidia-smi -q -d CLOCK,POWER,PERFORMANCE shows what slows the GPU down"
+    return judge(what, rate >= least * sheet, found, cost, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Network(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """A discretization: noise levels by timestep, clean first."""
 

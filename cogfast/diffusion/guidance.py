@@ -7,24 +7,26 @@ estimates that come out. A thresholding limits the values that large scales prod
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.schema.json_files import Range
+from cogfast.schema.values import Range
 
 Ramp = Literal["timestep", "step"]
 Scale = Annotated[float, Range(-(10**4), 10**4)]
 
 
+@runtime_checkable
 class Thresholding(Protocol):
     """uncond, cond: [B, C, T, h, w] -> guided [B, C, T, h, w]."""
 
     def __call__(self, uncond: Tensor, cond: Tensor, scale: float) -> Tensor: ...
 
 
+@runtime_checkable
 class Guider(Protocol):
     """Combines the network's estimates. batch_factor: number of estimates per sample."""
 

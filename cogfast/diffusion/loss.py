@@ -10,7 +10,7 @@ from torch import Tensor
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
-from cogfast.schema.json_files import Range
+from cogfast.schema.values import Range
 
 
 class VideoDiffusionLoss:

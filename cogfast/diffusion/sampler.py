@@ -22,7 +22,7 @@ from torch import Tensor
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
 from cogfast.diffusion.guidance import Guider, IdentityGuider
 from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscretization
-from cogfast.schema.json_files import Range
+from cogfast.schema.values import Range
 
 NumSteps = Annotated[int, Range(0, 10**5)]
 FixedFrames = Annotated[int, Range(0, 10**5)]

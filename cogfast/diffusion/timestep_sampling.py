@@ -11,7 +11,7 @@ from torch import Tensor
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Schedule
 from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
-from cogfast.schema.json_files import Range
+from cogfast.schema.values import Range
 
 
 class DiscreteSampling:

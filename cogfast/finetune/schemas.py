@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from cogfast.cli.options import Parser
 from cogfast.schema.arguments import DiffusersSchedule, TrainArguments
-from cogfast.schema.json_files import Range
-from cogfast.schema.values import cut, describe_type, fits, printable, show
+from cogfast.schema.values import Range, cut, json_schema, printable, problem_of, show
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
@@ -27,161 +33,183 @@ Decay = Annotated[float, Range(0, 0.999999)]  # of a moment: 1 would divide by 0
 # Value that both train_ddp scripts of CogVideo pass as shipped.
 PLACEHOLDER = "/absolute/path/to/checkpoint_dir"
 _REQUIRED_IN_SHELL = ("training_type", "output_dir")  # as upstream's parser has it
-_OWN = "Only in cogfast"
 
 
-def _option(group: str, text: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
-    metadata = {"group": group, "help": text}
-    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
+# First option of each group -> the group's heading in `--help`
+_GROUPS = {
+    "model_path": "Model",
+    "output_dir": "Output",
+    "data_root": "Data",
+    "seed": "Training",
+    "gradient_checkpointing": "System",
+    "checkpointing_steps": "Checkpoints",
+    "rank": "LoRA",
+    "do_validation": "Validation",
+    "fps": "Only in cogfast",
+}
 
 
-_model, _output, _data = (
-    partial(_option, "Model"),
-    partial(_option, "Output"),
-    partial(_option, "Data"),
-)
-_train, _system = partial(_option, "Training"), partial(_option, "System")
-_save, _lora, _valid = (
-    partial(_option, "Checkpoints"),
-    partial(_option, "LoRA"),
-    partial(_option, "Validation"),
-)
-_own = partial(_option, _OWN)
+def _sizes(value: Any) -> Any:
+    """Split frames x height x width. Callers from Python pass three numbers."""
+    return value.split("x") if isinstance(value, str) else value
+
+
+_Side = Annotated[int, Range(1, 2**16 - 1)]
+_Resolution = Annotated[
+    tuple[_Side, _Side, _Side],
+    BeforeValidator(_sizes),
+    WithJsonSchema({"format": "frames x height x width in whole numbers, such as 49x480x720"}),
+]
 
 
 def _dated_folder() -> Path:
     return Path(f"train_results/{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(BaseModel):
     """One run's arguments, checked when they are built.
 
     Values may be text, as on a command line. Raises ValueError with option, value, rule and fix.
     """
 
-    model_path: Path = _model("folder or hub id of a diffusers pipeline")
-    model_name: str = _model("cogvideox-t2v, cogvideox-i2v, cogvideox1.5-t2v or cogvideox1.5-i2v")
-    model_type: Literal["i2v", "t2v"] = _model("i2v (image-to-video) or t2v (text-to-video)")
-    training_type: Literal["lora", "sft"] = _model("lora (adapters) or sft (all weights)", "lora")
-
-    output_dir: Path = _output("folder of the run", factory=_dated_folder)
-    report_to: Literal["tensorboard", "wandb", "all"] | None = _output(
-        "tensorboard, wandb or all; TensorBoard files are always written", None
-    )
-    tracker_name: str = _output("project name in Weights & Biases", "finetrainer-cogvideo")
-
-    data_root: Path = _data("folder of the training data")
-    caption_column: Path = _data("file in data_root with a caption per line")
-    video_column: Path = _data(
-        "file with the path of a video per line; if equal to caption_column: a metadata file with both"
-    )
-    image_column: Path | None = _data(
-        "file with the path of a first frame per line; default: the first frames of the videos",
-        None,
-    )
-    train_resolution: tuple[Count, Count, Count] = _data(
-        "frames x height x width, such as 49x480x720"
-    )
-    num_workers: Annotated[int, Range(0, 256)] = _data("processes per rank that read videos", 8)
-    pin_memory: bool = _data("no effect: batches for a GPU are always pinned", True)
-
-    seed: Annotated[int, Range(-(2**62), 2**62)] | None = _train("seed of data order and noise", 42)
-    train_epochs: Count = _train("passes over the data; train_steps replaces it", 10)
-    train_steps: Count | None = _train("optimizer steps", None)
-    batch_size: Count = _train("samples per rank and micro-batch", 1)
-    gradient_accumulation_steps: Count = _train("micro-batches per step", 1)
-    mixed_precision: Literal["no", "fp16", "bf16"] = _train(
-        "no (float32), fp16 or bf16 weights and activations; optimizer state is float32", "no"
-    )
-    learning_rate: Positive = _train("peak learning rate", 2e-5)
-    optimizer: str = _train("adamw or adam", "adamw")
-    beta1: Decay = _train("decay of the first moment", 0.9)
-    beta2: Decay = _train("decay of the second moment", 0.95)
-    beta3: Decay = _train("no effect: adamw and adam have two betas", 0.98)
-    epsilon: Positive = _train("Adam's epsilon, added to the denominator", 1e-8)
-    weight_decay: Positive = _train("weight decay, without norms and biases", 1e-4)
-    max_grad_norm: Positive = _train("largest norm of a step's gradients; 0: not clipped", 1.0)
-    lr_scheduler: DiffusersSchedule = _train(
-        "constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial",
-        "constant_with_warmup",
-    )
-    lr_warmup_steps: Annotated[int, Range(0, 10**9)] = _train("steps of linear warm-up", 100)
-    lr_num_cycles: Count = _train("restarts of cosine_with_restarts", 1)
-    lr_power: Positive = _train("exponent of polynomial", 1.0)
-
-    gradient_checkpointing: bool = _system(
-        "recompute activations that do not fit into memory", True
-    )
-    enable_slicing: bool = _system("encode and decode one video at a time", True)
-    enable_tiling: bool = _system(
-        "encode whole videos, 8 frames at a time or in tiles, whichever fits first; false: 8 frames",
-        True,
-    )
-    nccl_timeout: Count = _system("seconds that a rank waits for another one in a collective", 1800)
-
-    checkpointing_steps: Count = _save("steps between checkpoints", 200)
-    checkpointing_limit: Count = _save("number of latest checkpoints to keep", 10)
-    resume_from_checkpoint: Path | None = _save("latest, a checkpoint or a run's folder", None)
-
-    rank: Annotated[int, Range(1, 2**15)] = _lora("rank of the adapters", 128)
-    lora_alpha: Annotated[int, Range(1, 10**6)] = _lora("adapters are scaled by alpha / rank", 64)
-    target_modules: list[str] = _lora(
-        "linear layers that get adapters", factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"]
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
-    do_validation: bool = _valid("sample videos during training and at the end", False)
-    validation_steps: Count | None = _valid(
-        "steps between validations; do_validation needs it", None
-    )
-    validation_dir: Path | None = _valid(
-        "folder of the following files; do_validation needs it", None
-    )
-    validation_prompts: str | None = _valid(
-        "file with a prompt per line; do_validation needs it", None
-    )
-    validation_images: str | None = _valid(
-        "file with the path of a first frame per line; do_validation of i2v needs it", None
-    )
-    validation_videos: str | None = _valid("not supported: CogVideoX takes no videos", None)
-    gen_fps: Annotated[int, Range(1, 1000)] = _valid("frames per second of sampled videos", 15)
+    model_path: Path
+    """folder or hub id of a diffusers pipeline"""
+    model_name: str
+    """cogvideox-t2v, cogvideox-i2v, cogvideox1.5-t2v or cogvideox1.5-i2v"""
+    model_type: Literal["i2v", "t2v"]
+    """i2v (image-to-video) or t2v (text-to-video)"""
+    training_type: Literal["lora", "sft"] = "lora"
+    """lora (adapters) or sft (all weights)"""
+    output_dir: Path = Field(default_factory=_dated_folder)
+    """folder of the run"""
+    report_to: Literal["tensorboard", "wandb", "all"] | None = None
+    """tensorboard, wandb or all; TensorBoard files are always written"""
+    tracker_name: str = "finetrainer-cogvideo"
+    """project name in Weights & Biases"""
+    data_root: Path
+    """folder of the training data"""
+    caption_column: Path
+    """file in data_root with a caption per line"""
+    video_column: Path
+    """file with the path of a video per line; if equal to caption_column: a metadata file with both"""
+    image_column: Path | None = None
+    """file with the path of a first frame per line; default: the first frames of the videos"""
+    train_resolution: _Resolution
+    """frames x height x width, such as 49x480x720"""
+    num_workers: Annotated[int, Range(0, 256)] = 8
+    """processes per rank that read videos"""
+    pin_memory: bool = True
+    """no effect: batches for a GPU are always pinned"""
+    seed: Annotated[int, Range(-(2**62), 2**62)] | None = 42
+    """seed of data order and noise"""
+    train_epochs: Count = 10
+    """passes over the data; train_steps replaces it"""
+    train_steps: Count | None = None
+    """optimizer steps"""
+    batch_size: Count = 1
+    """samples per rank and micro-batch"""
+    gradient_accumulation_steps: Count = 1
+    """micro-batches per step"""
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
+    """no (float32), fp16 or bf16 weights and activations; optimizer state is float32"""
+    learning_rate: Positive = 2e-5
+    """peak learning rate"""
+    optimizer: str = "adamw"
+    """adamw or adam"""
+    beta1: Decay = 0.9
+    """decay of the first moment"""
+    beta2: Decay = 0.95
+    """decay of the second moment"""
+    beta3: Decay = 0.98
+    """no effect: adamw and adam have two betas"""
+    epsilon: Positive = 1e-8
+    """Adam's epsilon, added to the denominator"""
+    weight_decay: Positive = 1e-4
+    """weight decay, without norms and biases"""
+    max_grad_norm: Positive = 1.0
+    """largest norm of a step's gradients; 0: not clipped"""
+    lr_scheduler: DiffusersSchedule = "constant_with_warmup"
+    """constant, constant_with_warmup, linear, cosine, cosine_with_restarts or polynomial"""
+    lr_warmup_steps: Annotated[int, Range(0, 10**9)] = 100
+    """steps of linear warm-up"""
+    lr_num_cycles: Count = 1
+    """restarts of cosine_with_restarts"""
+    lr_power: Positive = 1.0
+    """exponent of polynomial"""
+    gradient_checkpointing: bool = True
+    """recompute activations that do not fit into memory"""
+    enable_slicing: bool = True
+    """encode and decode one video at a time"""
+    enable_tiling: bool = True
+    """encode whole videos, 8 frames at a time or in tiles, whichever fits first; false: 8 frames"""
+    nccl_timeout: Count = 1800
+    """seconds that a rank waits for another one in a collective"""
+    checkpointing_steps: Count = 200
+    """steps between checkpoints"""
+    checkpointing_limit: Count = 10
+    """number of latest checkpoints to keep"""
+    resume_from_checkpoint: Path | None = None
+    """latest, a checkpoint or a run's folder"""
+    rank: Annotated[int, Range(1, 2**15)] = 128
+    """rank of the adapters"""
+    lora_alpha: Annotated[int, Range(1, 10**6)] = 64
+    """adapters are scaled by alpha / rank"""
+    target_modules: list[str] = Field(default_factory=lambda: ["to_q", "to_k", "to_v", "to_out.0"])
+    """linear layers that get adapters"""
+    do_validation: bool = False
+    """sample videos during training and at the end"""
+    validation_steps: Count | None = None
+    """steps between validations; do_validation needs it"""
+    validation_dir: Path | None = None
+    """folder of the following files; do_validation needs it"""
+    validation_prompts: str | None = None
+    """file with a prompt per line; do_validation needs it"""
+    validation_images: str | None = None
+    """file with the path of a first frame per line; do_validation of i2v needs it"""
+    validation_videos: str | None = None
+    """not supported: CogVideoX takes no videos"""
+    gen_fps: Annotated[int, Range(1, 1000)] = 15
+    """frames per second of sampled videos"""
+    fps: Annotated[float, Range(0.01, 1000)] | None = None
+    """read clips at this frame rate; default: spread the frames over the clip"""
+    frame_selection: Literal["uniform", "timestamp"] | None = None
+    """uniform (over the clip) or timestamp; default: timestamp with --fps, else uniform"""
+    resize: Literal["crop", "stretch"] = "crop"
+    """crop what exceeds the shape, or stretch, as CogVideo's trainer does"""
+    latent_cache: Path | None = None
+    """folder of encoded clips; default: data_root/cache/cogfast; none: encode in each step"""
+    trust_cache: bool = False
+    """use the clips and captions that CogVideo's trainer encoded into data_root/cache"""
+    export_interval: Count | None = None
+    """steps between sft checkpoints with a model for diffusers; default: only the last"""
+    deepspeed_config: Path | None = None
+    """file with a DeepSpeed configuration"""
+    overrides: list[str] = Field(default_factory=list)
+    """set a key of the configuration, such as args.log_interval=1"""
+    dry_run: bool = False
+    """print the configuration with the origin of each value, and stop"""
+    plan: str | None = None
+    """predict memory and step time on a GPU (h100-80, 4090 or another name, or GiB), and stop"""
 
-    fps: Annotated[float, Range(0.01, 1000)] | None = _own(
-        "read clips at this frame rate; default: spread the frames over the clip", None
-    )
-    frame_selection: Literal["uniform", "timestamp"] | None = _own(
-        "uniform (over the clip) or timestamp; default: timestamp with --fps, else uniform", None
-    )
-    resize: Literal["crop", "stretch"] = _own(
-        "crop what exceeds the shape, or stretch, as CogVideo's trainer does", "crop"
-    )
-    latent_cache: Path | None = _own(
-        "folder of encoded clips; default: data_root/cache/cogfast; none: encode in each step", None
-    )
-    trust_cache: bool = _own(
-        "use the clips and captions that CogVideo's trainer encoded into data_root/cache", False
-    )
-    export_interval: Count | None = _own(
-        "steps between sft checkpoints with a model for diffusers; default: only the last",
-        None,
-    )
-    deepspeed_config: Path | None = _own("file with a DeepSpeed configuration", None)
-    overrides: list[str] = _own(
-        "set a key of the configuration, such as args.log_interval=1", factory=list
-    )
-    dry_run: bool = _own("print the configuration with the origin of each value, and stop", False)
-    plan: str | None = _own(
-        "predict memory and step time on a GPU (h100-80, 4090 or another name, or GiB), and stop",
-        None,
-    )
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(Args, include_extras=True)
-        for field in _fields():
-            value = _value(field.name, getattr(self, field.name), hints[field.name])
-            # A frozen dataclass allows no other assignment.
-            object.__setattr__(self, field.name, value)
-        _check_combinations(self)
+    def __init__(self, **given: Any) -> None:
+        for name, value in given.items():
+            # In a path it would fail deep inside the code that opens it.
+            if "\0" in str(value):
+                raise ValueError(
+                    f"--{name} {printable(cut(str(value)))}: must not have a zero byte"
+                )
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise problem_of(error, json_schema(Args), given, "", is_option=True) from None
 
     @classmethod
     def parse_args(cls, words: Sequence[str] | None = None) -> Args:
@@ -192,68 +220,29 @@ class Args:
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
-        missing = [f"--{f.name}" for f in _fields() if _is_required(f) and f.name not in found]
+        missing = [
+            f"--{name}" for name in Args.model_fields if _is_required(name) and name not in found
+        ]
         if missing:
             raise ValueError(
                 f"cogfast finetune needs {', '.join(missing)}; --help lists all options"
             )
         return cls(**found)
 
-    def model_dump(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in _fields()}
+    @model_validator(mode="after")
+    def _check(self) -> Args:
+        _check_combinations(self)
+        return self
 
 
-def _fields() -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(Args)
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    has_default = field.default is not MISSING or field.default_factory is not MISSING
-    return field.name in _REQUIRED_IN_SHELL or not has_default
-
-
-def _value(name: str, value: Any, annotation: Any) -> Any:
-    """Return an option's value in its type, from that type or from text."""
-    if value is None and fits(None, annotation):
-        return None
-    # `X | None` as X: None has been handled.
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    if get_origin(annotation) in (Union, UnionType) and len(kinds) == 1:
-        annotation = kinds[0]
-    kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    rule = describe_type(annotation)
-    read: Any = value
-    # Upstream's option is one text, frames x height x width; callers from Python pass three numbers.
-    if name == "train_resolution":
-        annotation, kind = tuple[int, int, int], tuple
-        rule = "frames x height x width in whole numbers, such as 49x480x720"
-        parts = value.split("x") if isinstance(value, str) else value
-        if isinstance(parts, list | tuple):
-            read = tuple(_number(int, part) for part in parts)
-            read = read if all(isinstance(n, int) and 0 < n < 2**16 for n in read) else None
-    elif kind is bool and isinstance(value, str):
-        read = {"true": True, "false": False}.get(value.lower(), value)
-    elif kind in (int, float) and isinstance(value, str):
-        read = _number(kind, value)
-    elif kind is Path and isinstance(value, Path):
-        read = str(value)
-    # A zero byte in a path would otherwise fail deep inside the code that opens it.
-    if not fits(read, annotation) or "\0" in str(read):
-        raise ValueError(f"--{name} {printable(cut(str(value)))}: must be {rule}")
-    return Path(read) if kind is Path else read
+def _is_required(name: str) -> bool:
+    return name in _REQUIRED_IN_SHELL or Args.model_fields[name].is_required()
 
 
 def _shown(default: Any) -> str:
     if isinstance(default, list):
         return " ".join(default)
     return "not set" if default is None else show(default).strip("'")
-
-
-def _number(kind: type, text: Any) -> Any:
-    try:
-        return kind(text) if isinstance(text, str) else text
-    except ValueError:  # also for thousands of digits
-        return text
 
 
 def _check_combinations(args: Args) -> None:
@@ -304,7 +293,7 @@ class _Parser(Parser):
         # argparse says "unrecognized arguments: --name=value ..."; other errors have no name.
         name = message.split()[2].partition("=")[0] if message.startswith("unrecog") else ""
         plain = name.lstrip("-").replace("-", "_").lower()
-        same = [f.name for f in _fields() if f.name.replace("_", "") == plain.replace("_", "")]
+        same = [one for one in Args.model_fields if one.replace("_", "") == plain.replace("_", "")]
         if same:
             raise ValueError(f"{self.prog} has no option {name}; did you mean --{same[0]}?")
         if plain in {field.name for field in dataclasses.fields(TrainArguments)}:
@@ -319,35 +308,29 @@ def _parser() -> _Parser:
         description="Fine-tune CogVideoX with the arguments of CogVideo's diffusers trainer.",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=44, width=150),
         allow_abbrev=False,
-        # Defaults are the dataclass's.
+        # Defaults are those of Args.
         argument_default=argparse.SUPPRESS,
     )
-    hints = typing.get_type_hints(Args)
-    groups = {
-        name: parser.add_argument_group(name)
-        for name in dict.fromkeys(field.metadata["group"] for field in _fields())
-    }
-    for field in _fields():
-        group, kind = field.metadata["group"], hints[field.name]
-        if field.name == "overrides":
-            groups[group].add_argument(
-                field.name, nargs="*", default=[], metavar="key=value", help=field.metadata["help"]
-            )
+    group: Any = None
+    is_own = False
+    for name, field in Args.model_fields.items():
+        if name in _GROUPS:
+            group, is_own = parser.add_argument_group(_GROUPS[name]), name == "fps"
+        kind, text = field.annotation, str(field.description).replace("\n", " ")
+        if name == "overrides":
+            group.add_argument(name, nargs="*", default=[], metavar="key=value", help=text)
             continue
-        options: dict[str, Any] = {"metavar": field.name.rpartition("_")[2].upper()}
+        options: dict[str, Any] = {"metavar": name.rpartition("_")[2].upper()}
         # Upstream's scripts write `--do_validation false`; a bare option means true.
         if kind is bool:
             options = {"nargs": "?", "const": "true", "metavar": "true|false"}
         elif get_origin(kind) is list:
             options = {"nargs": "+", "metavar": ("NAME", "NAME")}
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
-        shown = "required" if _is_required(field) else _shown(default)
-        flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if _is_required(name) else _shown(default)
+        flags = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         # Only our own options have both spellings, as in `cogfast train`.
-        spellings = list(flags) if group == _OWN else [f"--{field.name}"]
+        spellings = list(flags) if is_own else [f"--{name}"]
         # argparse formats help texts with %.
-        text = f"{field.metadata['help']} [{shown}]".replace("%", "%%")
-        groups[group].add_argument(*spellings, help=text, **options)
+        group.add_argument(*spellings, help=f"{text} [{shown}]".replace("%", "%%"), **options)
     return parser

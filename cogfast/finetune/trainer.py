@@ -155,7 +155,7 @@ class Trainer:
             height,
             width,
             _DTYPES[args.mixed_precision],
-            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"), {})),
+            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"))),
         )
         self.dataset: Any = None
         self.optimizer: Any = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +295,7 @@ def _validation_settings(args: Args) -> Settings:
 
 def notices(args: Args) -> list[str]:
     """Return a line for each option that has no effect in this run."""
-    default = {field.name: field.default for field in fields(Args)}
+    default = {name: field.default for name, field in Args.model_fields.items()}
     found = []
     if str(args.resume_from_checkpoint) == PLACEHOLDER:
         found.append(

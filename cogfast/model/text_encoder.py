@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_file
 from cogfast.model.weights.source import check_finite, check_tensors, first_of
-from cogfast.schema.json_files import InsideName, Range, brief, read_json
-from cogfast.schema.values import counted
+from cogfast.schema.json_files import InsideNames, brief, keys, read_json
+from cogfast.schema.values import Range, counted
 
 logger = logging.getLogger(__name__)
 
@@ -478,7 +478,7 @@ def _check_settings(weights: Path, vocabulary: Path) -> bool | None:
             f"{config.num_parameters} parameters; copy the folder again"
         )
     for index in weights.glob("*.index.json"):
-        read_json(index, {"weight_map": dict[str, InsideName]})
+        read_json(index, keys({"weight_map": InsideNames}))
     if (vocabulary / "tokenizer_config.json").exists():
         read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
     # transformers takes the single file if there is an index, too.

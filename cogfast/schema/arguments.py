@@ -1,20 +1,20 @@
-"""The `args` and `model` sections as dataclasses, with SAT's names and defaults where SAT has them.
+"""The `args` and `model` sections as pydantic dataclasses, with SAT's names and defaults where SAT has them.
 
-The comment above a field is its meaning in docs/options.md and in `cogfast train --help-all`. A new
-field needs one; `python -m cogfast.cli.option_table` then writes its row. A comment between dashes
-begins a group.
+The string below a field is its meaning in docs/options.md, in `cogfast train --help-all` and in the JSON
+schema that editors read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
+from pydantic.dataclasses import dataclass
 
-from cogfast.schema.json_files import Range
 from cogfast.schema.merged_config import Config, to_dict
+from cogfast.schema.values import STRICT, Range, validated
 
 Precision = Literal["bf16", "fp16", "fp32"]
 FolderLayout = Literal["cogfast", "finetune"]
@@ -45,261 +45,268 @@ PAIRS = {
     "lr": "optimizer.params.lr",
     "weight_decay": "optimizer.params.weight_decay",
 }
+# First key of each group of `args` -> the group's heading in docs/options.md
+GROUPS = {
+    "experiment_name": "run and weights",
+    "train_data": "data",
+    "batch_size": "training step",
+    "lr": "learning rate",
+    "eval_interval": "evaluation",
+    "force_inference": "sampling",
+}
 # With args.mode=inference, args.batch_size is the number of videos per prompt.
 TRAINING_PAIRS = ("batch_size", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TrainArguments:
     """The `args` section. Intervals and iterations count optimizer steps."""
 
-    # --- run and weights ---
-    # start of the run folder's name
     experiment_name: str = "cogfast"
-    # pretrain: leave out the low learning rate of SAT's first 100 steps; inference: for sampling
+    """start of the run folder's name"""
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
-    # weights to start from: a folder or a file of any format that `cogfast convert` reads, or the id of a
-    # diffusers pipeline on the Hugging Face hub. A pipeline also fills in VAE and text encoder
+    """pretrain: leave out the low learning rate of SAT's first 100 steps; inference: for sampling"""
     load: str | None = None
-    # adapters to start from: a LoRA file, a SAT folder or a run
+    """weights to start from: a folder or a file of any format that `cogfast convert` reads, or the
+    id of a diffusers pipeline on the Hugging Face hub. A pipeline also fills in VAE and text
+    encoder"""
     load_lora: str | None = None
-    # folder in which run folders are created; None: runs
+    """adapters to start from: a LoRA file, a SAT folder or a run"""
     save: str | None = None
-    # the run folder itself, in place of one with a date below args.save
+    """folder in which run folders are created; null: runs"""
     run_folder: str | None = None
-    # names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
-    # validation_res)
+    """the run folder itself, in place of one with a date below args.save"""
     folder_layout: FolderLayout = "cogfast"
-    # latest: the newest checkpoint; auto: the same, or a new run if there is none; or the path of a run or
-    # checkpoint. A checkpoint-N of CogVideo's diffusers trainer gives its LoRA weights and its step
+    """names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
+    validation_res)"""
     resume: str | None = None
-    # resume even if training-relevant keys changed
+    """latest: the newest checkpoint; auto: the same, or a new run if there is none; or the path of
+    a run or checkpoint. A checkpoint-N of CogVideo's diffusers trainer gives its LoRA weights and
+    its step"""
     accept_changes: bool = False
-    # decides the order of the data and all noise; in sampling, the first video's noise
+    """resume even if training-relevant keys changed"""
     seed: Annotated[int, Range(-(2**62), 2**62)] = 1234
-    # steps to train; None: those of args.epochs, or SAT's 10000 without that
+    """decides the order of the data and all noise; in sampling, the first video's noise"""
     train_iters: Count | None = None
-    # passes over the data, in place of train_iters
+    """steps to train; null: those of args.epochs, or SAT's 10000 without that"""
     epochs: Count | None = None
-    # save and stop at the next multiple of this many steps
+    """passes over the data, in place of train_iters"""
     exit_interval: Count | None = None
-    # hours since the process started, after which the run saves and stops, within two steps
+    """save and stop at the next multiple of this many steps"""
     max_hours: float | None = None
-    # steps between checkpoints; None: save only at the end
+    """hours since the process started, after which the run saves and stops, within two steps"""
     save_interval: Count | None = 5000
-    # compare the checksums of a checkpoint when resuming
+    """steps between checkpoints; null: save only at the end"""
     verify_checkpoints: bool = True
-    # checkpoints that also hold files which diffusers loads: pytorch_lora_weights.safetensors of LoRA
-    # runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last: only
-    # the checkpoint of the last step
+    """compare the checksums of a checkpoint when resuming"""
     export: Literal["none", "last", "all"] = "none"
-    # with export=last: steps between earlier checkpoints that also hold such files; must be a multiple of
-    # save_interval
+    """checkpoints that also hold files which diffusers loads: pytorch_lora_weights.safetensors of
+    LoRA runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last:
+    only the checkpoint of the last step"""
     export_interval: Count | None = None
-    # number of latest checkpoints to keep; 0 keeps all
+    """with export=last: steps between earlier checkpoints that also hold such files; must be a
+    multiple of save_interval"""
     keep_last: Annotated[int, Range(0, 10**6)] = 2
-    # steps between lines of the log and of metrics.jsonl
+    """number of latest checkpoints to keep; 0 keeps all"""
     log_interval: Count = 20
-    # parent of the TensorBoard folders, one per run; None: inside the run folder
+    """steps between lines of the log and of metrics.jsonl"""
     summary_dir: str | None = None
-    # also log to Weights & Biases
+    """parent of the TensorBoard folders, one per run; null: inside the run folder"""
     wandb: bool = False
-    # project of Weights & Biases
+    """also log to Weights & Biases"""
     wandb_project_name: str = "default_project"
-    # bitwise reproducible on a GPU, slower
+    """project of Weights & Biases"""
     deterministic: bool = False
-    # profile after this many steps (SAT's key); None or -1: never
+    """bitwise reproducible on a GPU, slower"""
     profiling: Annotated[int, Range(-1, 10**9)] | None = None
-    # number of steps to profile
+    """profile after this many steps (SAT's key); null or -1: never"""
     profiling_steps: Annotated[int, Range(1, 1000)] = 3
-    # also record a range for every block of the network
+    """number of steps to profile"""
     profiling_blocks: bool = False
+    """also record a range for every block of the network"""
 
-    # --- data ---
-    # sources of training data: folders, manifests or shards, as data.target reads them
     train_data: list[str] = field(default_factory=list)
-    # sources of held-out data
+    """sources of training data: folders, manifests or shards, as data.target reads them"""
     valid_data: list[str] = field(default_factory=list)
-    # how often an epoch reads each source of train_data
+    """sources of held-out data"""
     train_data_weights: list[float] | None = None
-    # shares for training, validation and test if valid_data is empty
+    """how often an epoch reads each source of train_data"""
     split: str = "1,0,0"
-    # cache folder that `cogfast cache` filled; training reads it instead of the videos
+    """shares for training, validation and test if valid_data is empty"""
     latent_cache: str | None = None
-    # fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory
+    """cache folder that `cogfast cache` filled; training reads it instead of the videos"""
     encode_first: bool = False
-    # folder that CogVideo's diffusers trainer filled, its data_root/cache: latent_cache takes clips and
-    # captions from there, by file name and caption. null: copies of them in latent_cache are not used
+    """fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory"""
     trusted_cache: str | None = None
-    # image-to-video: number of noised first frames cached per clip; each step draws one.
-    # 0: cache the frame itself; each step noises and encodes it
+    """folder that CogVideo's diffusers trainer filled, its data_root/cache: latent_cache takes
+    clips and captions from there, by file name and caption. null: copies of them in latent_cache
+    are not used"""
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0
-    # processes per rank that read and decode; 0: the training process reads
+    """image-to-video: number of noised first frames cached per clip; each step draws one. 0: cache
+    the frame itself; each step noises and encodes it"""
     num_workers: Annotated[int, Range(0, 256)] = 1
-    # batches that each worker decodes ahead
+    """processes per rank that read and decode; 0: the training process reads"""
     prefetch_factor: Annotated[int, Range(1, 1024)] = 4
-    # batches copied to the GPU ahead of the one in use
+    """batches that each worker decodes ahead"""
     device_prefetch: Annotated[int, Range(0, 64)] = 1
-    # seconds to read one sample; 0: no limit
+    """batches copied to the GPU ahead of the one in use"""
     decode_timeout: Annotated[float, Range(0, 10**6)] = 120.0
-    # read the headers of all videos before training
+    """seconds to read one sample; 0: no limit"""
     check_videos: bool = True
-    # fraction of unreadable samples above which the run stops
+    """read the headers of all videos before training"""
     max_bad_fraction: float = 0.05
+    """fraction of unreadable samples above which the run stops"""
 
-    # --- training step ---
-    # samples per rank and micro-batch, the same as deepspeed.train_micro_batch_size_per_gpu; videos per prompt
-    # when sampling
     batch_size: Batch = 1
-    # micro-batches per step
+    """samples per rank and micro-batch, the same as deepspeed.train_micro_batch_size_per_gpu;
+    videos per prompt when sampling"""
     gradient_accumulation_steps: Batch = 1
-    # number of ranks that share a model (tensor parallelism)
+    """micro-batches per step"""
     model_parallel_size: Annotated[int, Range(0, 1024)] = 1
-    # number of ranks that share the rows of a sample (context parallelism), for clips that are longer
-    # than the memory of one GPU
+    """number of ranks that share a model (tensor parallelism)"""
     context_parallel_size: Annotated[int, Range(0, 1024)] = 1
-    # shard activations by rows between the tensor-parallel linears
+    """number of ranks that share the rows of a sample (context parallelism), for clips that are
+    longer than the memory of one GPU"""
     sequence_parallel: bool = False
-    # seconds that a rank waits for another one in a collective, before the run ends
+    """shard activations by rows between the tensor-parallel linears"""
     collective_timeout: Annotated[int, Range(1, 10**7)] = 1800
-    # steps between checks that replicas are still equal; None: never
+    """seconds that a rank waits for another one in a collective, before the run ends"""
     replica_check_interval: Count | None = 1000
-    # torch: plain PyTorch in place of cogfast's kernels
+    """steps between checks that replicas are still equal; null: never"""
     kernels: Literal["triton", "torch"] = "triton"
-    # torch.compile for each block
+    """torch: plain PyTorch in place of cogfast's kernels"""
     compile: bool = False
-    # auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint
+    """torch.compile for each block"""
     attention_backend: Literal[
         "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"
     ] = "auto"
-    # None: follow transformer_args.checkpoint_activations (true: auto, false: "none")
+    """auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint"""
     activation_checkpointing: PolicyChoice | None = None
-    # auto: if the memory plan does not fit, change keys that save memory, the cheapest first, until it
-    # does; the log has each change with its cost. none: train as configured
+    """null: follow transformer_args.checkpoint_activations (true: auto, false: "none")"""
     fit: Literal["none", "auto"] = "none"
-    # keep the activations that activation_checkpointing keeps in pinned host memory, from a block's forward
-    # to its backward pass; the GPU holds those of two blocks. auto: attention_kept, or full
+    """auto: if the memory plan does not fit, change keys that save memory, the cheapest first,
+    until it does; the log has each change with its cost. none: train as configured"""
     offload_activations: bool = False
-    # keep VAE and text encoder in pinned host memory; each is on the GPU only while it encodes or decodes.
-    # On a CPU this changes nothing
+    """keep the activations that activation_checkpointing keeps in pinned host memory, from a
+    block's forward to its backward pass; the GPU holds those of two blocks. auto: attention_kept,
+    or full"""
     offload_encoders: bool = False
-    # if set, replaces transformer_args.checkpoint_activations
+    """keep VAE and text encoder in pinned host memory; each is on the GPU only while it encodes or
+    decodes. On a CPU this changes nothing"""
     checkpoint_activations: bool | None = None
-    # LoRA: weights of the frozen linears in the blocks, in 8 bits and a scale for each row. int8: the smaller
-    # error. fp8: products run on fp8 tensor cores (H100, RTX 4090 or newer, bf16). Training and its
-    # evaluations use the rounded weights, sampling and exports those of args.load
+    """if set, replaces transformer_args.checkpoint_activations"""
     quantize_base: Literal["none", "int8", "fp8"] = "none"
-    # LoRA: number of last blocks whose frozen linears wait in pinned host memory, a copy for each rank, from
-    # where the GPU fetches them one block ahead
+    """LoRA: weights of the frozen linears in the blocks, in 8 bits and a scale for each row. int8:
+    the smaller error. fp8: products run on fp8 tensor cores (H100, RTX 4090 or newer, bf16).
+    Training and its evaluations use the rounded weights, sampling and exports those of args.load"""
     offload_blocks: Annotated[int, Range(0, 10**4)] = 0
-    # train even if the weights of args.load are incomplete
+    """LoRA: number of last blocks whose frozen linears wait in pinned host memory, a copy for each
+    rank, from where the GPU fetches them one block ahead"""
     force_train: bool = False
-    # weights and activations in bfloat16, the same as deepspeed.bf16.enabled
+    """train even if the weights of args.load are incomplete"""
     bf16: bool = False
-    # weights and activations in float16, the same as deepspeed.fp16.enabled
+    """weights and activations in bfloat16, the same as deepspeed.bf16.enabled"""
     fp16: bool = False
-    # what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3). The same as
-    # deepspeed.zero_optimization.stage
+    """weights and activations in float16, the same as deepspeed.fp16.enabled"""
     zero_stage: Annotated[int, Range(0, 3)] = 2
-    # the moments of FusedEmaAdam. 8bit: blockwise, 2 bytes per trained parameter in place of 8, divided by
-    # the data-parallel ranks. A run may resume with the other value
+    """what ZeRO partitions over the ranks: optimizer state (1), gradients (2), weights (3). The
+    same as deepspeed.zero_optimization.stage"""
     optimizer_moments: Moments = "fp32"
-    # memory of the averaged (EMA) weights of FusedEmaAdam, 4 bytes per trained parameter, divided by the
-    # data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes, with the
-    # same numbers
+    """the moments of FusedEmaAdam. 8bit: blockwise, 2 bytes per trained parameter in place of 8,
+    divided by the data-parallel ranks. A run may resume with the other value"""
     ema_device: EmaDevice = "device"
-    # consecutive steps that may be skipped because of non-finite gradients
+    """memory of the averaged (EMA) weights of FusedEmaAdam, 4 bytes per trained parameter, divided
+    by the data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes,
+    with the same numbers"""
     max_nonfinite_steps: Count = 20
-    # after a loss or gradient that is not finite: skip its step; stop: save and end the run
+    """consecutive steps that may be skipped because of non-finite gradients"""
     nonfinite: Literal["skip", "stop"] = "skip"
+    """after a loss or gradient that is not finite: skip its step; stop: save and end the run"""
 
-    # --- learning rate ---
-    # peak learning rate, the same as deepspeed.optimizer.params.lr
     lr: Annotated[float, Range(0, 1000)] = 1.0e-4
-    # weight decay, without norms and biases, the same as deepspeed.optimizer.params.weight_decay. If neither
-    # is set, a deepspeed.optimizer has none (0), as in SAT
+    """peak learning rate, the same as deepspeed.optimizer.params.lr"""
     weight_decay: float = 0.01
-    # sat: SAT's warm-up (at most 5% of lr for 100 steps, then a jump), then lr_decay_style;
-    # the others: a linear warm-up, then the decay of that name, as diffusers names them
+    """weight decay, without norms and biases, the same as deepspeed.optimizer.params.weight_decay.
+    If neither is set, a deepspeed.optimizer has none (0), as in SAT"""
     lr_schedule: Schedule = "sat"
-    # first step of the warm-up. 1: its rate is lr / warmup_steps. 0: its rate is 0, as in diffusers'
-    # get_scheduler, and lr_schedule=constant has no warm-up
-    lr_first_step: Literal[0, 1] = 1
-    # number of decays of lr_schedule=cosine_with_restarts
+    """sat: SAT's warm-up (at most 5% of lr for 100 steps, then a jump), then lr_decay_style; the
+    others: a linear warm-up, then the decay of that name, as diffusers names them"""
+    lr_first_step: Annotated[int, Range(0, 1)] = 1
+    """first step of the warm-up. 1: its rate is lr / warmup_steps. 0: its rate is 0, as in
+    diffusers' get_scheduler, and lr_schedule=constant has no warm-up"""
     lr_num_cycles: Annotated[float, Range(0.01, 10**6)] = 1.0
-    # exponent of lr_schedule=polynomial
+    """number of decays of lr_schedule=cosine_with_restarts"""
     lr_power: Annotated[float, Range(0.01, 100)] = 1.0
-    # decay of lr_schedule=sat; exponential does not decay, as in SAT
+    """exponent of lr_schedule=polynomial"""
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = "linear"
-    # steps of the decay of lr_schedule=sat; None: all steps
+    """decay of lr_schedule=sat; exponential does not decay, as in SAT"""
     lr_decay_iters: Count | None = None
-    # final over peak learning rate of lr_schedule=sat with lr_decay_style=cosine
+    """steps of the decay of lr_schedule=sat; null: all steps"""
     lr_decay_ratio: float = 0.1
-    # length of the warm-up as a fraction of all steps
+    """final over peak learning rate of lr_schedule=sat with lr_decay_style=cosine"""
     warmup: float = 0.01
-    # length of the warm-up in steps; if set, replaces warmup
+    """length of the warm-up as a fraction of all steps"""
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
-    # final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and polynomial;
-    # polynomial ends at 1e-7 or above
+    """length of the warm-up in steps; if set, replaces warmup"""
     min_lr_ratio: float = 0.0
+    """final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and
+    polynomial; polynomial ends at 1e-7 or above"""
 
-    # --- evaluation ---
-    # steps between evaluations; None: no evaluation
     eval_interval: Count | None = None
-    # evaluate before the first step, too; a run that resumes does not repeat it
+    """steps between evaluations; null: no evaluation"""
     eval_at_start: bool = False
-    # evaluate once more after the last step
+    """evaluate before the first step, too; a run that resumes does not repeat it"""
     eval_at_end: bool = False
-    # batches per evaluation
+    """evaluate once more after the last step"""
     eval_iters: Count = 1
-    # samples per rank when evaluating; None: batch_size
+    """batches per evaluation"""
     eval_batch_size: Batch | None = None
-    # evaluate all of valid_data instead of eval_iters batches
+    """samples per rank when evaluating; null: batch_size"""
     strict_eval: bool = False
-    # save sampled latents without decoding them
+    """evaluate all of valid_data instead of eval_iters batches"""
     only_log_video_latents: bool = False
-    # prompts of the videos to sample; empty: captions of valid_data
+    """save sampled latents without decoding them"""
     eval_prompts: list[str] = field(default_factory=list)
-    # instead of eval_prompts: a text file with a prompt or prompt@@image per line
+    """prompts of the videos to sample; empty: captions of valid_data"""
     eval_prompt_file: str | None = None
-    # image-to-video: a text file with the path of an image per line, one for each prompt;
-    # None: first frames of valid_data
+    """instead of eval_prompts: a text file with a prompt or prompt@@image per line"""
     eval_images: str | None = None
-    # videos to sample at each evaluation
+    """image-to-video: a text file with the path of an image per line, one for each prompt; null:
+    first frames of valid_data"""
     eval_num_samples: Annotated[int, Range(0, 10**4)] = 1
-    # sampling steps of these videos; None: the sampler's own number
+    """videos to sample at each evaluation"""
     eval_sampling_steps: Count | None = None
-    # evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them
+    """sampling steps of these videos; null: the sampler's own number"""
     eval_with_ema: bool = True
-    # copy sampled videos to TensorBoard (as small GIFs) and, with args.wandb, to W&B
+    """evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them"""
     log_videos: bool = True
-    # number of timestep bands with a separate training loss and held-out loss
+    """copy sampled videos to TensorBoard (as small GIFs) and, with args.wandb, to W&B"""
     eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
+    """number of timestep bands with a separate training loss and held-out loss"""
 
-    # --- sampling ---
-    # sample even if the weights are incomplete or missing
     force_inference: bool = False
-    # text of guidance's unconditional half, as --negative-prompt; None: zeros, as dropped captions in
-    # training; "": the empty caption, as in diffusers' pipelines
+    """sample even if the weights are incomplete or missing"""
     negative_prompt: str | None = None
-    # source of prompts without --prompt: standard input (cli) or input_file (txt)
+    """text of guidance's unconditional half, as --negative-prompt; null: zeros, as dropped captions
+    in training; "": the empty caption, as in diffusers' pipelines"""
     input_type: Literal["cli", "txt"] = "cli"
-    # file with one prompt or prompt@@image per line
+    """source of prompts without --prompt: standard input (cli) or input_file (txt)"""
     input_file: str = "input.txt"
-    # folder of the sampled videos
+    """file with one prompt or prompt@@image per line"""
     output_dir: str = "samples"
-    # channels of the sampled latents; None: the network's out_channels
+    """folder of the sampled videos"""
     latent_channels: Size | None = None
-    # rows, columns in pixels; None: the training size
+    """channels of the sampled latents; null: the network's out_channels"""
     sampling_image_size: list[Size] | None = None
-    # length in latent frames; None: the training length
+    """rows, columns in pixels; null: the training size"""
     sampling_num_frames: Size | None = None
-    # frames per second of the files; None: that of the training data, or SAT's 8
+    """length in latent frames; null: the training length"""
     sampling_fps: Annotated[int, Range(1, 1000)] | None = None
-    # save latents without decoding them
+    """frames per second of the files; null: that of the training data, or SAT's 8"""
     only_save_latents: bool = False
-    # GiB that the autoencoder may take to encode clips or decode a video; None: the free memory
+    """save latents without decoding them"""
     vae_memory_gib: float | None = None
+    """GiB that the autoencoder may take to encode clips or decode a video; null: the free memory"""
 
     @classmethod
     def from_config(cls, config: Config) -> TrainArguments:
@@ -319,7 +326,7 @@ class TrainArguments:
             values["activation_checkpointing"] = "auto" if _asks_to_recompute(config) else "none"
         if values.get("train_iters") is None and values.get("epochs") is None:
             values["train_iters"] = 10000  # SAT's default
-        return cls(**values)
+        return validated(values, cls, "args")
 
     @property
     def has_evaluation(self) -> bool:
@@ -332,50 +339,52 @@ class TrainArguments:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelArguments:
     """The `model` section without its components."""
 
-    # key of the videos in a batch; only mp4 is read
     input_key: str = "mp4"
-    # latents = scale_factor * output of the first stage
+    """key of the videos in a batch; only mp4 is read"""
     scale_factor: float = 1.0
-    # batches hold first-stage latents instead of pixels
+    """latents = scale_factor * output of the first stage"""
     latent_input: bool = False
-    # samples per first-stage call; None: all
+    """batches hold first-stage latents instead of pixels"""
     en_and_decode_n_samples_a_time: int | None = None
-    # image-to-video: the latents of the first frame, with a little noise, are a part of the input
+    """samples per first-stage call; null: all"""
     noised_image_input: bool = False
-    # concatenate the image latents to every frame, not only the first
+    """image-to-video: the latents of the first frame, with a little noise, are a part of the input"""
     noised_image_all_concat: bool = False
-    # fraction of samples trained without the image
+    """concatenate the image latents to every frame, not only the first"""
     noised_image_dropout: float = 0.0
-    # scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as both
-    # upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'
-    # pipeline of CogVideoX1.5-5B-I2V
+    """fraction of samples trained without the image"""
     image_latent_scale: ImageLatentScale = "trainer"
-    # prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices
+    """scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as
+    both upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'
+    pipeline of CogVideoX1.5-5B-I2V"""
     not_trainable_prefixes: list[str] = field(
         default_factory=lambda: ["first_stage_model", "conditioner"]
     )
-    # train only LoRA adapters, whatever not_trainable_prefixes lists
+    """prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices"""
     lora_train: bool = False
+    """train only LoRA adapters, whatever not_trainable_prefixes lists"""
 
     @classmethod
     def from_config(cls, config: Config) -> ModelArguments:
         known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in to_dict(config.model).items() if k in known})
+        values = {k: v for k, v in to_dict(config.model).items() if k in known}
+        return validated(values, cls, "model")
 
 
 def deepspeed_value(section: Mapping[str, Any], name: str) -> Any:
     """Return the value of the deepspeed section for a key of PAIRS; None if it has none."""
     # A section that has one precision says that the other one is off, as in SAT.
     if name in ("bf16", "fp16") and {"bf16", "fp16"} & set(section):
-        return bool(_select(section, PAIRS[name]))
-    return _select(section, PAIRS[name])
+        return bool(select(section, PAIRS[name]))
+    return select(section, PAIRS[name])
 
 
-def _select(node: Any, key: str) -> Any:
+def select(node: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested mappings; None if there is none."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node

@@ -22,15 +22,15 @@ from cogfast.schema.places import allowed_path, describe_place, place_of
 from cogfast.schema.sat_classes import REFUSED, TARGETS, SatClass
 from cogfast.schema.values import (
     KeyProblem,
-    check_fields,
     check_keys,
     check_mapping,
-    check_type,
     cut,
+    is_component_schema,
     join,
+    json_schema,
     nearest,
-    takes_component,
     unknown_key,
+    validated,
 )
 
 _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
@@ -220,15 +220,19 @@ def _fit(value: object, annotation: object, key: str) -> object:
         return value  # the constructor takes the mapping as it is, even if it has a target
     if _components(value, key) and not all(_is_plain(option) for option in options):
         return value
-    check_type(key, value, annotation)
+    if dataclasses.is_dataclass(value):  # built by the translation of SAT's params
+        return value
+    is_mapped = isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, options))
+    if not is_mapped:
+        validated(value, annotation, key)
     for option in options:
         if (
             isinstance(option, type)
             and dataclasses.is_dataclass(option)
             and isinstance(value, Mapping)
         ):
-            check_fields(value, option, key)
             hints = typing.get_type_hints(option, include_extras=True)
+            check_keys(value, [one.name for one in dataclasses.fields(option)], key)
             fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
             try:
                 return option(**fields)
@@ -289,11 +293,16 @@ def _hints(target: Callable) -> dict[str, object]:
         return {}
 
 
+def takes_component(annotation: object) -> bool:
+    """Whether a value of this annotation is built from target and params."""
+    return is_component_schema(json_schema(annotation))
+
+
 def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
     """Return the keys to suggest, as `foo_config` (SAT's spelling) where a component is expected."""
     names = []
     for name in parameters:
-        is_built = takes_component(hints.get(name)) and name not in params
+        is_built = takes_component(hints.get(name, Any)) and name not in params
         if f"{name}_config" in params or is_built:
             name = f"{name}_config"
         if name not in ("args", "kwargs", "self"):

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.schema.json_files import Range
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import KeyProblem, check_mapping, check_type, join, show, unknown_key
+from cogfast.schema.values import (
+    KeyProblem,
+    Model,
+    Range,
+    check_mapping,
+    join,
+    show,
+    unknown_key,
+    validated,
+)
 
 NETWORK_KEY = "model.network_config.params"
 POSITION_KEY = f"{NETWORK_KEY}.modules.pos_embed_config.params"
 LORA_KEY = f"{NETWORK_KEY}.modules.lora_config.params"
+VAE_KEY = "model.first_stage_config.params"
 POSITION_SINCOS = "dit_video_concat.Basic3DPositionEmbeddingMixin"
 POSITION_ROTARY = "dit_video_concat.Rotary3DPositionEmbeddingMixin"
 PATCH_EMBED = "dit_video_concat.ImagePatchEmbeddingMixin"
@@ -23,6 +33,7 @@ FINAL_LAYER = "dit_video_concat.FinalLayerMixin"
 LORA = "sat.model.finetune.lora2.LoraMixin"
 REGULARIZER = "vae_modules.regularizers.DiagonalGaussianRegularizer"
 
+_INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
 _NORM_GROUPS = 32  # groups of GroupNorm in SAT's Normalize
 
 # The ranges refuse a mistyped size before memory is allocated for it.
@@ -33,87 +44,76 @@ _Length = Annotated[int, Range(1, 10**5)]
 _TextLength = Annotated[int, Range(0, 4096)]  # tokens
 _Channels = Annotated[int, Range(1, 1024)]  # of the autoencoder
 _Scale = Annotated[float, Range(1e-3, 1000)]
-_Interpolation: dict[str, Any] = {
-    # factor by which the row positions of a sincos table are divided
-    "height_interpolation": _Scale,
-    # factor by which the column positions of a sincos table are divided
-    "width_interpolation": _Scale,
-    # factor by which the time positions of a sincos table are divided
-    "time_interpolation": _Scale,
-}
+_Zero = Annotated[float, Range(0, 0)]
 _Patch = Annotated[int, Range(1, 64)]
 _PatchSize = _Patch | tuple[_Patch, _Patch, _Patch]
-# Params that are read -> type. The comment above a key is its meaning in docs/options.md.
-NETWORK_PARAMS: dict[str, Any] = {
-    # pixel frames of the longest video that the position table holds
-    "num_frames": _Length,
-    # pixel frames per latent frame: 4
-    "time_compressed_rate": Annotated[int, Range(1, 64)],
-    # latent columns of the position table
-    "latent_width": _Side,
-    # latent rows of the position table
-    "latent_height": _Side,
-    # channels of the network's input: 16, with image latents 32
-    "in_channels": _Side,
-    # channels of the latents: 16
-    "out_channels": _Side,
-    # width of a token
-    "hidden_size": _Width,
-    # number of blocks
-    "num_layers": Annotated[int, Range(1, 1000)],
-    # attention heads per block
-    "num_attention_heads": _Side,
-    # latent rows and columns of a token (2), or [frames, rows, columns] (CogVideoX1.5: [2, 2, 2])
-    "patch_size": _PatchSize,
-    # whether layer norms have a scale and a shift
-    "elementwise_affine": bool,
-    # width of the timestep's embedding; null: hidden_size
-    "time_embed_dim": _OptionalWidth,
-    # width of the embedding of ofs (CogVideoX1.5 image-to-video), equal to time_embed_dim
-    "ofs_embed_dim": _OptionalWidth,
-    # value of ofs; a key of cogfast
-    "default_ofs": Annotated[float, Range(-(10**6), 10**6)],
-    **_Interpolation,
-}
-NETWORK_REQUIRED = (
-    "num_frames",
-    "time_compressed_rate",
-    "latent_width",
-    "latent_height",
-    "in_channels",
-    "out_channels",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "patch_size",
-    "elementwise_affine",
-)
-# Params of SAT's class that have one legal value, that of CogVideoX
-_NETWORK_ONLY = {
-    "num_classes": None,
-    "input_time": "adaln",
-    "use_SwiGLU": False,
-    "use_RMSNorm": False,
-}
-TRANSFORMER_ARGS: dict[str, Any] = {
-    # true: args.activation_checkpointing is auto, if that is not set
-    "checkpoint_activations": bool,
-    # rows of a table that SAT's rotary models store and never read
-    "max_sequence_length": _Length,
-}
-_TRANSFORMER_ARGS_ONLY = {
-    "layernorm_order": "pre",
-    "is_decoder": False,
-    "is_gated_mlp": False,
-    "is_rotary_emb": False,  # SAT's own rotary embedding, not the video one
-    "num_multi_query_heads": 0,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "drop_path": 0.0,
-    "layernorm_epsilon": 1e-5,
-    "inner_hidden_size": None,
-    "hidden_size_per_attention_head": None,
-}
+
+
+class NetworkParams(Model):
+    """The params of SAT's network."""
+
+    num_frames: _Length
+    """pixel frames of the longest video that the position table holds"""
+    time_compressed_rate: Annotated[int, Range(1, 64)]
+    """pixel frames per latent frame: 4"""
+    latent_width: _Side
+    """latent columns of the position table"""
+    latent_height: _Side
+    """latent rows of the position table"""
+    in_channels: _Side
+    """channels of the network's input: 16, with image latents 32"""
+    out_channels: _Side
+    """channels of the latents: 16"""
+    hidden_size: _Width
+    """width of a token"""
+    num_layers: Annotated[int, Range(1, 1000)]
+    """number of blocks"""
+    num_attention_heads: _Side
+    """attention heads per block"""
+    patch_size: _PatchSize
+    """latent rows and columns of a token (2), or [frames, rows, columns] (CogVideoX1.5: [2, 2, 2])"""
+    elementwise_affine: bool
+    """whether layer norms have a scale and a shift"""
+    time_embed_dim: _OptionalWidth = None
+    """width of the timestep's embedding; null: hidden_size"""
+    ofs_embed_dim: _OptionalWidth = None
+    """width of the embedding of ofs (CogVideoX1.5 image-to-video), equal to time_embed_dim"""
+    default_ofs: Annotated[float, Range(-(10**6), 10**6)] = 2.0
+    """value of ofs; a key of cogfast"""
+    height_interpolation: _Scale = 1.0
+    """factor by which the row positions of a sincos table are divided"""
+    width_interpolation: _Scale = 1.0
+    """factor by which the column positions of a sincos table are divided"""
+    time_interpolation: _Scale = 1.0
+    """factor by which the time positions of a sincos table are divided"""
+    # one legal value, that of CogVideoX
+    num_classes: None = None
+    input_time: Literal["adaln"] = "adaln"
+    use_SwiGLU: Literal[False] = False
+    use_RMSNorm: Literal[False] = False
+
+
+class TransformerArgs(Model):
+    """The keys of SAT's transformer_args that count."""
+
+    checkpoint_activations: bool = False
+    """true: args.activation_checkpointing is auto, if that is not set"""
+    max_sequence_length: _Length = 64
+    """rows of a table that SAT's rotary models store and never read"""
+    # one legal value, that of CogVideoX
+    layernorm_order: Literal["pre"] = "pre"
+    is_decoder: Literal[False] = False
+    is_gated_mlp: Literal[False] = False
+    is_rotary_emb: Literal[False] = False
+    num_multi_query_heads: Annotated[int, Range(0, 0)] = 0
+    hidden_dropout: _Zero = 0.0
+    attention_dropout: _Zero = 0.0
+    drop_path: _Zero = 0.0
+    layernorm_epsilon: Annotated[float, Range(1e-5, 1e-5)] = 1e-5
+    inner_hidden_size: None = None
+    hidden_size_per_attention_head: None = None
+
+
 _MODULES = (
     "pos_embed_config",
     "patch_embed_config",
@@ -121,96 +121,148 @@ _MODULES = (
     "final_layer_config",
     "lora_config",
 )
-SINCOS_PARAMS: dict[str, Any] = {
-    # tokens of a caption: 226
-    "text_length": _TextLength,
-    **_Interpolation,
-}
-ROTARY_PARAMS: dict[str, Any] = {
-    # width of a head: hidden_size / num_attention_heads
-    "hidden_size_head": _Width,
-    # tokens of a caption: 226
-    "text_length": _TextLength,
-    # base of the rotary frequencies
-    "theta": Annotated[float, Range(1, 10**9)],
-    # train a learned position table beside the rotation (CogVideoX-5B-I2V)
-    "learnable_pos_embed": bool,
-    # integer: SAT's positions; pipeline: those of diffusers' pipelines, which rescale videos whose
-    # size differs from latent_height and latent_width. A key of cogfast
-    "positions": Literal["integer", "pipeline"],
-}
-PATCH_PARAMS: dict[str, Any] = {
-    # width of a caption's embedding: T5's 4096
-    "text_hidden_size": _Width,
-}
-ADALN_PARAMS: dict[str, Any] = {
-    # layer norms of queries and keys
-    "qk_ln": bool,
-}
-LORA_PARAMS: dict[str, Any] = {
-    # rank of the adapters
-    "r": _Side,
-    # strength of the adapters: their product is multiplied by lora_alpha / r
-    "lora_alpha": Annotated[float, Range(-(10**6), 10**6)],
-    # dropout of the adapters' input
-    "lora_dropout": Annotated[float, Range(0, 0.999)],
-    # numbers of the blocks that get adapters; null: all
-    "layer_range": list[int] | None,
-    # linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0,
-    # ff.net.0.proj, ff.net.2 (diffusers). A key of cogfast
-    "target_modules": list[str],
-}
+
+
+class SincosParams(Model):
+    """The position table of CogVideoX-2B."""
+
+    text_length: _TextLength = 0
+    """tokens of a caption: 226"""
+    height_interpolation: _Scale = 1.0
+    """factor by which the row positions of a sincos table are divided"""
+    width_interpolation: _Scale = 1.0
+    """factor by which the column positions of a sincos table are divided"""
+    time_interpolation: _Scale = 1.0
+    """factor by which the time positions of a sincos table are divided"""
+
+
+class RotaryParams(Model):
+    """The rotary positions of the other models."""
+
+    hidden_size_head: _Width
+    """width of a head: hidden_size / num_attention_heads"""
+    text_length: _TextLength
+    """tokens of a caption: 226"""
+    theta: Annotated[float, Range(1, 10**9)] = 10000.0
+    """base of the rotary frequencies"""
+    learnable_pos_embed: bool = False
+    """train a learned position table beside the rotation (CogVideoX-5B-I2V)"""
+    positions: Literal["integer", "pipeline"] = "integer"
+    """integer: SAT's positions; pipeline: those of diffusers' pipelines, which rescale videos whose
+    size differs from latent_height and latent_width. A key of cogfast"""
+    # one legal value, that of CogVideoX
+    rot_v: Literal[False] = False
+
+
+class PatchParams(Model):
+    """The embedding of patches and captions."""
+
+    text_hidden_size: _Width
+    """width of a caption's embedding: T5's 4096"""
+    # one legal value, that of CogVideoX
+    bias: Literal[True] = True
+
+
+class AdalnParams(Model):
+    """The blocks' modulation and norms."""
+
+    qk_ln: bool = True
+    """layer norms of queries and keys"""
+
+
+class LoraParams(Model):
+    """The adapters."""
+
+    r: _Side
+    """rank of the adapters"""
+    lora_alpha: Annotated[float, Range(-(10**6), 10**6)] = 1.0
+    """strength of the adapters: their product is multiplied by lora_alpha / r"""
+    lora_dropout: Annotated[float, Range(0, 0.999)] = 0.0
+    """dropout of the adapters' input"""
+    layer_range: list[int] | None = None
+    """numbers of the blocks that get adapters; null: all"""
+    target_modules: list[str] = ["query_key_value", "dense"]
+    """linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0,
+    ff.net.0.proj, ff.net.2 (diffusers). A key of cogfast"""
+    # one legal value, that of CogVideoX
+    qlora: Literal[False] = False
+
+
 # Linears that can have adapters: SAT's or diffusers' name -> diffusers' names
 _LORA_TARGETS = {
     "query_key_value": ("to_q", "to_k", "to_v"),
     "dense": ("to_out.0",),
     **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")},
 }
-# Params of the encoder and of the decoder of SAT's autoencoder -> type
-CODER_PARAMS: dict[str, Any] = {
-    # channels of the latents
-    "z_channels": _Channels,
-    # channels of the pixels that the encoder takes
-    "in_channels": _Channels,
-    # channels of the pixels that the decoder returns
-    "out_ch": _Channels,
-    # channels of the first level, a multiple of 32
-    "ch": _Channels,
-    # residual blocks per level
-    "num_res_blocks": Annotated[int, Range(1, 16)],
-    # channels of each level in multiples of ch
-    "ch_mult": list[Annotated[int, Range(1, 16)]],
-    # the encoder returns mean and variance; only true
-    "double_z": bool,
-    # pixel frames per latent frame; only 4
-    "temporal_compress_times": Annotated[int, Range(1, 64)],
-}
-CODER_REQUIRED = ("z_channels", "ch", "ch_mult", "num_res_blocks")
-# Params of the autoencoder itself -> type
-AUTOENCODER_PARAMS: dict[str, Any] = {
-    # the weights: SAT's 3d-vae.pt
-    "ckpt_path": str | None,
-    # beginnings of names in the file that are not loaded
-    "ignore_keys": list[str],
-    # whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time, as
-    # diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory
-    "encode_chunks": Literal["auto", "whole", "frames", "tiles", "diffusers"],
-    # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
-    "decode_chunks": Literal["serial", "whole"],
-    # encode and decode one sample at a time
-    "use_slicing": bool,
-    # encode and decode in tiles
-    "use_tiling": bool,
-    # rows and columns of a tile in pixels; null: diffusers' own
-    "tile_size": tuple[_Side, _Side] | None,
-}
-_CODER_ONLY = {
-    "attn_resolutions": [],
-    "resamp_with_conv": True,
-    "pad_mode": "first",
-    "zq_ch": None,
-    "add_conv": False,
-    "give_pre_end": False,
+
+
+class NoParams(Model):
+    """A class of SAT without params."""
+
+
+class _RegularizerParams(Model):
+    sample: Literal[True] = True
+
+
+class CoderParams(Model):
+    """The encoder, or the decoder, of SAT's autoencoder."""
+
+    z_channels: _Channels
+    """channels of the latents"""
+    in_channels: _Channels = 3
+    """channels of the pixels that the encoder takes"""
+    out_ch: _Channels = 3
+    """channels of the pixels that the decoder returns"""
+    ch: _Channels
+    """channels of the first level, a multiple of 32"""
+    num_res_blocks: Annotated[int, Range(1, 16)]
+    """residual blocks per level"""
+    ch_mult: list[Annotated[int, Range(1, 16)]]
+    """channels of each level in multiples of ch"""
+    double_z: bool = True
+    """the encoder returns mean and variance; only true"""
+    temporal_compress_times: Annotated[int, Range(1, 64)] = 4
+    """pixel frames per latent frame; only 4"""
+    # one legal value, that of CogVideoX
+    attn_resolutions: Annotated[list, MaxLen(0)] = []
+    resamp_with_conv: Literal[True] = True
+    pad_mode: Literal["first"] = "first"
+    zq_ch: None = None
+    add_conv: Literal[False] = False
+    give_pre_end: Literal[False] = False
+
+
+class AutoencoderParams(Model):
+    """SAT's autoencoder itself."""
+
+    ckpt_path: str | None = None
+    """the weights: SAT's 3d-vae.pt"""
+    ignore_keys: list[str] = []
+    """beginnings of names in the file that are not loaded"""
+    encode_chunks: Literal["auto", "whole", "frames", "tiles", "diffusers"] = "auto"
+    """whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time,
+    as diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory"""
+    decode_chunks: Literal["serial", "whole"] = "serial"
+    """serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call"""
+    use_slicing: bool = False
+    """encode and decode one sample at a time"""
+    use_tiling: bool = False
+    """encode and decode in tiles"""
+    tile_size: tuple[_Side, _Side] | None = None
+    """rows and columns of a tile in pixels; null: diffusers' own"""
+
+
+# (key of the params, "" or " of" a class) -> their model
+NETWORK_MODELS = {
+    (NETWORK_KEY, ""): NetworkParams,
+    (f"{NETWORK_KEY}.transformer_args", ""): TransformerArgs,
+    (POSITION_KEY, " of Basic3DPositionEmbeddingMixin"): SincosParams,
+    (POSITION_KEY, " of Rotary3DPositionEmbeddingMixin"): RotaryParams,
+    (f"{NETWORK_KEY}.modules.patch_embed_config.params", ""): PatchParams,
+    (f"{NETWORK_KEY}.modules.adaln_layer_config.params", ""): AdalnParams,
+    (LORA_KEY, ""): LoraParams,
+    (VAE_KEY, " of SAT's VideoAutoencoderInferenceWrapper"): AutoencoderParams,
+    (f"{VAE_KEY}.encoder_config.params", ", and of decoder_config"): CoderParams,
 }
 
 
@@ -228,20 +280,15 @@ def transformer_arguments(
     if isinstance(params, DictConfig):
         params = to_dict(params)
     own = {k: v for k, v in params.items() if k not in ("transformer_args", "modules")}
-    fields = _read(own, NETWORK_PARAMS, where, unused, "DiffusionTransformer", _NETWORK_ONLY)
-    _require(fields, NETWORK_REQUIRED, where)
-    _require_positive(fields, fields.keys() - {"default_ofs"}, where)
+    fields = _read(own, NetworkParams, where, unused, "DiffusionTransformer")
     fields["patch_size"] = PatchSize.from_config(fields["patch_size"])
     # The embedding is as wide as the model by default, as in SAT.
     if fields.get("time_embed_dim") is None:
         fields["time_embed_dim"] = fields["hidden_size"]
     where_args = join(where, "transformer_args")
     args = check_mapping(where_args, params.get("transformer_args"))
-    fields |= _read(
-        args, TRANSFORMER_ARGS, where_args, unused, "transformer_args", _TRANSFORMER_ARGS_ONLY
-    )
+    fields |= _read(args, TransformerArgs, where_args, unused, "transformer_args")
     fields.pop("checkpoint_activations", None)  # the trainer's: args.activation_checkpointing
-    _require_positive(fields, ["max_sequence_length"], where_args)
     where_modules = join(where, "modules")
     modules = check_mapping(where_modules, params.get("modules"))
     for name in modules:
@@ -251,14 +298,12 @@ def transformer_arguments(
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
     patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
     where_patch = join(where_modules, "patch_embed_config.params")
-    only = {"bias": True}
-    fields |= _read(patch, PATCH_PARAMS, where_patch, unused, "ImagePatchEmbeddingMixin", only)
-    _require(fields, ("text_hidden_size",), where_patch)
+    fields |= _read(patch, PatchParams, where_patch, unused)
     adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
     where_adaln = join(where_modules, "adaln_layer_config.params")
-    fields["qk_norm"] = _read(adaln, ADALN_PARAMS, where_adaln, unused).get("qk_ln", True)
+    fields["qk_norm"] = _read(adaln, AdalnParams, where_adaln, unused).get("qk_ln", True)
     final = _module(modules, "final_layer_config", [FINAL_LAYER], where_modules)
-    _read(final, {}, join(where_modules, "final_layer_config.params"), unused)
+    _read(final, NoParams, join(where_modules, "final_layer_config.params"), unused)
     if modules.get("lora_config") is not None:
         fields |= _lora(modules, where_modules, unused)
     return fields
@@ -280,9 +325,8 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
     where_params = join(key, "params")
     head_width = fields["hidden_size"] // fields["num_attention_heads"]
     if node["target"] == POSITION_SINCOS:
-        found = _read(params, SINCOS_PARAMS, where_params, unused)
-        _require_positive(found, _Interpolation, where_params)
-        for name in _Interpolation:
+        found = _read(params, SincosParams, where_params, unused)
+        for name in _INTERPOLATIONS:
             if name in found and fields.get(name, found[name]) != found[name]:
                 raise KeyProblem(
                     join(where_params, name),
@@ -290,15 +334,11 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
                     f"{fields[name]}; keep one of them",
                 )
         return {"text_length": 0, **found, "position": "sincos"}
-    for name in _Interpolation:
+    for name in _INTERPOLATIONS:
         if fields.pop(name, None) is not None:
             outer = where.removesuffix(".modules")
             unused[join(outer, name)] = UNUSED[f"Rotary3DPositionEmbeddingMixin.{name}"]
-    only = {"rot_v": False}
-    found = _read(
-        params, ROTARY_PARAMS, where_params, unused, "Rotary3DPositionEmbeddingMixin", only
-    )
-    _require(found, ("hidden_size_head", "text_length"), where_params)
+    found = _read(params, RotaryParams, where_params, unused, "Rotary3DPositionEmbeddingMixin")
     if found["hidden_size_head"] != head_width:
         raise KeyProblem(
             join(where_params, "hidden_size_head"),
@@ -317,9 +357,7 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
 def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
     params = _module(modules, "lora_config", [LORA], where)
     where_params = join(where, "lora_config.params")
-    found = _read(params, LORA_PARAMS, where_params, unused, "LoraMixin", {"qlora": False})
-    _require(found, ("r",), where_params)
-    _require_positive(found, ["r"], where_params)
+    found = _read(params, LoraParams, where_params, unused, "LoraMixin")
     layers = found.get("layer_range")
     key = join(where_params, "target_modules")
     targets = found.get("target_modules", ["query_key_value", "dense"])
@@ -342,7 +380,7 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
     """
     nested = ("encoder_config", "decoder_config", "regularizer_config")
     own = {k: v for k, v in params.items() if k not in nested}
-    arguments = _read(own, AUTOENCODER_PARAMS, where, unused, "VideoAutoencoderInferenceWrapper")
+    arguments = _read(own, AutoencoderParams, where, unused, "VideoAutoencoderInferenceWrapper")
     _require(params, nested[:2], where)
     for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
         paths = [
@@ -350,13 +388,7 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         ]
         coder = _module(params, name, paths, where)
         where_coder = join(where, f"{name}.params")
-        arguments[name] = _read(
-            coder, CODER_PARAMS, where_coder, unused, "encoder_config", _CODER_ONLY
-        )
-        _require(arguments[name], CODER_REQUIRED, where_coder)
-        _require_positive(arguments[name], arguments[name], where_coder)
-        for multiple in arguments[name]["ch_mult"]:
-            _require_positive({"ch_mult": multiple}, ["ch_mult"], where_coder)
+        arguments[name] = _read(coder, CoderParams, where_coder, unused, "encoder_config")
     autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
     if params.get("regularizer_config") is not None:
         regularizers = [
@@ -365,7 +397,7 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
         ]
         chosen = _module(params, "regularizer_config", regularizers, where)
         where_regularizer = join(where, "regularizer_config.params")
-        _read(chosen, {}, where_regularizer, unused, "", {"sample": True})
+        _read(chosen, _RegularizerParams, where_regularizer, unused)
     return arguments
 
 
@@ -437,40 +469,24 @@ def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -
 
 
 def _read(
-    params: Mapping,
-    kinds: Mapping[str, Any],
-    where: str,
-    unused: dict[str, str],
-    sat_class: str = "",
-    only: Mapping[str, object] | None = None,
+    params: Mapping, kind: type[Model], where: str, unused: dict[str, str], sat_class: str = ""
 ) -> dict[str, Any]:
-    """Check the names and types of all params and return those that are read."""
-    only, found = only or {}, {}
+    """Check all params, and return those that the file sets.
+
+    unused: receives the keys of `sat_class` that are accepted without effect.
+    """
+    given = {}
     for name, value in params.items():
-        key = join(where, name)
-        if name in kinds:
-            check_type(key, value, kinds[name])
-            found[name] = value
-        elif name in only:
-            if value != only[name]:
-                text = f"{key}={show(value)}: only {show(only[name])} is supported; use it"
-                raise KeyProblem(key, text)
-        elif f"{sat_class}.{name}" in UNUSED:
-            unused[key] = UNUSED[f"{sat_class}.{name}"]
+        if f"{sat_class}.{name}" in UNUSED:
+            unused[join(where, name)] = UNUSED[f"{sat_class}.{name}"]
         else:
-            raise unknown_key(where, name, [*kinds, *only])
-    return found
+            given[name] = value
+    # A field without a description has one legal value, which nothing reads.
+    silent = {name for name, field in kind.model_fields.items() if field.description is None}
+    return validated(given, kind, where).model_dump(exclude_unset=True, exclude=silent)
 
 
 def _require(params: Mapping, names: Collection[str], where: str) -> None:
     for name in names:
         if params.get(name) is None:
             raise KeyProblem(where, f"{join(where, name)} is missing; set it as SAT's file does")
-
-
-def _require_positive(params: Mapping, names: Collection[str], where: str) -> None:
-    for name in names:
-        value = params.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            key = join(where, name)
-            raise KeyProblem(key, f"{key}={value} must be above 0")

@@ -13,9 +13,15 @@ from cogfast.schema.arguments import (
     ModelArguments,
     TrainArguments,
     deepspeed_value,
+    select,
 )
 from cogfast.schema.components import check_component, is_component
-from cogfast.schema.deepspeed_keys import REFUSED_DEEPSPEED, SECTION_KEYS, TOP_KEYS, fill_auto
+from cogfast.schema.deepspeed_keys import (
+    REFUSED_DEEPSPEED,
+    DeepSpeedSection,
+    check_own_sections,
+    fill_auto,
+)
 from cogfast.schema.merged_config import (
     COMMAND_LINE,
     DEFAULT,
@@ -30,13 +36,13 @@ from cogfast.schema.values import (
     KeyProblem,
     check_keys,
     check_mapping,
-    check_type,
     join,
     show,
     unknown_key,
+    validated,
 )
 
-_COMPONENTS = (
+COMPONENTS = (
     "network_config",
     "denoiser_config",
     "loss_fn_config",
@@ -45,7 +51,7 @@ _COMPONENTS = (
     "conditioner_config",
 )
 # key -> (legal values, what to do instead of setting another)
-_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
     "model.use_pd": ((False, None), "progressive distillation is not in this version; use false"),
     "model.lr_scale": ((None,), "super-resolution input is not in this version; remove it"),
@@ -70,7 +76,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 _LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 # Names of other trainers -> the params of LoRA
 _LORA_NAMES = {"lora_rank": "r", "lora_r": "r", "lora_alpha": "lora_alpha"}
-_CONDITIONER = "sgm.modules.GeneralConditioner"
+CONDITIONER = "sgm.modules.GeneralConditioner"
 # DeepSpeed's optimizer names, and those of their params that torch's AdamW does not have.
 _DEEPSPEED_ADAM = ("adam", "adamw")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
@@ -187,10 +193,10 @@ def check_sections(
 ) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
     unused: dict[str, str] = {}
-    _check_section(config["args"], TrainArguments, "args", unused, (), origins)
+    _check_section(config["args"], TrainArguments, "args", unused, ())
     _name_unread_rates(config["args"], unused)
-    _check_section(config["model"], ModelArguments, "model", unused, _COMPONENTS, origins)
-    for name in _COMPONENTS:
+    _check_section(config["model"], ModelArguments, "model", unused, COMPONENTS)
+    for name in COMPONENTS:
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
             continue
@@ -256,20 +262,16 @@ def _check_section(
     where: str,
     unused: dict[str, str],
     components: tuple[str, ...],
-    origins: Mapping[str, str],
 ) -> None:
-    hints = typing.get_type_hints(schema, include_extras=True)
     names = [f.name for f in fields(schema)]
     silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]
-    single = [key.partition(".")[2] for key in _ONLY if key.startswith(f"{where}.")]
+    single = [key.partition(".")[2] for key in ONLY if key.startswith(f"{where}.")]
     for name, value in section.items():
         key = join(where, name)
         if name in names:
-            # Defaults need no check.
-            if origins.get(key) != DEFAULT:
-                check_type(key, value, hints[name])
-        elif key in _ONLY:
-            allowed, fix = _ONLY[key]
+            continue
+        if key in ONLY:
+            allowed, fix = ONLY[key]
             if value not in allowed:
                 raise KeyProblem(key, f"{key}={show(value)}: {fix}")
         elif key in UNUSED:
@@ -281,6 +283,7 @@ def _check_section(
             raise KeyProblem(key, f"{text} to --base")
         elif name not in components:
             raise unknown_key(where, str(name), [*names, *silent, *single, *components])
+    validated({k: v for k, v in section.items() if k in names}, schema, where)
 
 
 def _name_unread_rates(args: Mapping, unused: dict[str, str]) -> None:
@@ -303,9 +306,9 @@ def _check_conditioner(
     """Check SAT's GeneralConditioner, which may hold one frozen text encoder or none."""
     node = check_mapping(where, node)
     check_keys(node, ("target", "params"), where)
-    if node.get("target") != _CONDITIONER:
+    if node.get("target") != CONDITIONER:
         key = f"{where}.target"
-        raise KeyProblem(key, f"{key}={show(node.get('target'))}: use {_CONDITIONER}")
+        raise KeyProblem(key, f"{key}={show(node.get('target'))}: use {CONDITIONER}")
     where = f"{where}.params"
     params = check_mapping(where, node.get("params"))
     for name, value in params.items():
@@ -327,7 +330,7 @@ def _check_conditioner(
             raise KeyProblem(here, f"{here} must be a mapping with target and params")
         for name, kind in (("is_trainable", bool), ("input_key", str), ("ucg_rate", float)):
             if name in entry:
-                check_type(join(here, name), entry[name], kind)
+                validated(entry[name], kind, join(here, name))
         if entry.get("is_trainable"):
             raise KeyProblem(here, f"{here}.is_trainable=true: text encoders are frozen; use false")
         if entry.get("input_key", "txt") != "txt":
@@ -343,51 +346,37 @@ def _check_deepspeed(
     section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
     where = "deepspeed"
-    for name, value in section.items():
-        key = join(where, name)
+    for name in section:
         if name in REFUSED_DEEPSPEED:
+            key = join(where, name)
             raise KeyProblem(key, f"{key}: {REFUSED_DEEPSPEED[name]}")
-        if name not in TOP_KEYS:
-            raise unknown_key(where, str(name), TOP_KEYS)
-        check_type(key, value, TOP_KEYS[name])
-        if key in UNUSED:
-            unused[key] = UNUSED[key]
-        _check_deepspeed_section(name, value, unused)
-    optimizer = section.get("optimizer")
-    if optimizer:
-        _check_optimizer(optimizer, allow_import, unused)
-
-
-def _check_deepspeed_section(name: str, section: object, unused: dict[str, str]) -> None:
-    """Check what DeepSpeed would refuse with a traceback or silently misread."""
-    known = SECTION_KEYS.get(name)
-    if known is None or not isinstance(section, Mapping):
-        return
-    for inner, value in section.items():
-        key = f"deepspeed.{name}.{inner}"
-        if inner not in known:
-            raise unknown_key(f"deepspeed.{name}", str(inner), known)
-        check_type(key, value, known[inner])
-        if key in UNUSED:
-            unused[key] = UNUSED[key]
-        _check_deepspeed_section(f"{name}.{inner}", value, unused)
+    # A key of args has the type and the range of both.
+    kinds = typing.get_type_hints(TrainArguments, include_extras=True)
+    for name, inner in PAIRS.items():
+        value = select(section, inner)
+        if value is not None:
+            validated(value, kinds[name], join(where, inner))
+    validated(section, DeepSpeedSection, where)
+    for key, reason in UNUSED.items():
+        if key.startswith(f"{where}.") and select(section, key.partition(".")[2]) is not None:
+            unused[key] = reason
+    check_own_sections(section)
+    if section.get("optimizer"):
+        _check_optimizer(section["optimizer"], allow_import, unused)
 
 
 def _check_optimizer(
     section: Mapping, allow_import: tuple[str, ...], unused: dict[str, str]
 ) -> None:
     where = "deepspeed.optimizer"
-    kind = section.get("type")
-    if not isinstance(kind, str):
-        raise KeyProblem(f"{where}.type", f"{where}.type={show(kind)} must name an optimizer")
-    params = check_mapping(f"{where}.params", section.get("params"))
+    kind, params = section["type"], section.get("params") or {}
     for name in _NUMBERS:  # torch accepts text here and fails later
         if name in params:
-            check_type(f"{where}.params.{name}", params[name], float)
+            validated(params[name], float, f"{where}.params.{name}")
     # DeepSpeed takes its own names in any case, such as AdamW and adamw.
     if kind.lower() in _DEEPSPEED_ADAM:
         for name in _DEEPSPEED_ADAM_KEYS:
-            check_type(f"{where}.params.{name}", params.get(name, True), bool)
+            validated(params.get(name, True), bool, f"{where}.params.{name}")
         params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
     elif "." not in kind:
         own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""

@@ -1,27 +1,44 @@
-"""Checks single keys and values: unknown keys (with a suggestion), and types by annotation."""
+"""Checks plain values from YAML, JSON and command lines with pydantic, and writes the errors about them.
+
+Types, ranges and unknown keys are checked here alone: `validated` turns a plain value into a type, and
+its errors are one line with key, value and rule. `Model` is the base of the models of a section.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import functools
+import json
 import math
 import reprlib
-import sys
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-    type(None): "null",
+import annotated_types
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import SchemaError
+
+# Strict: text is no number and true is no 1. A string below a field is its description.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+_WORDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "null",
+    "object": "a mapping",
 }
-_SEQUENCES = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
+_OF_KEY = ("missing", "extra_forbidden", "unexpected_keyword_argument")
+_COMPONENT = {
+    "type": "object",
+    "properties": {"target": {"type": "string"}, "params": {"type": "object"}},
+    "required": ["target"],
+}
+
+
 _MOST_LISTED = 12  # known keys or list items in a message, which must stay one line
 _MOST_SHOWN = 100  # characters of a key or a value in a message
 _MOST_COMPARED = 200  # characters of a name; difflib takes quadratic time
@@ -91,34 +108,6 @@ def check_keys(section: Mapping, known: Collection[str], where: str) -> None:
             raise unknown_key(where, str(key), known)
 
 
-def check_type(key: str, value: object, annotation: object) -> None:
-    """Raise KeyProblem if a YAML value does not fit the type annotation."""
-    if not fits(value, annotation):
-        text = f"{key}={show(value)} must be {describe_type(annotation)}"
-        # A size as other programs write it: 64x96 is [64,96].
-        sides = value.split("x") if isinstance(value, str) else []
-        if len(sides) > 1 and all(side.isdigit() for side in sides):
-            text += f"; write {key}=[{','.join(sides)}]"
-        raise KeyProblem(key, text)
-
-
-def check_mapping(key: str, value: object) -> Mapping:
-    """Return `value`, which must be a mapping. null counts as an empty mapping."""
-    if value is not None and not isinstance(value, Mapping):
-        raise KeyProblem(key, f"{key}={show(value)} must be a mapping")
-    return {} if value is None else value
-
-
-def check_fields(section: Mapping, schema: type, where: str) -> None:
-    """Check the keys and types of a section against a dataclass."""
-    # include_extras keeps the rules of Annotated.
-    hints = typing.get_type_hints(schema, include_extras=True)
-    known = [f.name for f in dataclasses.fields(schema)]
-    check_keys(section, known, where)
-    for key, value in section.items():
-        check_type(join(where, key), value, hints[key])
-
-
 def show(value: object) -> str:
     """Format a value as the user would have written it in YAML, shortened if it is long."""
     if value is None or isinstance(value, bool):
@@ -149,78 +138,196 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-def describe_type(annotation: object) -> str:
-    """Describe the allowed values of a type annotation for an error message."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, Mapping):  # a schema as in json_files
-        return "a mapping"
-    if origin is None and annotation in _KINDS:
-        return _KINDS[annotation]
-    if origin is Annotated:  # with rules of json_files
-        return " ".join([describe_type(args[0]), *map(str, args[1:])])
-    if origin is Literal:
-        return "one of " + ", ".join(show(a) if not isinstance(a, str) else a for a in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe_type(a) for a in args))
-    # Messages say "list" throughout: YAML and JSON have no tuples.
-    if origin is tuple and args and args[-1] is not Ellipsis:
-        return f"a list of {len(args)} ({', '.join(describe_type(a) for a in args)})"
-    if annotation in _SEQUENCES or origin in _SEQUENCES:
-        return f"a list (each item: {describe_type(args[0])})" if args else "a list"
-    if annotation in (dict, Mapping) or origin in (dict, Mapping):
-        return "a mapping"
-    if dataclasses.is_dataclass(annotation):
-        return "a mapping of " + ", ".join(f.name for f in dataclasses.fields(annotation))
-    if origin is Callable:
+@dataclass(frozen=True, slots=True)
+class Range(annotated_types.GroupedMetadata):
+    """A number from `low` to `high`, inclusive: Annotated[int, Range(1, 10)]."""
+
+    low: float
+    high: float
+
+    def __iter__(self) -> Iterator[object]:
+        yield annotated_types.Ge(self.low)
+        yield annotated_types.Le(self.high)
+
+
+class Model(BaseModel):
+    """A mapping with these keys and no others."""
+
+    model_config = ConfigDict(**STRICT, frozen=True)
+
+
+class _Schema(GenerateJsonSchema):
+    """The JSON schema of a type, in which a class of Python is a component."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+    def is_instance_schema(self, schema: Any) -> dict[str, Any]:
+        return dict(_COMPONENT)
+
+    def callable_schema(self, schema: Any) -> dict[str, Any]:
+        return dict(_COMPONENT)
+
+
+def validated(value: object, kind: Any, where: str = "", text: bytes | str | None = None) -> Any:
+    """Return a value from YAML or JSON in its type. where: its dotted key; KeyProblem if it does not fit.
+
+    As in JSON, a list may become a tuple, and a mapping a dataclass. text: the value as JSON.
+    """
+    try:
+        # Only pydantic's mode for JSON takes a list for a tuple where it takes no text for a number.
+        if text is None:
+            text = json.dumps(value, ensure_ascii=False, default=lambda _: {}).encode()
+        return _adapter(kind).validate_json(text, strict=True)
+    except UnicodeEncodeError:
+        shown = ascii(show(value))
+        raise KeyProblem(
+            where,
+            f"{where}={shown} must be valid Unicode" if where else f"{shown} must be valid Unicode",
+        ) from None
+    except ValidationError as error:
+        raise problem_of(error, json_schema(kind), value, where) from None
+
+
+def check_mapping(key: str, value: object) -> Mapping:
+    """Return `value`, which must be a mapping. null counts as an empty mapping."""
+    if value is not None and not isinstance(value, Mapping):
+        raise KeyProblem(key, f"{key}={show(value)} must be a mapping")
+    return {} if value is None else value
+
+
+def problem_of(
+    error: ValidationError, schema: dict, value: Any, where: str, is_option: bool = False
+) -> KeyProblem:
+    """Return pydantic's first error as one line with key, value and rule.
+
+    schema: the JSON schema of the type that `value`, at the key `where`, was checked against.
+    is_option: write --key value.
+    """
+    first = error.errors(include_url=False, include_input=False)[0]
+    kind, location = first["type"], first["loc"]
+    # A tuple that is too short has a missing item.
+    is_of_key = kind in _OF_KEY and isinstance(location[-1], str)
+    key, node = where, _resolved(schema, schema)
+    for part in location[:-1] if is_of_key else location:
+        inner = _inside(node, part, schema)
+        if inner is None or not isinstance(value, Mapping | list | tuple):
+            break
+        key = f"{key}[{part}]" if isinstance(part, int) else join(key, part)
+        value, node = value[part], inner
+    if is_of_key and kind == "missing":
+        return KeyProblem(key, f"key {join(key, str(location[-1]))} is missing; set it")
+    if is_of_key:
+        return unknown_key(key, str(location[-1]), node.get("properties", {}))
+    own = str(first.get("ctx", {}).get("error", "")) if kind == "value_error" else ""
+    if own:  # the message of a check of cogfast's
+        return KeyProblem(key, own)
+    rule = describe(node, schema)
+    if not rule:  # the type of another package, which pydantic describes
+        return KeyProblem(key, f"{key}={show(value)}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    if is_option:
+        return KeyProblem(key, f"--{key} {printable(cut(str(value)))}: must be {rule}")
+    shown = f"{key}={show(value)}" if key else show(value)
+    only = _only(node)
+    if only:
+        return KeyProblem(key, f"{shown}: only {only} is supported; use it")
+    text = f"{shown} must be {rule}"
+    sides = value.split("x") if isinstance(value, str) else []
+    if len(sides) > 1 and all(side.isdigit() for side in sides):
+        text += f"; write {key}=[{','.join(sides)}]"
+    return KeyProblem(key, text)
+
+
+def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> str:
+    """Describe the values that a JSON schema allows. whole: the schema that `node` refers to.
+
+    most: a limit from here on is left out.
+    """
+    node = _resolved(node, whole or node)
+    if "anyOf" in node or "oneOf" in node:
+        parts = node.get("anyOf") or node["oneOf"]
+        return " or ".join(dict.fromkeys(describe(part, whole, most) for part in parts))
+    if "enum" in node or "const" in node:
+        values = node.get("enum", [node.get("const")])
+        listed = ", ".join(value if isinstance(value, str) else show(value) for value in values)
+        return f"one of {listed}" if len(values) > 1 else listed
+    if is_component_schema(node):
         return "given as target and params"
-    return f"a {getattr(annotation, '__name__', annotation)}, given as target and params"
+    if node.get("type") == "array":
+        if "prefixItems" in node:
+            items = ", ".join(describe(item, whole, most) for item in node["prefixItems"])
+            return f"a list of {len(node['prefixItems'])} ({items})"
+        return (
+            f"a list (each item: {describe(node['items'], whole, most)})"
+            if node.get("items")
+            else "a list"
+        )
+    words = _WORDS.get(node.get("type", ""), "")
+    if node.get("format") == "path":
+        return "a path"
+    if "format" in node:
+        return f"{words} {node['format']}".strip()
+    if "minimum" in node or "maximum" in node:
+        low, high = node.get("minimum", -math.inf), node.get("maximum", math.inf)
+        if low > -most and high < most:
+            return f"{words} from {low:g} to {high:g}"
+        return words if low <= -most else f"{words} >= {low:g}"
+    return words
 
 
-def takes_component(annotation: object) -> bool:
-    """Whether a value of this annotation is built from target and params."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return any(map(takes_component, get_args(annotation)))
-    is_cogfast = isinstance(annotation, type) and annotation.__module__.startswith("cogfast")
-    return is_cogfast or get_origin(annotation) is Callable
+def _only(node: dict) -> str:
+    """Return the only legal value of a schema; "" if it has several."""
+    if "const" in node or node.get("type") == "null":
+        return show(node.get("const"))
+    if "minimum" in node and node["minimum"] == node.get("maximum"):
+        return show(node["minimum"])
+    return "[]" if node.get("maxItems") == 0 else ""
 
 
-def fits(value: object, annotation: object) -> bool:
-    """Whether a value from YAML or JSON fits a type annotation."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    # bool is a subclass of int in Python, but `true` is no number in YAML.
-    if annotation is float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return abs(value) <= sys.float_info.max  # false for NaN; any int compares
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is Path:
-        return isinstance(value, str)
-    if isinstance(annotation, Mapping):
-        return isinstance(value, Mapping)
-    if isinstance(annotation, type) and annotation in _KINDS:
-        return isinstance(value, annotation)
-    if origin is Annotated:  # with rules of json_files
-        return fits(value, args[0]) and all(rule.allows(value) for rule in args[1:])
-    if origin is Literal:
-        # 1, 1.0 and true are equal in Python and different choices in YAML.
-        return any(value == a and type(value) is type(a) for a in args)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, a) for a in args)
-    if annotation in _SEQUENCES or origin in _SEQUENCES:
-        return isinstance(value, list | tuple) and _items_fit(value, origin, args)
-    if annotation in (dict, Mapping) or origin in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if dataclasses.is_dataclass(annotation):
-        return isinstance(value, Mapping | annotation)
-    if takes_component(annotation):  # a component is checked by components.py
-        return not isinstance(value, str | int | float | list | dict | None)
-    return True  # Any, and classes of other packages, whose constructors check their arguments
+def is_component_schema(node: dict) -> bool:
+    """Whether a JSON schema takes a mapping with target and params, or null."""
+    parts = [part for part in node.get("anyOf", [node]) if part.get("type") != "null"]
+    return any(part.get("required") == ["target"] for part in parts)
 
 
-def _items_fit(value: Sequence, origin: Any, args: tuple) -> bool:
-    if not args:
-        return True
-    if origin is tuple and args[-1] is not Ellipsis:
-        return len(value) == len(args) and all(map(fits, value, args))
-    return all(fits(item, args[0]) for item in value)
+@functools.cache
+def json_schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type."""
+    return _adapter(kind).json_schema(schema_generator=_Schema)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    # A model and a dataclass have their own configuration.
+    for given in (config, None):
+        with suppress(PydanticUserError, SchemaError):
+            return TypeAdapter(kind, config=given)
+    return TypeAdapter(Any)  # of another package's constructor, which checks its arguments itself
+
+
+def _resolved(node: dict, whole: dict) -> dict:
+    """Follow a reference inside `whole`. The only choice beside null is the node."""
+    while True:
+        parts = [part for part in node.get("anyOf", ()) if part.get("type") != "null"]
+        if "$ref" in node:
+            node = whole["$defs"][node["$ref"].rpartition("/")[2]]
+        elif len(parts) == 1 and "$ref" in parts[0]:
+            node = parts[0]
+        else:
+            return node
+
+
+def _inside(node: dict, part: int | str, whole: dict) -> dict | None:
+    """Return the schema of a key or of an item; None if the error is about the whole value."""
+    if isinstance(part, int):
+        found = node.get("items")
+    else:
+        found = node.get("properties", {}).get(part, node.get("additionalProperties"))
+    if not isinstance(found, dict):
+        return None
+    if not found:
+        return {"additionalProperties": {}}
+    found = _resolved(found, whole)
+    # A list of numbers is shown whole.
+    is_plain = isinstance(part, int) and found.get("type") not in ("object", "array")
+    return None if is_plain else found

@@ -163,9 +163,9 @@ def test_traffic_of_two_tensor_parallel_copies(mesh, name: str) -> None:
         assert found["copies all_reduce"] == pytest.approx(expected.gradients, TOLERANCE)
         inside = [found[f"inside {name}"] for name in ("all_reduce", "gather", "scatter")]
         assert sum(inside) == pytest.approx(expected.activations, TOLERANCE)
-        # plus one log line: two sums of losses, two of each of four bands, marks and a wait for each
-        # copy and one mark more, and two sums of squares, in float32
-        line = 4 * (2 + 2 * 4 + 2 + 1 + 2 + 2)
+        # plus one log line: two sums of losses, two of each of four bands and a wait for each copy,
+        # in float32
+        line = 4 * (2 + 2 * 4 + 2)
         wanted = expected.scalars + all_reduce(line, 4)
         assert found["all_reduce"] == pytest.approx(wanted, TOLERANCE)
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
-from cogfast.cli.option_table import FILE, Comments, Group, groups, render, type_of
+from cogfast.cli.option_table import FILE, SCHEMA, Group, groups, render
 from cogfast.cli.options import parse_train
+from cogfast.cli.parameters import comments_of
+from cogfast.cli.yaml_schema import yaml_schema
 from cogfast.data.datasets import ListedVideos
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.sat_network import LORA_PARAMS, NETWORK_PARAMS
+from cogfast.schema.sat_network import LoraParams, NetworkParams
 from tests.support.tiny_run import ROOT
+
+FILES = [
+    *sorted((ROOT / "configs").glob("*.yaml")),
+    *sorted((ROOT / "tests/golden/sat_configs").glob("*.yaml")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +36,31 @@ def test_the_file_is_what_the_command_writes(table):
     assert FILE.read_text(encoding="utf-8") == render(table), text
 
 
+def test_the_schema_for_editors_is_what_the_command_writes():
+    text = "docs/cogfast.schema.json is out of date; run python -m cogfast.cli.option_table"
+    assert json.loads(FILE.with_name(SCHEMA).read_text(encoding="utf-8")) == yaml_schema(), text
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_schema_for_editors_takes_our_files_and_upstreams(file):
+    """Without jsonschema, the models check the same files in tests/schema/."""
+    jsonschema = pytest.importorskip("jsonschema")
+    plain = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    checker = jsonschema.Draft202012Validator(yaml_schema())
+    assert not [error.message for error in checker.iter_errors(plain)]
+    plain.setdefault("args", {})["train_iter"] = 1
+    assert not checker.is_valid(plain)
+
+
+def test_our_files_name_the_schema():
+    for file in (ROOT / "configs").glob("*.yaml"):
+        first = file.read_text().splitlines()[0]
+        assert first == f"# yaml-language-server: $schema=../docs/{SCHEMA}", file.name
+
+
 def test_every_key_has_a_meaning(table):
     missing = [option.key for group in table for option in group.options if not option.meaning]
-    assert not missing, f"write a comment above {', '.join(missing)}"
+    assert not missing, f"describe {', '.join(missing)}"
 
 
 def test_every_key_of_the_schema_has_a_row(table):
@@ -39,45 +71,41 @@ def test_every_key_of_the_schema_has_a_row(table):
         ("data.params", ListedVideos),
     ):
         assert {f"{where}.{one.name}" for one in dataclasses.fields(schema)} <= rows
-    assert {*NETWORK_PARAMS, *LORA_PARAMS} <= rows
+    described = {
+        k
+        for kind in (NetworkParams, LoraParams)
+        for k, f in kind.model_fields.items()
+        if f.description
+    }
+    assert len(described) > 20 and described <= rows
 
 
 def test_rows_show_types_and_defaults(table):
     lines = render(table).splitlines()
     start = lambda key: next(line for line in lines if line.startswith(f"| `{key}`"))
-    assert start("args.keep_last").startswith("| `args.keep_last` | whole number >= 0 | `2` |")
-    assert "| sat, constant, " in start("args.lr_schedule")
-    assert start("args.epochs").startswith("| `args.epochs` | whole number >= 1 or null | `null`")
+    assert start("args.keep_last").startswith("| `args.keep_last` | a whole number >= 0 | `2` |")
+    assert "| one of sat, constant, " in start("args.lr_schedule")
+    assert start("args.epochs").startswith("| `args.epochs` | a whole number >= 1 or null | `null`")
     assert "| true or false | `false` |" in start("args.compile")
     assert "| required | " in start("hidden_size_head")
 
 
-def test_a_key_without_a_comment_has_no_meaning(tmp_path, monkeypatch):
+def test_a_parameter_without_a_comment_has_no_meaning(tmp_path, monkeypatch):
     source = (
         "class Own:\n"
-        "    # --- first ---\n"
-        "    # above the field,\n"
-        "    # in two lines\n"
-        "    a: int = 1\n"
-        "    b: int = 2  # beside it\n"
-        "def call(\n"
-        "    # of x\n"
-        "    x, y,\n"
-        "): ...\n"
-        "KEYS = {\n"
-        "    # of one\n"
-        "    'one': 1, 'two': 2,\n"
-        "}\n"
+        "    def __init__(\n"
+        "        self,\n"
+        "        # above the parameter,\n"
+        "        # in two lines\n"
+        "        a: int = 1,\n"
+        "        b: int = 2,  # beside it\n"
+        "    ): ...\n"
     )
-    (tmp_path / "own_schema.py").write_text(source.replace("'", '"'))
+    (tmp_path / "own_schema.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    comments = Comments("own_schema")
-    assert comments.of_class("Own") == {
-        "a": ("above the field, in two lines", "first"),
-        "b": ("", "first"),
-    }
-    assert comments.of_call("call") == {"x": "of x", "y": ""}
-    assert comments.of_mapping("KEYS") == {"one": "of one", "two": ""}
+    own = importlib.import_module("own_schema").Own
+    found = comments_of(own)
+    assert (found["a"], found["b"]) == ("above the parameter, in two lines", "")
 
 
 def test_help_all_prints_every_row(capsys, monkeypatch, table):
@@ -87,12 +115,12 @@ def test_help_all_prints_every_row(capsys, monkeypatch, table):
     assert done.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert "  args.lr  (number from 0 to 1000; default 0.0001)\n      peak learning rate" in text
+    assert "  args.lr  (a number from 0 to 1000; default 0.0001)\n      peak learning rate" in text
     words = " ".join(text.split())
     rows = [option for group in table for option in group.options if option.type]
     assert len(rows) > 200
     for row in rows:
-        meaning = row.meaning.replace("None", "null").replace("`", "")
+        meaning = row.meaning.replace("`", "")
         assert f"{row.key} ({row.type}" in words and " ".join(meaning.split()) in words
 
 
@@ -112,8 +140,3 @@ def test_help_all_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "args.train_iters" in done.stdout
-
-
-def test_types_are_short():
-    assert type_of(list[str] | None) == "list (text) or null"
-    assert type_of(tuple[int, int] | None) == "list of 2 (whole number) or null"

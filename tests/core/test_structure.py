@@ -53,7 +53,14 @@ LATE = {
     "PIL",
     "sentencepiece",
 }
-HOSTS = {"127.0.0.1", "www.apache.org", "download.pytorch.org", "arxiv.org", "github.com"}
+HOSTS = {
+    "127.0.0.1",
+    "www.apache.org",
+    "download.pytorch.org",
+    "arxiv.org",
+    "github.com",
+    "json-schema.org",
+}
 
 
 def part_of(module: str) -> str:

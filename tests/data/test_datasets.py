@@ -267,7 +267,7 @@ def test_a_name_that_is_not_utf8(tmp_path):
     sat_folder(tmp_path, 1)
     for name in ("videos/00.mp4", "labels/00.txt"):
         path = os.fsencode(tmp_path / name)
-        os.rename(path, path.replace(b"00", b"\xff"))
+        os.rename(path, path.replace(b"00.", b"\xff."))
     data, expected = VideoFolder(tmp_path, **CLIP), sat_folder(tmp_path / "plain", 1)
     assert torch.equal(data[0]["video"], VideoFolder(expected, **CLIP)[0]["video"])
 

@@ -139,7 +139,7 @@ def test_python_gives_values_or_text():
         **{**NEEDED, "train_resolution": (49, 480, 720), "rank": 64, "do_validation": False}
     )
     assert args.model_dump() == Args(**NEEDED, rank="64", do_validation="False").model_dump()
-    with pytest.raises(AttributeError):
+    with pytest.raises(ValueError, match="frozen"):
         args.rank = 3
     # The class has a default for two options that the shell requires.
     few = {k: v for k, v in NEEDED.items() if k not in ("training_type", "output_dir")}

@@ -306,14 +306,6 @@ def test_non_finite_gradients_propagate(build):
     assert torch.equal(params[0].isnan(), expected["p"].isnan())
 
 
-def test_zero_betas(build):
-    params, grads = random_case([(40,)])
-    expected = reference(params[0], [g[0] for g in grads], betas=(0.0, 0.0))
-    optimizer = build(params, **{**HYPER, "betas": (0.0, 0.0)})
-    run(optimizer, params, grads)
-    close(params[0], expected["p"])
-
-
 def test_adam_part_equals_torch(build):
     """Compare with torch.optim.AdamW in float64 over 30 steps with a changing learning rate."""
     params, grads = random_case([(50,), (3, 7)], num_steps=30)

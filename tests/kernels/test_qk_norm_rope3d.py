@@ -424,7 +424,7 @@ def test_compiled_is_eager() -> None:
         return torch.cat([q, k, v])
 
     results = []
-    for run in (step, torch.compile(step, fullgraph=True)):
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         qkv, affine, cotangents = case.to(torch.float32)
         leaves = [x.requires_grad_() for x in (qkv, *affine)]
         out = run(*leaves)
@@ -459,67 +459,28 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=f"^qk_norm_rope3d: {message}"):
             qk_norm_rope3d(*arguments)
 
-    refused(
-        r"qkv is \[2, 8, 2, 16\] .*; its shape must be \[B, S, 3, H, D\]",
-        qkv[:, :, 0],
-        norm,
-        norm,
-        rotation,
-        2,
-    )
-    refused(r"qkv is .* int64 .*; its dtype must be", qkv.long(), norm, norm, rotation, 2)
-    refused(r"qkv is .*; its last dim must be dense", qkv.transpose(3, 4), norm, norm, None, 2)
-    refused(r"key_norm is None; both norms must be given, or none", qkv, norm, None, rotation, 2)
-    refused(
-        r"key_norm bias is \[8\] .*; its shape must be \[16\]",
-        qkv,
-        norm,
-        (None, norm[1][:8]),
-        rotation,
-        2,
-    )
-    refused(
-        r"query_norm weight is .* on meta.*; it must be on cpu",
-        qkv,
-        (norm[0].to("meta"), None),
-        norm,
-        rotation,
-        2,
-    )
-    refused(
-        r"qkv is \[2, 8, 3, 2, 16\] .*; 3 text rows and 1x2x3 video rows must be its S",
-        qkv,
-        norm,
-        norm,
-        rotation,
-        3,
-    )
-    wide = torch.zeros(2, 8, 3, 1, 32)
-    refused(
-        r"rotation.table is \[2, 17\] .*; its shape must be \[2, 34\]",
-        wide,
-        None,
-        None,
-        rotation,
-        2,
-    )
-    refused(
-        r"qkv is .*; D, its last dim, must be a multiple of 16 to be rotated",
-        wide[..., :24],
-        None,
-        None,
-        rotation,
-        2,
-    )
-    half = Rotation(rotation.table.half(), 1, 2, 3)
-    refused(
-        r"rotation.table is .* float16 .*; it must be float32 and contiguous",
-        qkv,
-        norm,
-        norm,
-        half,
-        2,
-    )
+    wide, half = torch.zeros(2, 8, 3, 1, 32), Rotation(rotation.table.half(), 1, 2, 3)
+    meta, short = (norm[0].to("meta"), None), (None, norm[1][:8])
+    text = r"qkv is .* int64 .*; its dtype must be"
+    refused(text, qkv.long(), norm, norm, rotation, 2)
+    text = r"qkv is \[2, 8, 2, 16\] .*; its shape must be \[B, S, 3, H, D\]"
+    refused(text, qkv[:, :, 0], norm, norm, rotation, 2)
+    text = r"qkv is .*; its last dim must be dense"
+    refused(text, qkv.transpose(3, 4), norm, norm, None, 2)
+    text = r"key_norm is None; both norms must be given, or none"
+    refused(text, qkv, norm, None, rotation, 2)
+    text = r"key_norm bias is \[8\] .*; its shape must be \[16\]"
+    refused(text, qkv, norm, short, rotation, 2)
+    text = r"query_norm weight is .* on meta.*; it must be on cpu"
+    refused(text, qkv, meta, norm, rotation, 2)
+    text = r"qkv is \[2, 8, 3, 2, 16\] .*; 3 text rows and 1x2x3 video rows must be its S"
+    refused(text, qkv, norm, norm, rotation, 3)
+    text = r"rotation.table is \[2, 17\] .*; its shape must be \[2, 34\]"
+    refused(text, wide, None, None, rotation, 2)
+    text = r"qkv is .*; D, its last dim, must be a multiple of 16 to be rotated"
+    refused(text, wide[..., :24], None, None, rotation, 2)
+    text = r"rotation.table is .* float16 .*; it must be float32 and contiguous"
+    refused(text, qkv, norm, norm, half, 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

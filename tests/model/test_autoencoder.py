@@ -217,7 +217,8 @@ def test_an_even_number_of_latents_decodes_to_4t_minus_3_frames(
 
 def test_slices_do_not_change_a_number(tiny: TinyVae, vae: VideoAutoencoder) -> None:
     sliced = tiny.build(use_slicing=True)
-    video = torch.cat([tiny.io["enc.c13.video"], tiny.io["enc.c13.video"].flip(2)])
+    video = tiny.io["enc.c13.video"][:, :, :5]
+    video = torch.cat([video, video.flip(2)])
     latents = vae.encode(video).mean
     calls: list[int] = []
     sliced.inner.encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
@@ -318,7 +319,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
     with pytest.raises(ValueError, match="ckpt_path=.* does not exist; give the path"):
         broken.build()
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="3d-vae.pt: truncated or not a file of torch.save"):
+    with pytest.raises(ValueError, match="3d-vae.pt: truncated or damaged"):
         broken.build()
     torch.save({"module": {}}, path)
     with pytest.raises(ValueError, match="has no 'state_dict'"):
@@ -427,9 +428,9 @@ def test_every_way_to_encode_equals_diffusers_bit_for_bit(
     found: dict[str, Tensor] = {}
     for chunks in ("auto", "frames", "tiles"):
         ours = VideoAutoencoder(inner=copy.deepcopy(small), encode_chunks=chunks).to(dtype)
-        # The tiles of decoding do not change those of encoding.
-        ours.limit_decode_memory(0, 1, 96, 160)
-        ours.decode(torch.zeros(1, 16, 1, 12, 20))
+        if chunks == "tiles":  # those of decoding do not change those of encoding
+            ours.limit_decode_memory(0, 1, 96, 160)
+            ours.decode(torch.zeros(1, 16, 1, 12, 20))
         found[chunks] = ours.encode(clip).mean
         theirs = copy.deepcopy(small).to(dtype)
         theirs.num_sample_frames_batch_size = 17 if chunks == "auto" else 8
@@ -526,28 +527,29 @@ def test_a_trial_decides_where_the_estimate_is_too_cautious(
 
 
 @torch.no_grad()
-def test_decoding_stays_in_its_memory(tiny: TinyVae, vae: VideoAutoencoder) -> None:
+def test_decoding_stays_in_its_memory(small: AutoencoderKLCogVideoX) -> None:
     """Free memory decides between whole frames and tiles. Whole frames give the same outputs as before,
     tiles those of tiles that are asked for, and encoding never sees them."""
     generator = torch.Generator().manual_seed(3)
     z = torch.randn(1, 16, 1, 16, 10, generator=generator)  # a frame of 128x80
+    build = lambda **options: VideoAutoencoder(inner=copy.deepcopy(small), **options)
+    vae = build()
     whole, image = vae.decode(z), torch.rand(1, 3, 1, 128, 80, generator=generator)
     moments = vae.encode(image)
-    limited = tiny.build()
+    limited = build()
     plan = limited.limit_decode_memory(1 << 40, 1, 128, 80)
     assert plan.tile is None
     assert torch.equal(limited.decode(z), whole)
 
-    small = limited.limit_decode_memory(int(0.9 * plan.num_bytes), 1, 128, 80)
-    assert small.num_bytes <= 0.9 * plan.num_bytes
+    tiled = limited.limit_decode_memory(int(0.9 * plan.num_bytes), 1, 128, 80)
+    assert tiled.num_bytes <= 0.9 * plan.num_bytes
     found = limited.decode(z)
-    assert torch.equal(found, tiny.build(use_tiling=True, tile_size=small.tile).decode(z))
+    assert torch.equal(found, build(use_tiling=True, tile_size=tiled.tile).decode(z))
     assert torch.equal(limited.encode(image).mean, moments.mean)
     difference = (found - whole).norm() / whole.norm()
-    print(f"tiles {small.tile} of 128x80: {difference:.3f} of the whole frames' norm apart")
     assert 0 < difference < 1  # random weights: group norm of a tile is not the frame's
 
-    asked = tiny.build(use_tiling=True, tile_size=[96, 80])  # the config's stay
+    asked = build(use_tiling=True, tile_size=[96, 80])  # the config's stay
     assert asked.limit_decode_memory(1 << 40, 1, 128, 80).tile == (96, 80)
 
     # with enough memory again

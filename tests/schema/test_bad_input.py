@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from cogfast.config import load_config
-from cogfast.schema.deepspeed_keys import SECTION_KEYS
 
 MODEL = "model.network_config.params"
 VAE = "model.first_stage_config.params"
@@ -69,12 +68,6 @@ UNKNOWN = {
     "deepspeed.zero_optimization.offload_optimizer.devce=cpu": (
         "unknown key deepspeed.zero_optimization.offload_optimizer.devce; did you mean device?"
     ),
-    "deepspeed.timers.throughput.enabld=true": (
-        "unknown key deepspeed.timers.throughput.enabld; did you mean enabled?"
-    ),
-    "deepspeed.comms_logger.x=1": (
-        "unknown key deepspeed.comms_logger.x; known keys: debug, enabled, prof_all, prof_ops, verbose"
-    ),
 }
 
 WRONG = {
@@ -123,12 +116,12 @@ WRONG = {
     "deepspeed.optimizer.params=7": "deepspeed.optimizer.params=7 must be a mapping",
     "deepspeed.optimizer.params.betas=[{7: 1}]": "betas.0.7: keys must be text, but YAML reads 7; quote it",
     "args.load={on: 1}": "unknown key args.load.True: keys must be text, but YAML reads true",
-    "deepspeed.zero_optimization.stage=4": "stage=4 must be one of 0, 1, 2, 3",
+    "deepspeed.zero_optimization.stage=4": "stage=4 must be a whole number from 0 to 3",
     "deepspeed.zero_optimization.offload_optimizer.device=gpu": (
-        "offload_optimizer.device='gpu' must be one of none, cpu, nvme"
+        "offload_optimizer.device='gpu': input should be 'none', 'cpu' or 'nvme'"
     ),
-    "deepspeed.zero_optimization.offload_optimizer.ratio=2": "ratio=2 must be a number from 0 to 1",
-    "deepspeed.aio.block_size=0": "deepspeed.aio.block_size=0 must be a whole number from 1",
+    "deepspeed.zero_optimization.offload_optimizer.ratio=2": "ratio=2: input should be less than or equal to 1",
+    "deepspeed.aio.block_size=0": "deepspeed.aio: DeepSpeed's own values are used; remove it",
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
     "deepspeed.scheduler=WarmupLR": "deepspeed.scheduler='WarmupLR' must be a mapping",
     "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Adam, AdamW or a class",
@@ -182,31 +175,6 @@ def test_one_line_names_origin_key_and_fix(sat_configs, argument):
     assert "\n" not in text
     if argument in UNKNOWN:
         assert text == f"command line: {message}"
-
-
-def test_the_keys_of_deepspeed_are_those_of_its_own_models():
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-
-    models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
-        "zero_optimization.zenflow": ZenFlowConfig,
-        "comms_logger": CommsLoggerConfig,
-        "timers.throughput": DeepSpeedThroughputTimerConfig,
-    }
-    for name, model in models.items():
-        theirs = {f.alias or n for n, f in model.model_fields.items() if not f.exclude}
-        assert theirs <= set(SECTION_KEYS[name]), name
 
 
 def test_the_file_is_named(tmp_path, sat_configs):

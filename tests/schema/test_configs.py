@@ -20,7 +20,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.deepspeed_keys import TOP_KEYS
+from cogfast.schema.deepspeed_keys import DeepSpeedSection
 from cogfast.schema.sat_network import autoencoder_arguments, transformer_arguments
 from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.tiny_run import ROOT
@@ -202,7 +202,7 @@ def test_options_that_pages_name_exist() -> None:
             for dataset in (VideoFolder, VideoList, VideoManifest, VideoShards)
             for name in inspect.signature(dataset).parameters
         },
-        "deepspeed": set(TOP_KEYS),
+        "deepspeed": set(DeepSpeedSection.model_fields),
     }
     found = 0
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:

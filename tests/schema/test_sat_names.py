@@ -6,12 +6,9 @@ import copy
 
 import pytest
 import yaml
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cogfast.core.shapes import PatchSize
 from cogfast.schema.components import import_target, resolve
-from cogfast.schema.deepspeed_keys import SECTION_KEYS
 from cogfast.schema.sat_classes import REFUSED, TARGETS
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.schema.sat_unused import UNUSED
@@ -155,19 +152,3 @@ def test_no_class_is_both_mapped_and_refused():
     assert not set(TARGETS) & set(REFUSED)
     assert all("use" in reason or "move" in reason for reason in REFUSED.values())
     assert all(UNUSED.values())
-
-
-@pytest.mark.parametrize(
-    ("section", "schema"),
-    [
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("fp16", DeepSpeedFP16Config),
-        ("bf16", DeepSpeedBF16Config),
-    ],
-)
-def test_deepspeeds_own_keys_are_known(section, schema):
-    names = {field.alias or name for name, field in schema.model_fields.items()}
-    known = set(SECTION_KEYS[section])
-    assert names <= known
-    # what is known beyond: field names of aliases
-    assert known - names <= set(schema.model_fields)

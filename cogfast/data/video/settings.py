@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import ReaderName
 from cogfast.data.video.transform import FrameSelection, Resize
-from cogfast.schema.json_files import Range
+from cogfast.schema.values import Range
 
 ShortClips = Literal["skip", "pad"]
 # Limits of data.params; what a model accepts is checked against the model.

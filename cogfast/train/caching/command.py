@@ -269,7 +269,7 @@ class _CacheRun:
         self, trusted: TrustedCache, texts: _Work, clips: _Work, how: EncodePlan | None
     ) -> None:
         """Log what args.trusted_cache has, and check that its clips are of the run's model."""
-        found = [one for one in clips.missing if one.theirs is not None]
+        found = [(one.theirs, one.clip) for one in clips.missing if one.theirs is not None]
         logger.info(
             "args.trusted_cache=%s: has %d of these clips and %d of these captions",
             trusted.folder,
@@ -283,16 +283,16 @@ class _CacheRun:
             logger.warning(text, counted(len(trusted.shared), "clip"), min(trusted.shared))
         if found and len(trusted.members) > 1:
             # The oldest and the newest: a user who changed the model may have added clips.
-            found.sort(key=lambda one: one.theirs.path.stat().st_mtime_ns)
+            found.sort(key=lambda pair: pair[0].path.stat().st_mtime_ns)
             self._use(how)
-            for one in dict.fromkeys((found[0], found[-1])):
-                clip = self.clips[one.clip]
+            for theirs, number in dict.fromkeys((found[0], found[-1])):
+                clip = self.clips[number]
                 # A clip that cannot be read becomes a bad sample of the cache.
                 with suppress(BadSample):
                     sample = read_sample(clip.dataset, clip.index, self.args.decode_timeout)
                     video = sample["video"][None].to(self.groups.device)
                     own = self.video_encoder.encode_moments(in_unit_range(video).transpose(1, 2))
-                    trusted.check_scale(one.theirs, own, self.video_encoder.scale_factor)
+                    trusted.check_scale(theirs, own, self.video_encoder.scale_factor)
 
     def _encode(self, what: str, work: _Work, at_once: int, turn: int) -> None:
         """Encode and write this rank's part of the missing entries of a kind."""

@@ -70,8 +70,9 @@ class EncodeChoice:
         # A user's own data set may return larger clips than the configuration says.
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        is_kept = self.stored is not None and stage.encode_chunks == "auto"
-        ways, has_trial = [self.stored] if is_kept else None, self.args.vae_memory_gib is None
+        ways, has_trial = None, self.args.vae_memory_gib is None
+        if self.stored is not None and stage.encode_chunks == "auto":
+            ways = [self.stored]
         plan = self.groups.on_all(lambda: stage.limit_encode_memory(budget, shape, ways, has_trial))
         # A trial on the GPU may end differently on another rank.
         plan = self.groups.broadcast(plan)

@@ -13,13 +13,14 @@ from cogfast.data.datasets import ListedVideos
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
 from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.json_files import Range, read_json
+from cogfast.schema.json_files import keys, read_json
 from cogfast.schema.places import is_none
+from cogfast.schema.values import Range
 
 _FLOAT32 = 4
 _SIDE = Annotated[int, Range(1, 2**20)]
 _SIZES = ("d_model", "d_ff", "d_kv", "num_heads", "num_layers", "vocab_size")
-T5_FILE: dict[str, Any] = dict.fromkeys(_SIZES, NotRequired[_SIDE])
+T5_FILE = keys(dict.fromkeys(_SIZES, NotRequired[_SIDE]))
 # google/t5-v1_1-xxl, which all CogVideoX models use
 T5_XXL: dict[str, int] = dict(zip(_SIZES, (4096, 10240, 64, 64, 24, 32128), strict=True))
 _T5_BUCKETS = 32  # of relative positions

@@ -30,11 +30,11 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.arguments import ModelArguments
-from cogfast.schema.json_files import InsideName, Range, brief, read_json
+from cogfast.schema.json_files import InsideNames, brief, keys, read_json
 from cogfast.schema.merged_config import DEFAULT, refuse, to_dict
 from cogfast.schema.places import is_none
 from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.schema.values import show
+from cogfast.schema.values import Range, show
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.inferred import precision_values
 
@@ -49,15 +49,17 @@ _SCHEDULES = (
     "loss_fn_config.params.sigma_sampler_config.params.discretization_config",
     "sampler_config.params.discretization_config",
 )
-_SCHEDULER = {
-    "_class_name": str,
-    "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
-    "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
-    "beta_end": NotRequired[Annotated[float, Range(1e-9, 1)]],
-    "timestep_spacing": NotRequired[Literal["leading", "linspace", "trailing"]],
-    "set_alpha_to_one": NotRequired[bool],
-    "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
-}
+_SCHEDULER = keys(
+    {
+        "_class_name": str,
+        "snr_shift_scale": NotRequired[Annotated[float, Range(0.01, 100)]],
+        "beta_start": NotRequired[Annotated[float, Range(1e-9, 1)]],
+        "beta_end": NotRequired[Annotated[float, Range(1e-9, 1)]],
+        "timestep_spacing": NotRequired[Literal["leading", "linspace", "trailing"]],
+        "set_alpha_to_one": NotRequired[bool],
+        "steps_offset": NotRequired[Annotated[int, Range(0, 1000)]],
+    }
+)
 # diffusers' schedulers for CogVideoX -> SAT's samplers
 SAMPLERS = {
     "CogVideoXDPMScheduler": "VPSDEDPMPP2MSampler",
@@ -180,7 +182,7 @@ def _needed(folder: Path) -> Iterator[str]:
         yield f"{part}/config.json"
         index = f"{part}/{whole}.index.json"
         if (folder / index).is_file():
-            shards = read_json(folder / index, {"weight_map": dict[str, InsideName]})["weight_map"]
+            shards = read_json(folder / index, keys({"weight_map": InsideNames}))["weight_map"]
             yield from (f"{part}/{name}" for name in sorted(set(shards.values())))
         else:
             yield f"{part}/{whole}"

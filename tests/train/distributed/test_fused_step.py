@@ -72,7 +72,7 @@ PAIRWISE = [
     Case(2, "fp32", 0.0, 3),
     Case(2, "fp32", 0.05, 1),
 ]
-QUICK = [
+CASES = [
     *PAIRWISE,
     Case(clip=3.0),
     Case(2, zero={"overlap_comm": True}, accumulation=3),
@@ -82,31 +82,18 @@ QUICK = [
     Case(data_types={"grad_accum_dtype": "fp32"}, accumulation=3),
     Case(2, "fp16", 0.0, 3, fp16={"initial_scale_power": 8, "loss_scale_window": 2}),
     Case(2, "fp16", 3.0, fp16={"loss_scale": 100.0}),
+    # The last one, because DeepSpeed keeps a reference to the mpu.
+    Case(2, dtype="fp32", clip=0.05, is_model_shared=True),
 ]
-PRODUCT = itertools.product((1, 2), ("bf16", "fp32"), (0.0, 0.05), (1, 3))
-SOAK = [
-    *[case for case in itertools.starmap(Case, PRODUCT) if case not in PAIRWISE],
-    Case(1, zero={"overlap_comm": True}, accumulation=3),
-    Case(1, zero={"contiguous_gradients": False}, accumulation=3),
-    Case(zero={"round_robin_gradients": True}),
-    Case(zero={"parameter_alignment": True}),
-    Case(1, "fp16", 0.05, fp16={"initial_scale_power": 8}),
-]
-# These come last, because DeepSpeed keeps a reference to the mpu.
-QUICK_SHARED = [Case(2, dtype="fp32", clip=0.05, is_model_shared=True)]
-SOAK_SHARED = [Case(1, dtype="fp32", clip=0.05, is_model_shared=True)]
-CASES = [*QUICK, *SOAK, *QUICK_SHARED, *SOAK_SHARED]
 
 
 # Gathers are under way when the step returns, or waited for at once: the same numbers.
-EVENTFUL = [Case(2, "bf16", 0.05, 3), Case(2, "fp32", 0.05), Case(1, "bf16", 0.05)]
+EVENTFUL = [Case(2, "bf16", 0.05, 3), Case(1, "fp32", 0.05)]
 # Sums of many micro-batches: what float32 sums are worth.
 LONG_SUMS = [
     Case(accumulation=8, data_types={"grad_accum_dtype": "fp32"}),
-    Case(accumulation=32, data_types={"grad_accum_dtype": "fp32"}),
     Case(accumulation=32),
 ]
-SOAKS = [*SOAK, *SOAK_SHARED, EVENTFUL[2], LONG_SUMS[1]]
 EVALUATED_AT, SAVED_AT = (1, 2, BAD_STEP), 4
 
 
@@ -388,23 +375,22 @@ def order_of_events(use_stock_step: bool) -> list[str]:
     return events
 
 
-def run_cases(out: Path, has_soaks: bool) -> None:
+def run_cases(out: Path) -> None:
     """Save every case's run with cogfast's step and with DeepSpeed's, {(case's name, is stock): ...},
     and those of EVENTFUL, {(case's name, "waits" or "late"): ...}."""
     groups = start_processes()
-    wanted = lambda cases: [case for case in cases if has_soaks or case not in SOAKS]
-    cases = [c for c in wanted(CASES) if groups.world_size > 1 or not c.is_model_shared]
+    cases = [c for c in CASES if groups.world_size > 1 or not c.is_model_shared]
     found: dict = {}
     if groups.world_size > 1:
         dist.all_gather_into_tensor = gather_late
-        for case, waits in itertools.product(wanted(EVENTFUL), (True, False)):
+        for case, waits in itertools.product(EVENTFUL, (True, False)):
             key = case.name, "waits" if waits else "late"
             folder = out / ", ".join(key)
             found[key] = eventful_run(case, waits, groups, folder)
         found["order"] = {stock: order_of_events(stock) for stock in (False, True)}
     found |= {(c.name, stock): trajectory(c, stock) for c in cases for stock in (False, True)}
     found["rare gradients"] = {stock: rare_gradients(stock) for stock in (False, True)}
-    found |= {("sum", case.name): accumulated_gradient(case) for case in wanted(LONG_SUMS)}
+    found |= {("sum", case.name): accumulated_gradient(case) for case in LONG_SUMS}
     torch.save(found, out / f"{groups.rank}-of-{groups.world_size}.pt")
     groups.close()
 
@@ -413,19 +399,13 @@ PLACES = {"one process": (1, 0), "two, rank 0": (2, 0), "two, rank 1": (2, 1)}
 
 
 def by_case(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=case.name, marks=soak_mark(case)) for case in cases]
-    )
-
-
-def soak_mark(case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.soak] if case in SOAKS else []
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
 
 
 def everywhere(cases: Sequence[Case]) -> pytest.MarkDecorator:
     """Parametrize a test by `case` and `place`; one process alone shares no model."""
     params = [
-        pytest.param(case, place, id=f"{case.name}, {where}", marks=soak_mark(case))
+        pytest.param(case, place, id=f"{case.name}, {where}")
         for case in cases
         for where, place in PLACES.items()
         if place[0] > 1 or not case.is_model_shared
@@ -434,17 +414,13 @@ def everywhere(cases: Sequence[Case]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[int, int], dict]:
-    mine = [item for item in request.session.items if item.module is request.module]
-    has_soaks = any(item.get_closest_marker("soak") for item in mine)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict]:
+    """Return what the cases saved, by (number of processes, rank)."""
     out = tmp_path_factory.mktemp("fused step")
     gc.collect()
     gc.freeze()  # make() collects, which is to look at its own garbage alone
-    run_cases(out, has_soaks)
-    module = "tests.train.distributed.test_fused_step"
-    launch_ranks(2, "-m", module, str(out), *["soak"] * has_soaks)
+    run_cases(out)
+    launch_ranks(2, "-m", "tests.train.distributed.test_fused_step", str(out))
     return {(n, rank): torch.load(out / f"{rank}-of-{n}.pt") for n, rank in PLACES.values()}
 
 
@@ -787,4 +763,4 @@ def test_deepspeeds_step_stays_where_ours_cannot(
 
 
 if __name__ == "__main__":
-    run_cases(Path(sys.argv[1]), has_soaks="soak" in sys.argv[2:])
+    run_cases(Path(sys.argv[1]))

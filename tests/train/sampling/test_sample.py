@@ -317,7 +317,7 @@ def test_averaged_weights_are_taken_where_a_run_has_them(
     assert "has no EMA weights" in capsys.readouterr().err
     lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
     both = open_loras([LoraOverlay(str(lora)), LoraOverlay(str(plain))], None)
-    kinds = [one.adapter.description.partition(" of step")[0] for one in both]
+    kinds = [adapter.description.partition(" of step")[0] for adapter, _ in both]
     assert kinds == ["EMA weights", "weights"]
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
-from cogfast.schema.json_files import Inside, Range, Size, brief, parse_json, read_limited
+from cogfast.schema.json_files import Size, brief, is_inside, keys, parse_json, read_limited
+from cogfast.schema.values import Range
 from cogfast.schema.yaml_files import check_plain
 
 FORMAT = "cogfast-checkpoint-3"
@@ -30,18 +31,23 @@ _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 
 _Count = Annotated[int, Range(0, 2**48)]
 _Part = Annotated[int, Range(0, 2**20)]
-_PARAMETER = {
-    "shape": list[_Count],
-    "cut": NotRequired[tuple[_Part, Size]],  # dim, num_parts
-}
-_SLICE = {
-    "parameter": str,
-    "kind": str,
-    "start": _Count,
-    "numel": _Count,
-    "share": NotRequired[tuple[_Part, Size]],  # index, count
-}
-MANIFEST = {
+_FORMAT = keys({"format": str})
+_PARAMETER = keys(
+    {
+        "shape": list[_Count],
+        "cut": NotRequired[tuple[_Part, Size]],  # dim, num_parts
+    }
+)
+_SLICE = keys(
+    {
+        "parameter": str,
+        "kind": str,
+        "start": _Count,
+        "numel": _Count,
+        "share": NotRequired[tuple[_Part, Size]],  # index, count
+    }
+)
+_MANIFEST = {
     "format": str,
     "step": _Count,
     "parameters": dict[str, _PARAMETER],
@@ -54,16 +60,19 @@ MANIFEST = {
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
     "config": NotRequired[dict[str, dict[str, Any]]],  # see config_of
 }
+MANIFEST = keys(_MANIFEST)
 # Fields that a run needs to resume, besides the weights.
-RESUMABLE = {
-    **MANIFEST,
-    "counters": dict[str, dict[str, float]],
-    "loss_scaler": dict[str, bool | int | float],
-    "global_batch": _Count,
-    "optimizer": NotRequired[str],
-    "num_samples": NotRequired[_Count],
-    "data_order": NotRequired[str],
-}
+RESUMABLE = keys(
+    {
+        **_MANIFEST,
+        "counters": dict[str, dict[str, float]],
+        "loss_scaler": dict[str, bool | int | float],
+        "global_batch": _Count,
+        "optimizer": NotRequired[str],
+        "num_samples": NotRequired[_Count],
+        "data_order": NotRequired[str],
+    }
+)
 
 
 def checkpoint_name(step: int, layout: str) -> str:
@@ -254,7 +263,7 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
         # Check this first: nothing else in a damaged manifest can be relied on.
         if is_verified and seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
             raise DamageError("manifest.json is damaged: it has another checksum")
-        manifest = parse_json(text, {"format": str}, "manifest.json", "it is damaged")
+        manifest = parse_json(text, _FORMAT, "manifest.json", "it is damaged")
         if manifest["format"] != FORMAT:
             found = brief(manifest["format"])
             raise DamageError(f"its manifest.json says format {found}, not {FORMAT}")
@@ -273,7 +282,7 @@ def _check_consistent(manifest: dict) -> None:
     """Raise DamageError if the manifest's tables contradict each other or name outside files."""
     names = manifest["slices"].keys()
     for name in names:
-        if "/" in name or not Inside().allows(name):
+        if "/" in name or not is_inside(name):
             raise DamageError(f"its manifest.json names {brief(name)}, which is not in the folder")
     for table in ("bytes", "checksums"):
         if manifest[table].keys() != names:

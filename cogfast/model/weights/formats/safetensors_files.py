@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cogfast.core.files import ChecksumFile
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.schema.json_files import InsideName, brief, read_json
+from cogfast.schema.json_files import InsideNames, brief, keys, read_json
 
+_INDEX = keys({"weight_map": InsideNames})
 MOST_BYTES = 5 * 10**9  # of a file; the default limit of diffusers and transformers, 5 GB
 _DTYPES = {
     "F64": torch.float64,
@@ -86,7 +87,7 @@ def _index_of(folder: Path) -> dict[str, str] | None:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if not indexes:
         return None
-    index = read_json(indexes[0], {"weight_map": dict[str, InsideName]})["weight_map"]
+    index = read_json(indexes[0], _INDEX)["weight_map"]
     # Programs differ in which of the two they read.
     whole = indexes[0].name.removesuffix(".index.json")
     if whole not in index.values() and (folder / whole).is_file():

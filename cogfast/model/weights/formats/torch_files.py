@@ -34,18 +34,17 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         reason = error.strerror or error
         raise ValueError(f"{path}: cannot be read ({reason}); check its rights") from None
     except Exception as error:  # on a damaged pickle the unpickler may raise nearly any type
-        lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
-        reason = next(
-            (line for line in lines if "GLOBAL" in line or "Unpickler err" in line), lines[0]
-        )
-        if "GLOBAL" in reason:
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = next((line for line in lines if "GLOBAL" in line), "")
+        if reason:
             raise ValueError(
                 f"{path}: refused, since reading it would run pickled code ({brief(reason)}); save it "
                 "again with tensors only: torch.save({'module': state_dict}, path)"
             ) from None
+        # PyTorch's own text asks the reader to file an issue.
         raise ValueError(
-            f"{path}: truncated or damaged ({brief(reason)}); copy it again and compare its size "
-            "with the original"
+            f"{path}: truncated or damaged, or not a file of torch.save; copy it again and compare its "
+            "size with the original"
         ) from None
     return content if isinstance(content, dict) else {}
 

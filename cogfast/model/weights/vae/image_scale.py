@@ -13,16 +13,19 @@ from pathlib import Path
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.vae.names import read_vae_config
 from cogfast.schema.arguments import ImageLatentScale
-from cogfast.schema.json_files import check
+from cogfast.schema.json_files import check, keys
 
 logger = logging.getLogger(__name__)
 
 # The keys of a run's manifest that it depends on.
-_MODEL = {
-    "scale_factor": float,
-    "noised_image_input": bool,
-    "network_config": {"params": {"patch_size": int | list[int]}},
-}
+_PARAMS = keys({"patch_size": int | list[int]})
+_MODEL = keys(
+    {
+        "scale_factor": float,
+        "noised_image_input": bool,
+        "network_config": keys({"params": _PARAMS}),
+    }
+)
 
 
 def scale_of(name: ImageLatentScale, factor: float) -> float:

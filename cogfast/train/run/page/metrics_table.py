@@ -10,11 +10,11 @@ from typing import NotRequired
 
 import numpy as np
 
-from cogfast.schema.json_files import parse_json, read_limited
+from cogfast.schema.json_files import keys, parse_json, read_limited
 
 _MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]
-_LINE = {"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER}
+_LINE = keys({"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER})
 _MOST_STEP = 2**53  # JavaScript's largest exact integer
 _MOST_COLUMNS = 200
 _NUMBERS = (float, int, type(None))

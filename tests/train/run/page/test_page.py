@@ -169,7 +169,8 @@ def test_a_cpu_has_no_empty_values(tmp_path: Path) -> None:
 def save_checkpoint(run: Path, step: int) -> None:
     checkpoint = run / "checkpoints" / f"{step:08d}"
     checkpoint.mkdir(parents=True)
-    empty: dict[str, Mapping] = {k: {} for k in ("parameters", "slices", "bytes", "checksums")}
+    kinds = ("parameters", "frozen", "slices", "bytes", "checksums")
+    empty: dict[str, Mapping] = {kind: {} for kind in kinds}
     write_manifest(checkpoint, {"format": FORMAT, "step": step, **empty})
     (run / "checkpoints" / "latest").write_text(f"{checkpoint.name}\n")
 
