@@ -104,7 +104,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["cogfast", "cogfast.*"]),
-    package_data={"cogfast": ["py.typed", "train/plan/measured.json", "train/run/page/static/*"]},
+    package_data={"cogfast": ["py.typed", "train/run/page/static/*"]},
     ext_modules=cpu_kernels(),
     cmdclass={"build_ext": BuildKernels},
     data_files=[

@@ -201,7 +201,7 @@ def finetune(argv: Sequence[str]) -> None:
     # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)
     if args.plan is not None:
-        from cogfast.diagnostics.plan import describe_plan
+        from cogfast.plan.text import describe_plan
 
         text = describe_plan(trainer.config, args.plan)
     elif args.dry_run:
@@ -216,12 +216,12 @@ def doctor(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_doctor
 
     folder, as_json, with_bench = parse_doctor(argv)
-    from cogfast.diagnostics.doctor import examine, to_json, to_text
+    from cogfast.cli.doctor import examine, to_json, to_text
 
     findings = examine(folder)
     errors = [finding.what for finding in findings if finding.status == "error"]
     if with_bench and not errors:
-        from cogfast.diagnostics.rates import measure
+        from cogfast.cli.rates import measure
 
         findings += measure()
     sys.stdout.write(to_json(findings) if as_json else to_text(findings))
@@ -234,17 +234,16 @@ def plan(argv: Sequence[str]) -> None:
 
     request = parse_plan(argv)
     config = _load(request.config)
-    from cogfast.diagnostics.plan import describe_plan
+    from cogfast.plan.text import describe_plan
 
-    options = (request.gpu, request.num_gpus, request.as_json, request.link, request.has_table)
-    sys.stdout.write(describe_plan(config, *options))
+    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus, request.as_json))
 
 
 def report(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_report
 
     runs, out = parse_report(argv)
-    from cogfast.diagnostics.report import report as write_report
+    from cogfast.cli.report import report as write_report
 
     sys.stdout.write(f"{printable(str(write_report(runs, out)))}\n")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
-from cogfast.diagnostics.timing import spread
+from cogfast.core.timing import spread
 from cogfast.train.trainer import Trainer
 
 _CONFIG = Path(__file__).with_suffix(".yaml")

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +14,7 @@ from pathlib import Path
 import torch
 
 from bench.harness.outcome import Outcome, Settings
-from cogfast.diagnostics.doctor import examine
-from cogfast.train.plan.measured import cpu_name
+from cogfast.cli.doctor import examine
 
 _PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed")
 _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
@@ -32,6 +32,22 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "versions": {name: _version(name) for name in _PACKAGES},
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU and its extensions for bfloat16."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():  # not Linux
+        return platform.processor() or platform.machine()
+    text = path.read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = found[1].strip() if found else platform.machine()
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    present = flags[1].split() if flags else []
+    # oneDNN emulates bfloat16 where the processor has neither, which changes every bf16 figure.
+    labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
+    extras = [label for flag, label in labels.items() if flag in present]
+    return f"{name} ({', '.join(extras)})" if extras else name
 
 
 def write_report(path: Path | None, piece: str, device: torch.device, **content: object) -> None:

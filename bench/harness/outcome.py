@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cogfast.diagnostics.timing import num_buffer_sets
+from cogfast.core.timing import num_buffer_sets
 
 Row = Mapping[str, object]
 

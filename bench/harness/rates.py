@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.harness.outcome import Outcome, Settings
-from cogfast.diagnostics import rates
+from cogfast.cli import rates
 
 
 def copy_rate(settings: Settings) -> dict[str, float]:

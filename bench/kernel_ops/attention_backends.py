@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Outcome, Row, Settings
-from cogfast.diagnostics.timing import spread, time_calls, wait_for
+from cogfast.core.timing import spread, time_calls, wait_for
 from cogfast.kernels.flash_attention import (
     BACKENDS,
     flash_attention,

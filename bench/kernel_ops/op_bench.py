@@ -27,7 +27,7 @@ from bench.kernel_ops.op_cases import (
     draw_inputs,
     small,
 )
-from cogfast.diagnostics.timing import time_calls
+from cogfast.core.timing import time_calls
 
 OURS, EAGER, COMPILED = "cogfast", "torch eager", "torch.compile"
 # {way: its calls, which use different buffers}

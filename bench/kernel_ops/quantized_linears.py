@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
-from cogfast.diagnostics.timing import spread, time_calls
+from cogfast.core.timing import spread, time_calls
 from cogfast.kernels.quantized import fp8_linear, int8_linear
 from cogfast.kernels.quantized.quantized_linear import DTYPES, quantize_rows
 

@@ -32,7 +32,7 @@ from bench.harness.outcome import Outcome, Row, table
 from bench.steps.step_models import MODELS, Variant
 from bench.steps.step_sides import Theirs, free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
-from cogfast.diagnostics.timing import spread, wait_for
+from cogfast.core.timing import spread, wait_for
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer
 from cogfast.model.config import TransformerConfig
 

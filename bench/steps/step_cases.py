@@ -21,9 +21,10 @@ from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
-from cogfast.diagnostics.timing import spread, wait_for
+from cogfast.core.timing import spread, wait_for
 from cogfast.kernels.block_kernels import KernelChoice
-from cogfast.train.plan.flops import peak_flops, train_flops
+from cogfast.plan.gpus import peak_flops
+from cogfast.plan.trace import train_flops
 
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]

@@ -18,8 +18,6 @@ class PlanRequest:
     gpu: str | None
     num_gpus: int | None
     as_json: bool
-    link: float | None
-    has_table: bool
 
 
 def parse_plan(argv: Sequence[str]) -> PlanRequest:
@@ -28,10 +26,6 @@ def parse_plan(argv: Sequence[str]) -> PlanRequest:
     )
     add_plan_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    text = "GB/s of a GPU to other machines; default: 45"
-    parser.add_argument("--link", metavar="GB/S", type=number_up_to(float, 10**4), help=text)
-    text = "add a table of memory and time for other numbers of GPUs and tensor-parallel sizes"
-    parser.add_argument("--table", action="store_true", help=text)
     parser.add_argument("--tp", metavar="N", help="same as args.model_parallel_size=N")
     parser.add_argument(
         "overrides",
@@ -44,15 +38,11 @@ def parse_plan(argv: Sequence[str]) -> PlanRequest:
     if found.tp is not None:
         override = f"args.model_parallel_size={found.tp}"
         request = dataclasses.replace(request, overrides=[*request.overrides, override])
-    if found.json and found.table:
-        raise ValueError("--table prints text; leave out --json or --table")
     return PlanRequest(
         config=request,
         gpu=found.gpu,
         num_gpus=found.gpus,
         as_json=found.json,
-        link=found.link,
-        has_table=found.table,
     )
 
 

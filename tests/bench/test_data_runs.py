@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import load_config
+from cogfast.plan.trace import train_flops
 from cogfast.train.caching.command import cache_latents
-from cogfast.train.plan.flops import train_flops
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config

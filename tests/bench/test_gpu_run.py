@@ -33,7 +33,7 @@ from bench.harness.outcome import Outcome, Settings
 from bench.kernel_ops import attention_backends, quantized_linears
 from bench.kernel_ops.attention_backends import measure_backend
 from bench.results_table import COMPACT_ROWS
-from cogfast.diagnostics.timing import spread, time_calls
+from cogfast.core.timing import spread, time_calls
 from cogfast.model.weights.shard import Shard
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.diagnostics import doctor, rates
-from cogfast.train.plan.gpus import find_gpu
+from cogfast.cli import doctor, rates
+from cogfast.plan.gpus import find_gpu
 
 
 def named(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:

@@ -37,6 +37,6 @@ def test_a_wheel_is_built_without_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cogfast").rglob("*.py")}
-    assert modules | {"cogfast/py.typed", "cogfast/train/plan/measured.json"} <= set(names)
+    assert modules | {"cogfast/py.typed"} <= set(names)
     assert any(name.endswith("share/cogfast/docs/options.md") for name in names)
     assert not [name for name in names if name.endswith(".so")]

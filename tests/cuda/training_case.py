@@ -22,9 +22,9 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
+from cogfast.plan.memory import GIB, plan_memory, setup_of
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
-from cogfast.train.plan.memory import GIB, plan_memory, setup_of
 from cogfast.train.run import parts
 from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.run.watchers.profiling import Profiler

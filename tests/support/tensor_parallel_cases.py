@@ -15,9 +15,9 @@ from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.model.transformer import DiffusionTransformer, freeze
 from cogfast.model.weights.source import Target
 from cogfast.train.distributed.parallelize import allocate, find_shards
+from cogfast.train.memory.activation_checkpointing import Policy
 from cogfast.train.memory.host_blocks import allocate_base
 from cogfast.train.memory.quantized_base import base_linears
-from cogfast.train.plan.activations import Policy
 from tests.support.tiny_transformers import FAMILY, inputs
 
 

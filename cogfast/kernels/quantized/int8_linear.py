@@ -5,8 +5,8 @@
 q is symmetric: the largest magnitude of a row is 127, and the error of an entry is at most half a
 scale. W is computed in the dtype of x right before a product and freed right after it, forward and
 backward, so that autograd keeps q alone. In bf16 this moves 3 bytes per entry beside the 2 R FLOPs of
-a product of R rows: 2% of its time at R = 17,776 and the rates that train/plan/step_time.py assumes
-for an H100. No GPU has run it yet.
+a product of R rows: 2% of its time at R = 17,776 and the rates that plan/gpus.py assumes for an
+H100. No GPU has run it yet.
 """
 
 from __future__ import annotations

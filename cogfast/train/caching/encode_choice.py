@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
@@ -26,7 +27,6 @@ from cogfast.model.config import TransformerConfig
 from cogfast.schema.arguments import ModelArguments, TrainArguments
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.plan.activations import free_memory
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)

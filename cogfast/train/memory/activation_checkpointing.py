@@ -5,19 +5,17 @@
     attention_kept  keep attention's output and lse; recompute the rest
     full            keep only the block's input
 
-All policies give the same gradients, bit for bit where the kernels are deterministic. `auto` starts
-with full and measures the second step (the first one allocates what libraries keep). Then each block
-gets the policy that recomputes least and still fits by the plan (plan/memory.py), corrected by the
-measurement. With args.compile, pointwise and attention_kept run inside the compiled graph and guide the
-compiler's partitioner.
+All policies give the same gradients, bit for bit where the kernels are deterministic. plan/auto.py
+chooses for `auto`. With args.compile, pointwise and attention_kept run inside the compiled graph and
+guide the compiler's partitioner.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +29,18 @@ import cogfast.kernels.quantized.quantized_linear  # noqa: F401  registers _FROZ
 from cogfast.kernels.flash_attention import keeps_output
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
-from cogfast.schema.arguments import PolicyChoice
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.offloaded_activations import (
     Keeps,
     OffloadedActivations,
     selective_contexts,
 )
-from cogfast.train.plan.activations import LADDER, Policy, describe, free_memory
-from cogfast.train.plan.memory import (
-    GIB,
-    Setup,
-    base_bytes,
-    choose_policies,
-    gap_bytes,
-    training_phase,
-    usable,
-    with_rows,
-)
-from cogfast.train.run.watchers.watcher import Watcher
 
-logger = logging.getLogger(__name__)
+Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
-_STEPS_BEFORE_AUTO = 2
+# From the policy that keeps least to the one that keeps most. Each unit of memory saves less
+# recomputation from rung to rung: attention for 1 U, the matmuls for 9 U, then the rest.
+LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
+
 # A matmul counts as low-rank if its inner dim is this many times smaller than both outer dims.
 # Recomputing it is as cheap as reading its result.
 _LOW_RANK = 4
@@ -116,6 +103,13 @@ def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., 
     return torch.compile(run, fullgraph=True, dynamic=None)
 
 
+def block_call(
+    block: nn.Module, policy: Policy, keep_rng: bool = False, is_compiled: bool = False
+) -> BlockCall:
+    """Return a call of a block under a policy."""
+    return block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
+
+
 def _offloading_call(
     block: nn.Module,
     number: int,
@@ -155,163 +149,17 @@ def apply_policies(
             assert policy != "none" and not (is_compiled and policy in _KEEPS), policy
             calls.append(_offloading_call(block, number, policy, keep_rng, offload))
         else:
-            runner = partial(_runner(policy, keep_rng, is_compiled), block)
-            calls.append(block if policy == "none" else runner)
+            calls.append(block_call(block, policy, keep_rng, is_compiled))
     transformer.use_calls(calls, before)
 
 
-class ActivationCheckpointing(Watcher):
-    """Chooses and applies the policies of a run."""
-
-    def __init__(
-        self,
-        transformer: DiffusionTransformer,
-        choice: PolicyChoice,
-        groups: ProcessGroups,
-        setup: Setup | None,
-        is_compiled: bool = False,
-        has_buckets: bool = False,
-        is_offloaded: bool = False,
-    ) -> None:
-        """Apply the policies of `choice`.
-
-        setup: of the run; None if it cannot be predicted, in which case `auto` stays at full.
-        is_compiled: args.compile. has_buckets: data.params.buckets is set, so that `auto` plans for the
-        micro-batch of the setup, the largest one; otherwise for the largest one that has run.
-        is_offloaded: args.offload_activations.
-        """
-        self.transformer, self.choice, self.groups = transformer, choice, groups
-        self.setup, self.is_compiled = setup, is_compiled
-        self.offload = (
-            OffloadedActivations(len(transformer.blocks), groups.device) if is_offloaded else None
-        )
-        self.is_settled = choice != "auto"
-        # Rows (B S) of the last micro-batch, and of the one to plan for.
-        self.num_rows = 0
-        self.most_rows = setup.layer.num_rows if has_buckets and setup is not None else 0
-        self.num_steps = 0  # completed optimizer steps
-        # Measured peak of a step minus the planned one, in bytes. Measured on a GPU.
-        self.excess: int | None = None
-        first: Policy = "full" if choice == "auto" else choice
-        policies: list[Policy] = [first] * len(transformer.blocks)
-        self._use(policies)
-
-    def _use(self, policies: Sequence[Policy]) -> None:
-        self.policies = tuple(policies)
-        apply_policies(
-            self.transformer, policies, self.is_compiled, self._before_blocks, self.offload
-        )
-
-    def _before_blocks(self, hidden: Tensor) -> None:
-        """Record the rows of the blocks' input [B, S, M]."""
-        self.num_rows = hidden.shape[:2].numel()
-        self.most_rows = max(self.most_rows, self.num_rows)
-        if not self.is_settled and self.groups.device.type == "cuda":
-            # From here on the peak is that of this micro-batch alone.
-            torch.cuda.reset_peak_memory_stats(self.groups.device)
-
-    def after_backward(self, loss: Tensor) -> None:
-        """Measure the step's peak memory. Call it after each micro-batch's backward pass."""
-        device = self.groups.device
-        if self.is_settled or device.type != "cuda" or self.setup is None or not self.num_rows:
-            return
-        planned = training_phase(with_rows(self.setup, self.num_rows), self.policies).total
-        excess = torch.cuda.max_memory_allocated(device) - planned
-        self.excess = excess if self.excess is None else max(self.excess, excess)
-
-    def after_step(self, step: int) -> None:
-        """Let `auto` choose after the second step, the same on all ranks. Call it after each
-        optimizer step."""
-        self.num_steps += 1
-        if self.is_settled or not self.num_rows:
-            return
-        if self.num_steps < _STEPS_BEFORE_AUTO:
-            # The first step also allocates what libraries keep: drop its measurement.
-            self.excess = None
-            return
-        self.is_settled = True
-        policies, setup = self.policies, None
-        if self.setup is not None:
-            setup = with_rows(self.setup, self.most_rows)
-            policies = choose_policies(setup, self._budget(setup))
-        # The rank with the least memory decides, so that every rank uses the same policies.
-        self._use(min(self.groups.gather(policies), key=_rungs))
-        if setup is None:
-            logger.warning(
-                "activation checkpointing: %s, because the memory of the run cannot be predicted; "
-                "args.activation_checkpointing=attention_kept, pointwise or none keeps more",
-                describe(self.policies),
-            )
-            return
-        total = free_memory(self.groups.device)[1]
-        left = self._budget(setup) - training_phase(setup, self.policies).total
-        logger.info(
-            "activation checkpointing: %s; predicted peak %.1f of %.1f GiB",
-            describe(self.policies),
-            (usable(total) - left) / GIB,
-            total / GIB,
-        )
-
-    def _budget(self, setup: Setup) -> int:
-        """Return the bytes that the plan of a step may have so that the step fits."""
-        free, total = free_memory(self.groups.device)
-        held = self._held(setup)
-        return free - total + usable(total) + held - gap_bytes(setup) - (self.excess or 0)
-
-    def _held(self, setup: Setup) -> int:
-        """Return the bytes that are allocated, which the plan of a step has, too."""
-        device = self.groups.device
-        # No allocator counts on a CPU.
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else base_bytes(setup)
-
-    def advice(self) -> str:
-        """Name the policy that would fit after an out-of-memory error, or say that none would."""
-        smaller = (
-            "a smaller deepspeed.train_micro_batch_size_per_gpu, fewer frames or a smaller size, or "
-            "more GPUs to share the optimizer's state"
-        )
-        if not self.num_rows:
-            return f"no block has run yet, so activation checkpointing cannot help; use {smaller}"
-        used = f"args.activation_checkpointing={self.choice} ({describe(self.policies)})"
-        if set(self.policies) == {"full"}:
-            return f"{used} keeps the least of all policies; use {smaller}"
-        if self.setup is None:
-            return f"{used}; full keeps the least of all policies: set it, and use {smaller}"
-        setup = with_rows(self.setup, self.most_rows)
-        kept, budget = _kept(setup, self.policies), self._budget(setup)
-        # From the policy that keeps most: recommend the fastest one that fits.
-        policies: list[Policy]
-        for policy in reversed(LADDER):
-            policies = [policy] * len(self.policies)
-            less = _kept(setup, policies)
-            if less < kept and training_phase(setup, policies).total <= budget:
-                return (
-                    f"{used} keeps {kept / GIB:.1f} GiB of activations; {policy} keeps "
-                    f"{less / GIB:.1f} GiB and would fit: set args.activation_checkpointing={policy}"
-                )
-        # The budget leaves memory for gaps, without which full may still fit.
-        policies = ["full"] * len(self.policies)
-        least = training_phase(setup, policies).total + (self.excess or 0)
-        free, _ = free_memory(self.groups.device)
-        has = free + self._held(setup)
-        sizes = (
-            f"a step takes {least / GIB:.1f} of the {has / GIB:.1f} GiB that this process can have"
-        )
-        if least <= has:
-            return (
-                f"{used} keeps {kept / GIB:.1f} GiB of activations; full keeps the least, and with it "
-                f"{sizes}: set args.activation_checkpointing=full, or use {smaller}"
-            )
-        return (
-            f"{used} keeps {kept / GIB:.1f} GiB of activations; not even full, which keeps the least, "
-            f"would fit, since with it {sizes}; set it, and use {smaller}"
-        )
-
-
-def _rungs(policies: Sequence[Policy]) -> int:
-    """Return how far blocks have climbed LADDER in all; what choose_policies returns has an order."""
-    return sum(map(LADDER.index, policies))
-
-
-def _kept(setup: Setup, policies: Sequence[Policy]) -> int:
-    return sum(map(setup.layer.kept, policies))
+def describe(policies: Sequence[Policy]) -> str:
+    """Format policies as `attention_kept in layers 0-23, pointwise in layers 24-41`."""
+    if len(set(policies)) == 1:
+        return f"{policies[0]} in all {len(policies)} layers"
+    parts, first = [], 0
+    for policy, run in groupby(policies):
+        last = first + len(list(run)) - 1
+        parts.append(f"{policy} in layers {first}-{last}")
+        first = last + 1
+    return ", ".join(parts)

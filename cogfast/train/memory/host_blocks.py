@@ -85,6 +85,15 @@ class HostBlocks:
         self._host: dict[int, Tensor] = {}
         self._slots: list[_Slot] = []
 
+    @property
+    def host_bytes(self) -> int:
+        return len(self._places) * self._num_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._num_slots * self._num_bytes
+
     def allocate(self, device: torch.device) -> None:
         """Allocate slots and host memory, and bind the weights to the slots."""
         for _ in range(self._num_slots):
@@ -148,12 +157,6 @@ def hold_base(
         quantize_base(transformer, quantization)
     if num_offloaded:
         transformer.block_source = HostBlocks(transformer, num_offloaded)
-
-
-def num_offloaded(transformer: DiffusionTransformer) -> int:
-    """Return the number of blocks whose base is in host memory."""
-    source = transformer.block_source
-    return source.num_blocks - source.first if isinstance(source, HostBlocks) else 0
 
 
 def stored_base(transformer: DiffusionTransformer) -> dict[str, dict[str, Tensor]]:

@@ -26,6 +26,9 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
     step_of,
 )
+from cogfast.plan.auto import ActivationCheckpointing
+from cogfast.plan.ladder import fit_to_device
+from cogfast.plan.out_of_memory import MemoryWatch
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.values import counted
 from cogfast.train.assembly import (
@@ -50,15 +53,12 @@ from cogfast.train.distributed.process_groups import (
 from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.encode import EncodeOverrides, Encoder
-from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.memory.fit import fit_to_device
 from cogfast.train.optimizer import (
     build_learning_rate,
     build_optimizer,
     parameter_groups,
     warn_of_long_warmup,
 )
-from cogfast.train.plan.out_of_memory import MemoryWatch
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments
+from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.block_kernels import choose_kernels
@@ -25,7 +26,6 @@ from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assembl
 from cogfast.train.distributed.parallelize import run_without_dynamo
 from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import Encoder
-from cogfast.train.plan.activations import free_memory
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.dry_build import warn_of_different_schedules

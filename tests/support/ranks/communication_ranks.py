@@ -23,8 +23,7 @@ from cogfast.model.transformer import assemble_transformer
 from cogfast.train.distributed.parallelize import parallelize
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.memory.activation_checkpointing import apply_policies
-from cogfast.train.plan.activations import LADDER
+from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
 from tests.support.tensor_parallel_cases import materialize

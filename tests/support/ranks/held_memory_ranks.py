@@ -18,11 +18,10 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.kernels.quantized.moment_codes import MOMENTS, largest_key
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.plan.memory import host_parts
 from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.memory import offloaded_activations
 from cogfast.train.memory.host_blocks import HostBlocks
-from cogfast.train.plan.memory import host_parts
-from cogfast.train.plan.state import host_ema_bytes, lasting_state
 from cogfast.train.trainer import Trainer
 
 
@@ -49,7 +48,7 @@ def compare(words: list[str]) -> dict[str, list[int]]:
         trainer.train()
     setup, engine = trainer.parts.memory.setup, trainer.engine
     assert setup is not None, "the run can be predicted"
-    planned = lasting_state(setup.model, setup.rules)
+    planned = setup.state
     on_host = host_parts(setup, trainer.parts.checkpointing.policies)
     states = [engine.state(i) for i in range(len(engine.parts))]
     keys = [*MOMENTS, *map(largest_key, MOMENTS)]
@@ -62,7 +61,7 @@ def compare(words: list[str]) -> dict[str, list[int]]:
         "weights": [weight_bytes(engine.transformer, engine.stage), planned.weights],
         "master": [sum(part.nbytes for part in engine.parts), planned.master],
         "moments": [moments, planned.moments],
-        "EMA": [average, host_ema_bytes(setup.model, setup.rules) if is_host_ema else planned.ema],
+        "EMA": [average, planned.host_ema if is_host_ema else planned.ema],
         "blocks on the host": [sum(x.nbytes for x in blocks), on_host["blocks"]],
         "activations on the host": [sum(x.nbytes for x in copies), on_host["activations"]],
     }

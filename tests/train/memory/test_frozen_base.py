@@ -23,11 +23,9 @@ from cogfast.model.transformer import (
 )
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.distributed.parallelize import allocate
-from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
 from cogfast.train.memory.quantized_base import base_linears
-from cogfast.train.plan.activations import Policy
-from cogfast.train.plan.state import ModelSize
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     ROOT,
@@ -117,7 +115,7 @@ def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
     memory = {linear.weight.untyped_storage().data_ptr() for _, linear in base_linears(transformer)}
     assert len(memory) == 2
     of_block = 4 * (12 * 128**2 + 12 * 128 * 64)
-    assert ModelSize.of(transformer).held_bytes(4) == 2 * of_block
+    assert transformer.block_source.slot_bytes == 2 * of_block
     assert all(slot.memory.nbytes == of_block for slot in transformer.block_source._slots)
     results(transformer)
     assert fetched == [0, 1, 2, 0]

@@ -17,17 +17,17 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.memory import offloaded_activations
-from cogfast.train.memory.activation_checkpointing import apply_policies
-from cogfast.train.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
-from cogfast.train.plan.activations import Policy
-from cogfast.train.plan.memory import (
+from cogfast.plan.memory import (
     choose_policies,
     host_parts,
     setup_of,
     training_phase,
+    with_shape,
 )
+from cogfast.schema.arguments import TrainArguments
+from cogfast.train.memory import offloaded_activations
+from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
+from cogfast.train.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import launch_ranks, losses, run_folder, write_clips, write_config
@@ -242,12 +242,11 @@ def test_combinations_that_do_not_work(base: Path, words: Sequence[str], text: s
 def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(base: Path) -> None:
     config = load_config([base], [DEEP, policy("full")])
     args = TrainArguments.from_config(config)
-    small = setup_of(config, args, 1)
     # Activations are the largest part.
-    plain = replace(small, layer=replace(small.layer, num_rows=10**5))
+    plain = with_shape(setup_of(config, args, 1), (10**4, 20))
     setup = replace(plain, offloads=True)
     for name in POLICIES:
-        kept, policies = setup.layer.kept(name), [name] * LAYERS
+        kept, policies = setup.block(1, name).kept, [name] * LAYERS
         assert host_parts(setup, policies)["activations"] == 3 * kept
         less = training_phase(plain, policies).total - training_phase(setup, policies).total
         assert less == pytest.approx(3 * kept, rel=0.01)

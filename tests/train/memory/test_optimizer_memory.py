@@ -3,7 +3,6 @@ checkpoints, evaluations and exports."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,13 @@ from cogfast.kernels.gpu.fused_ema_adam import launch_average
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
+from cogfast.plan.memory import rules_of
+from cogfast.plan.zero import lasting_state
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.parallelize import find_shards, parallelize
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
 from cogfast.train.optimizer import build_optimizer, parameter_groups
-from cogfast.train.plan.memory import rules_of
-from cogfast.train.plan.state import ModelSize, lasting_state
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
@@ -255,13 +254,13 @@ def test_what_does_not_work_is_refused(base: Path, words: tuple[str, ...], messa
 
 
 def test_the_plan_counts_the_bytes(base: Path) -> None:
-    size = ModelSize(num_weights=10**9, blocks=(10**9,), others=0, largest=10**6)
-
-    def state_of(*words: str):
+    def state_of(numel: int, *words: str, ranks: int = 2):
         config = load_config([base], list(words))
-        return lasting_state(size, rules_of(config, TrainArguments.from_config(config), 2))
+        model: Any = torch.nn.Linear(numel, 1, bias=False, device="meta")
+        model.block_source = None
+        return lasting_state(model, rules_of(config, TrainArguments.from_config(config), ranks))
 
-    plain, small = state_of(), state_of(HOST, EIGHT)
+    plain, small = state_of(10**9), state_of(10**9, HOST, EIGHT)
     assert (plain.moments, plain.ema) == (4 * 10**9, 2 * 10**9)
     assert small.ema == DEVICE_BYTES == 2**27
     blocks = -(-(10**9 // 2) // 256)
@@ -271,7 +270,4 @@ def test_the_plan_counts_the_bytes(base: Path) -> None:
     p.grad = torch.zeros(1000)
     optimizer.step()
     kept = sum(x.nbytes for key, x in optimizer.state[p].items() if key.startswith("exp_avg"))
-    counted = dataclasses.replace(size, num_weights=1000, blocks=(1000,))
-    config = load_config([base], [EIGHT])
-    rules = rules_of(config, TrainArguments.from_config(config), 1)
-    assert lasting_state(counted, rules).moments == kept
+    assert state_of(1000, EIGHT, ranks=1).moments == kept

@@ -12,9 +12,10 @@ import torch
 from cogfast.__main__ import _is_raised_by_cogfast
 from cogfast.config import load_config
 from cogfast.model.block import Block
-from cogfast.train.plan import out_of_memory
-from cogfast.train.plan.memory import base_parts
-from cogfast.train.plan.out_of_memory import is_out_of_memory, write_plan
+from cogfast.plan import out_of_memory
+from cogfast.plan.memory import base_parts
+from cogfast.plan.out_of_memory import is_out_of_memory, write_plan
+from cogfast.plan.zero import num_trained
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
 
@@ -123,9 +124,9 @@ def test_what_lasts_on_a_cpu(tmp_path: Path, dtype: str) -> None:
     trainer.train()
     setup = trainer.parts.memory.setup
     assert setup is not None
-    numel = setup.model.num_trained
-    # Master weights, two moments and the EMA, in use and in the checkpoint's copy; weights and gradients
-    per_number = 2 * 16 + 2 * (2 if dtype == "bf16" else 4)
+    numel = num_trained(setup.transformer)
+    # Master weights, two moments and the EMA, in use and in the checkpoint's copy; weights
+    per_number = 2 * 16 + (2 if dtype == "bf16" else 4)
     assert live_bytes() - before == pytest.approx(numel * per_number, rel=0.03)
     parts = {name: n for name, n in base_parts(setup).items() if "workspaces" not in name}
     assert sum(parts.values()) == pytest.approx(numel * per_number, rel=0.03)

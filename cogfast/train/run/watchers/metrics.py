@@ -22,11 +22,12 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.writer import preview_gif
 from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.plan.gpus import peak_flops
+from cogfast.plan.trace import train_flops
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.distributed.zero_engine import ZeroEngine
-from cogfast.train.plan.flops import peak_flops, train_flops
 from cogfast.train.run.folder import tensorboard_folder
 from cogfast.train.run.log_files import LogFile, TensorBoardFile
 from cogfast.train.run.loss_curve import draw_losses

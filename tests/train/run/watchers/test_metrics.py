@@ -19,21 +19,19 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.config import load_config
-from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.plan.trace import train_flops
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.step_clock import CLOCK
-from cogfast.train.plan.flops import forward_flops, train_flops
 from cogfast.train.run.loss_curve import draw_losses
 from cogfast.train.run.watchers import metrics as metrics_module
 from cogfast.train.run.watchers.metrics import BandLosses, Metrics, memory_gib
 from cogfast.train.trainer import Trainer
 from tests.support.ranks.forked import Forked
 from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_config
-from tests.support.tiny_transformers import inputs, tiny
+from tests.support.tiny_transformers import tiny
 
 KEYS = {
     "step",
@@ -382,33 +380,6 @@ def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.M
     # A step of its own: W&B's cannot go back to that of the checkpoint.
     assert received[1:3] == [(("step",), {}), (("*",), {"step_metric": "step"})]
     assert received[3:] == [(1, lines(tmp_path)[0]["loss"]), 0]
-
-
-@pytest.mark.parametrize("targets", [("to_q", "to_out.0"), ("ff.net.0.proj", "ff.net.2")])
-def test_flops_of_adapters_are_those_that_run(targets: tuple[str, ...]) -> None:
-    counted = []
-    adapted = tiny("5b", lora_rank=4, lora_targets=targets)
-    for model in (adapted, tiny("5b")):
-        model.use_kernels(choose_kernels("torch"))
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(**inputs("5b"))
-        counted.append(counter.get_total_flops() / 2)  # two samples
-    num_tokens = 10 + 4 * 24
-    linear, attention = forward_flops(adapted.config, num_tokens)
-    found = train_flops(adapted.config, num_tokens) - 2 * linear - 3 * attention
-    assert found == pytest.approx(3 * (counted[0] - counted[1]), rel=1e-6)
-
-
-def test_flops_of_a_layer_by_hand() -> None:
-    """Width 32, 2 layers, 20 tokens: per layer 2 S (4 M^2 + 8 M^2) and 2 products of 2 S^2 M."""
-
-    class Sizes:
-        hidden_size, num_layers, lora_rank = 32, 2, None
-
-    linear, attention = forward_flops(Sizes, 20)
-    assert linear == 2 * (2 * 20 * (4 + 8) * 32**2)
-    assert attention == 2 * (2 * 2 * 20**2 * 32)
-    assert train_flops(Sizes, 20) == 3 * (linear + attention)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from cogfast.diagnostics.doctor import Finding, judge
-from cogfast.diagnostics.timing import num_buffer_sets, spread, time_calls
-from cogfast.train.plan.gpus import Gpu, find_gpu
+from cogfast.cli.doctor import Finding, judge
+from cogfast.core.timing import num_buffer_sets, spread, time_calls
+from cogfast.plan.gpus import gpu_of
 
 # Shares of a data sheet's rate, below which something is wrong: clocks, power, another process.
 _LEAST_COPY, _LEAST_MATMUL = 0.75, 0.5
@@ -41,7 +41,7 @@ def measure(seconds: float = 2.0) -> list[Finding]:
     """Measure this machine for about 5 seconds. A rate far below its data sheet's becomes a note."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    gpu = _gpu_of(device)
+    gpu = gpu_of(device)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     copy = copy_rate(device, seconds, 2_000_000_000 if on_gpu else 128_000_000)
     product = matmul_rate(device, seconds, 8192 if on_gpu else 1024, dtype)
@@ -52,13 +52,6 @@ def measure(seconds: float = 2.0) -> list[Finding]:
         _judge("copy", copy["gb_per_s"], "GB/s", sheet, _LEAST_COPY),
         _judge(name, product["tflop_per_s"], "TFLOP/s", flops, _LEAST_MATMUL),
     ]
-
-
-def _gpu_of(device: torch.device) -> Gpu | None:
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return find_gpu(properties.name, properties.total_memory / 2**30)
 
 
 def _judge(what: str, rate: float, unit: str, sheet: float | None, least: float) -> Finding:

@@ -1,17 +1,18 @@
 """Predict the memory of a run on one GPU, by part and by phase, before any weights load.
 
 A phase is a moment at which memory can peak: encoding a batch, a micro-batch's backward pass, the
-optimizer's step, an evaluation, decoding a sampled video. activations.py counts a block, state.py
+optimizer's step, an evaluation, decoding a sampled video. trace.py counts the network, zero.py
 weights, optimizer and gradients, encoders.py the VAE and T5. docs/diagnostics.md compares predictions
 with PyTorch's allocator.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,62 +22,99 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.plan.encoders import Encoders, find_encoders
+from cogfast.plan.trace import Edges, Event, Trace, Traces
+from cogfast.plan.zero import (
+    Gradients,
+    State,
+    ZeroRules,
+    lasting_state,
+    num_trained,
+    step_bytes,
+)
 from cogfast.schema.arguments import TrainArguments
 from cogfast.schema.deepspeed_keys import stage_and_sums
 from cogfast.schema.merged_config import to_dict
 from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.assembly import DTYPES, build_on_meta
+from cogfast.train.distributed.context_parallel import split_context
 from cogfast.train.distributed.tensor_parallel import ParallelGroup
+from cogfast.train.memory.activation_checkpointing import LADDER, Policy
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
+from cogfast.train.memory.quantized_base import base_linears
 from cogfast.train.optimizer import build_optimizer
-from cogfast.train.plan.activations import LADDER, MARGIN, LayerShape, Policy
-from cogfast.train.plan.encoders import Encoders, find_encoders
-from cogfast.train.plan.state import (
-    ModelSize,
-    ZeroRules,
-    backward_points,
-    host_ema_bytes,
-    lasting_state,
-    step_bytes,
-)
 from cogfast.train.video_size import LatentSize, largest_size
 
 GIB = 2**30
-
-# In units of one activation [B, S, M]: what is kept before the first block, beside its input; the
-# output layer and the loss; a block's forward pass without gradients, (by rows, shared by ranks).
-_EMBEDDED, _HEAD = 0.08, 3
-_FORWARD_ONLY = (6, 6)
+MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
 # cuBLAS and cuDNN workspaces and small tensors that last. On a CPU: what libraries keep, as measured.
-_WORKSPACE, _CPU_WORKSPACE = 2**27, 48 * 2**20
+_WORKSPACE, _CPU_WORKSPACE = 2**26, 48 * 2**20
 _STEP = ("training", "optimizer step")
 _UNKNOWN = 2**62  # free bytes of a card that is not known
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The numbers that decide the memory of a run."""
+    """The numbers that decide the memory of a run.
 
-    model: ModelSize
+    traces: of the shard of one rank. size, batch_size: of the largest micro-batch.
+    choice: args.activation_checkpointing. eval_batch: samples of an evaluation's forward pass; 0 without
+    one. batch_bytes: of the batches on the device. shape: (B, S) of the blocks' input on this rank, where
+    it is another one than size and batch_size give. is_sampling: args.mode=inference.
+    """
+
+    traces: Traces
     rules: ZeroRules
-    layer: LayerShape  # of the largest micro-batch
-    choice: str  # args.activation_checkpointing
+    size: LatentSize
+    batch_size: int
+    choice: str
     encoders: Encoders
-    eval_rows: int  # tokens of the largest forward pass of an evaluation; 0 without one
-    batch_bytes: int  # of the batches on the device
+    eval_batch: int = 0
+    batch_bytes: int = 0
     model_size: int = 1
     context_size: int = 1
-    is_sampling: bool = False  # args.mode=inference: nothing is trained
-    offloads: bool = False  # args.offload_activations
+    is_sampling: bool = False
+    offloads: bool = False
     is_cpu: bool = False
+    shape: tuple[int, int] | None = None
+
+    @property
+    def transformer(self) -> DiffusionTransformer:
+        return self.traces.transformer
 
     @property
     def num_layers(self) -> int:
-        return len(self.model.blocks)
+        return len(self.transformer.blocks)
 
     @property
     def world_size(self) -> int:
         return self.model_size * self.rules.data_size
+
+    @property
+    def has_frozen_base(self) -> bool:
+        """Whether only adapters are trained in the blocks' linears."""
+        linears = base_linears(self.transformer)
+        return not any(linear.weight.requires_grad for _, linear in linears)
+
+    @property
+    def planned_shape(self) -> tuple[int, int]:
+        rows = -(-self.size.num_tokens(self.transformer.config) // self.context_size)
+        return self.batch_size, rows
+
+    @property
+    def edges(self) -> Edges:
+        batch, rows = self.shape or self.planned_shape
+        return self.traces.edges(self.size, batch).scaled(rows / self.planned_shape[1])
+
+    @cached_property
+    def state(self) -> State:
+        return lasting_state(self.transformer, self.rules)
+
+    def kept(self, policies: Sequence[Policy]) -> list[int]:
+        return [self.block(number, policy).kept for number, policy in enumerate(policies)]
+
+    def block(self, number: int, policy: Policy) -> Trace:
+        return self.traces.block(number, self.shape or self.planned_shape, policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +176,12 @@ def plan_memory(
     setup: Setup, card: int | None, policies: tuple[Policy, ...] | None = None
 ) -> MemoryPlan:
     """Predict the peaks. policies: None: those of the setup; `auto` gets the ones that fit on the card."""
-    if policies is None:
-        policies = (
-            choose_policies(setup, usable(card) - gap_bytes(setup) if card else None)
-            if setup.choice == "auto"
-            else (as_policy(setup.choice),) * setup.num_layers
-        )
+    if policies is None and setup.choice == "auto" and not setup.is_sampling:
+        policies = choose_policies(setup, usable(card) - gap_bytes(setup) if card else None)
+    elif policies is None:
+        policy = next((each for each in LADDER if each == setup.choice), "none")
+        policies = (policy,) * setup.num_layers
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
-
-
-def ladder_of(setup: Setup) -> tuple[Policy, ...]:
-    """Return the policies that `auto` chooses from. What pointwise keeps takes longer to copy to the
-    host and back than to compute."""
-    return LADDER[: LADDER.index("pointwise")] if setup.offloads else LADDER
-
-
-def as_policy(name: str) -> Policy:
-    return next(policy for policy in LADDER if policy == name)
 
 
 def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
@@ -163,7 +190,10 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     All layers climb one rung of LADDER before any climbs the next. The last layers climb first: their
     activations are released first, before the recomputations of the early layers need memory.
     """
-    number, ladder = setup.num_layers, ladder_of(setup)
+    number, ladder = setup.num_layers, LADDER
+    if setup.offloads:
+        # The bytes that pointwise keeps take longer to copy to the host and back than to compute.
+        ladder = LADDER[: LADDER.index("pointwise")]
     if budget is None:
         return (ladder[-1],) * number
     chosen: tuple[Policy, ...] = (ladder[0],) * number
@@ -182,14 +212,9 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     return chosen
 
 
-def with_rows(setup: Setup, num_rows: int) -> Setup:
-    """Return the setup for micro-batches of num_rows (B S) rows in the blocks."""
-    return dataclasses.replace(setup, layer=dataclasses.replace(setup.layer, num_rows=num_rows))
-
-
-def base_bytes(setup: Setup) -> int:
-    """Return the bytes that last from step to step."""
-    return sum(base_parts(setup).values())
+def with_shape(setup: Setup, shape: tuple[int, int]) -> Setup:
+    """Return the setup for micro-batches whose blocks have an input of (B, S) rows."""
+    return setup if shape == (setup.shape or setup.planned_shape) else replace(setup, shape=shape)
 
 
 def gap_bytes(setup: Setup) -> int:
@@ -198,21 +223,22 @@ def gap_bytes(setup: Setup) -> int:
 
     On a CUDA runtime that computes nothing it was 3.4 GiB for 2B (this says 3.2) and 12.4 for 5B (10.4).
     """
-    return setup.rules.partition(setup.model.num_trained) * setup.rules.sum_bytes
+    return setup.rules.partition(num_trained(setup.transformer)) * setup.rules.sum_bytes
 
 
 def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
-    state = lasting_state(setup.model, setup.rules)
+    """Return the bytes that last from step to step, by part."""
+    state, workspace = setup.state, _CPU_WORKSPACE if setup.is_cpu else _WORKSPACE
     if setup.is_sampling:
         encoders = setup.encoders.resident(is_evaluated=True)
-        return {"weights": state.weights, "encoders": encoders, "workspaces": _workspace(setup)}
+        return {"weights": state.weights, "encoders": encoders, "workspaces": workspace}
     parts = {
         "weights": state.weights,
         "master weights": state.master,
         "moments": state.moments,
         "EMA": state.ema,
         "encoders": setup.encoders.resident(is_evaluated),
-        "batches, workspaces": setup.batch_bytes + _workspace(setup),
+        "batches, workspaces": setup.batch_bytes + workspace,
     }
     if setup.is_cpu:
         # The checkpoint's writer keeps its copies, which are host memory on a GPU's machine.
@@ -220,61 +246,60 @@ def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
     return parts
 
 
-def _workspace(setup: Setup) -> int:
-    return _CPU_WORKSPACE if setup.is_cpu else _WORKSPACE
-
-
 def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     """Return the parts at the peak of a backward pass.
 
     Gradients grow while activations shrink, so the peak may be at any block.
     """
-    layer, rules = setup.layer, setup.rules
-    kept = [0]
-    for policy in policies:
-        kept.append(kept[-1] + layer.kept(policy))
-    # Offloading leaves what the last blocks before the one at work keep.
+    edges, gradients = setup.edges, Gradients(setup.transformer, setup.rules)
+    # Gradients of an optimizer in host memory leave the device bucket by bucket.
+    leaves = setup.rules.is_offloaded and setup.rules.stage < 3
+    most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
+    kept = setup.kept(policies)
     is_partial = setup.offloads and "none" not in policies
-    held = lambda end, number: kept[end] - kept[max(0, end - number) if is_partial else 0]
-    embedded = layer.kept("full") + int(_EMBEDDED * layer.unit)
-    best: dict[str, int] = {}
-    offloaded = rules.is_offloaded and rules.stage < 3
-    for point in backward_points(setup.model, rules):
-        below = embedded + held(max(point.block, 0), 1)
-        # Offloaded gradients leave the device bucket by bucket.
-        gradients = (
-            min(point.gradients, setup.model.largest * rules.weight_bytes)
-            if offloaded
-            else point.gradients
-        )
-        running = layer.live if point.block >= 0 else 0
-        found = {
-            "gradients": gradients,
-            "ZeRO's buffers": point.buffers + max(0, point.transient - running),
+    best, most_bytes = dict[str, int](), -1
+
+    def note(below: int, running: int, transient: int = 0) -> None:
+        nonlocal best, most_bytes
+        total = min(gradients.held, most) + gradients.buffers + transient + below + running
+        if total <= most_bytes:
+            return
+        most_bytes = total
+        best = {
+            "gradients": min(gradients.held, most),
+            "ZeRO's buffers": gradients.buffers + transient,
             "activations": below,
             "block at work": running,
         }
-        if sum(found.values()) > sum(best.values()):
-            best = found
-    base = base_parts(setup)
-    head = {
-        "gradients": 0,
-        "ZeRO's buffers": 0,
-        "activations": embedded + held(len(policies), NUM_RESIDENT),
-        "block at work": _HEAD * layer.unit,
-    }
-    return Phase("training", {**base, **max(best, head, key=lambda parts: sum(parts.values()))})
+
+    def follow(below: int, events: Sequence[Event]) -> None:
+        for event in events:
+            note(below, event.peak)
+            if event.numel:
+                transient = gradients.arrive(event.numel)
+                note(below, event.live, transient)
+
+    # Offloading leaves what the last blocks before the one at work keep.
+    held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
+    follow(edges.embedded + held(len(kept), NUM_RESIDENT), edges.head)
+    for number in reversed(range(len(policies))):
+        events = setup.block(number, policies[number]).backward
+        follow(edges.embedded + held(number, 1), events)
+    follow(edges.embedded, edges.embed)
+    transient = gradients.finish()
+    note(0, 0, transient)
+    return Phase("training", {**base_parts(setup), **best})
 
 
 def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
     """Return the bytes of pinned host memory of one rank, by what they hold."""
-    offloaded = policies[:-NUM_RESIDENT] if setup.offloads else ()
-    waiting = dataclasses.replace(setup.encoders, are_offloaded=False)
+    offloaded = setup.kept(policies)[:-NUM_RESIDENT] if setup.offloads else []
+    waiting = replace(setup.encoders, are_offloaded=False)
     return {
-        "activations": sum(map(setup.layer.kept, offloaded)),
+        "activations": sum(offloaded),
         "encoders": waiting.resident(is_evaluated=True) if setup.encoders.are_offloaded else 0,
-        "blocks": setup.model.host_bytes(setup.rules.weight_bytes),
-        "EMA": host_ema_bytes(setup.model, setup.rules),
+        "blocks": setup.state.host_blocks,
+        "EMA": setup.state.host_ema,
     }
 
 
@@ -282,27 +307,20 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     if setup.is_sampling:
         return _evaluation_phases(setup, base_parts(setup, is_evaluated=True), card, "sampling")
     phases = [training_phase(setup, policies)]
-    base = base_parts(setup)
-    phases.append(
-        Phase("optimizer step", {**base, "gradients": step_bytes(setup.model, setup.rules)})
-    )
+    base, encoders = base_parts(setup), setup.encoders
+    gradients = step_bytes(setup.transformer, setup.rules)
+    phases.append(Phase("optimizer step", {**base, "gradients": gradients}))
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    if setup.encoders.in_step[1]:
-        mode, num_bytes = setup.encoders.encode_peak(max(0, free))
-        if num_bytes:
-            # Gradients of earlier micro-batches wait.
-            waiting = (
-                {"gradients": step_bytes(setup.model, setup.rules)}
-                if setup.rules.accumulation > 1
-                else {}
-            )
-            parts = {**base, **waiting, **setup.encoders.fetched(setup.encoders.stage_bytes)}
-            phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
-    prompts = setup.encoders.are_offloaded and setup.encoders.in_evaluation[0]
-    if setup.encoders.in_step[0] or prompts:
-        parts = {**base, **setup.encoders.fetched(setup.encoders.text_bytes)}
-        phases.append(Phase("encoding captions", {**parts, "T5": setup.encoders.text_peak}))
-    if setup.eval_rows:
+    mode, num_bytes = encoders.encode_peak(max(0, free)) if encoders.in_step[1] else ("", 0)
+    if num_bytes:
+        # Gradients of earlier micro-batches wait.
+        waiting = {"gradients": gradients} if setup.rules.accumulation > 1 else {}
+        parts = {**base, **waiting, **encoders.fetched(encoders.stage_bytes)}
+        phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
+    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation[0]):
+        parts = {**base, **encoders.fetched(encoders.text_bytes)}
+        phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
+    if setup.eval_batch:
         base = base_parts(setup, is_evaluated=True)
         phases += _evaluation_phases(setup, base, card, "evaluation")
     return phases
@@ -311,9 +329,7 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
 def _evaluation_phases(
     setup: Setup, base: dict[str, int], card: int | None, name: str
 ) -> list[Phase]:
-    unit = setup.eval_rows * setup.layer.width * setup.layer.bytes_per_number
-    rows, parts = _FORWARD_ONLY
-    forward = int(rows * unit + parts * unit / setup.layer.num_parts)
+    forward = setup.traces.forward((setup.eval_batch, setup.planned_shape[1]))
     phases = [Phase(name, {**base, "block at work": forward})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
     how, num_bytes = setup.encoders.decode_peak(max(0, free))
@@ -327,46 +343,41 @@ def setup_of(
     config: Config,
     args: TrainArguments,
     world_size: int,
-    transformer: DiffusionTransformer | None = None,
     device_type: str = "cuda",
+    traces: Traces | None = None,
 ) -> Setup:
     """Collect what decides the memory of a configuration on `world_size` ranks.
 
-    transformer: of the run, with its shards; None builds it on the meta device.
+    traces: of the same model with the same layout, if there are some.
     """
-    is_cpu = device_type == "cpu"
-    model_size = args.model_parallel_size
-    if transformer is None:
-        transformer = meta_transformer(config, args)
-    model = transformer.config
+    traces = traces or Traces(_build(config, args))
+    model = traces.transformer.config
     size = largest_size(config, model)
-    number = DTYPES[args.precision].itemsize
     shape = (
         args.batch_size,
         size.num_frames,
         size.height * SPATIAL_COMPRESSION,
         size.width * SPATIAL_COMPRESSION,
     )
+    number = DTYPES[args.precision].itemsize
     encoders = find_encoders(config, args, shape, model.text_length, number)
-    # Embeddings have all rows, which are a small part.
-    rows = -(-size.num_tokens(model) // args.context_parallel_size)
-    eval_batch = args.eval_batch_size or args.batch_size
-    # Guidance runs the conditional and the unconditional half together.
     is_sampling = args.mode == "inference"
-    eval_rows = 2 * eval_batch * rows if args.has_evaluation or is_sampling else 0
+    # Guidance runs the conditional and the unconditional half together.
+    eval_batch = 2 * (args.eval_batch_size or args.batch_size)
     return Setup(
-        model=ModelSize.of(transformer),
-        rules=rules_of(config, args, world_size // model_size),
-        layer=LayerShape.of(transformer, args.batch_size * rows, number),
+        traces=traces,
+        rules=rules_of(config, args, world_size // args.model_parallel_size),
+        size=size,
+        batch_size=args.batch_size,
         choice=str(args.activation_checkpointing),
         encoders=encoders,
-        eval_rows=eval_rows,
+        eval_batch=eval_batch if args.has_evaluation or is_sampling else 0,
         batch_bytes=_batch_bytes(args, encoders, size, model),
-        model_size=model_size,
+        model_size=args.model_parallel_size,
         context_size=args.context_parallel_size,
         is_sampling=is_sampling,
         offloads=args.offload_activations,
-        is_cpu=is_cpu,
+        is_cpu=device_type == "cpu",
     )
 
 
@@ -383,11 +394,19 @@ def _batch_bytes(
     return args.batch_size * per_sample
 
 
-def meta_transformer(config: Config, args: TrainArguments) -> DiffusionTransformer:
-    """Build the shard of one rank without memory."""
-    no_group: Any = None  # only the size of the group counts here
-    size = args.model_parallel_size
-    return build_on_meta(config, args, ParallelGroup(0, size, no_group) if size > 1 else None)
+def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:
+    """Build the shard of the rank that has most, without memory and processes."""
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    transformer = build_on_meta(config, args, stand_in(0, tensor) if tensor > 1 else None)
+    if context > 1:
+        split_context(transformer, stand_in(context - 1, context))
+    return transformer
+
+
+def stand_in(rank: int, size: int) -> ParallelGroup:
+    """Return a group without processes: on the meta device a collective needs a name alone."""
+    named: Any = SimpleNamespace(group_name=f"group/{size}")
+    return ParallelGroup(rank, size, named)
 
 
 def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
@@ -398,7 +417,6 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
     device = (zero.get("offload_optimizer") or {}).get("device")
     is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
     stage, sum_dtype = stage_and_sums(section, args)
-    sum_bytes = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     optimizer = build_optimizer(
         section.get("optimizer") or {}, [{"params": [weight]}], allow_import=config.allow_import
@@ -409,7 +427,7 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         stage=stage,
         data_size=data_size,
         weight_bytes=number,
-        sum_bytes=sum_bytes,
+        sum_bytes={"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number),
         num_moments=2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults),
         has_8bit_moments=args.optimizer_moments == "8bit",
         has_ema=is_fused_adam,

@@ -1,11 +1,25 @@
-"""Rates of GPUs, from their makers' data sheets (dense bf16, without sparsity)."""
+"""Rates of GPUs: their makers' data sheets (dense bf16, without sparsity), and the shares that are reached."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import torch
+
 from cogfast.schema.values import nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """Shares of a data sheet's rates that work reaches: matrix products, attention forward and backward at a
+    head width of 64, ops that are bound by memory, and transfers over links. These were not measured."""
+
+    matmul: float = 0.65
+    attention: float = 0.5
+    attention_backward: float = 0.4
+    memory: float = 0.85
+    link: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,7 @@ class Gpu:
     least_gib: float = 0.0  # distinguishes cards of one name
     memory_gib: float = 0.0  # that torch reports, a little less than what is sold
     host_gb_per_s: float = 64
+    shares: Shares = Shares()
 
     @property
     def memory(self) -> int:
@@ -74,3 +89,17 @@ def find_gpu(device_name: str, memory_gib: float) -> Gpu | None:
         if all(word in name for word in gpu.words) and memory_gib >= gpu.least_gib:
             return gpu
     return None
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the entry of a device of this machine; None for a CPU and a GPU that is not listed."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return find_gpu(properties.name, properties.total_memory / 2**30)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense bf16 peak in FLOP/s; None if it is unknown (such as a CPU's)."""
+    gpu = gpu_of(device)
+    return None if gpu is None else gpu.matmul_tflop_per_s * 1e12

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,33 +19,28 @@ import psutil
 import torch
 
 from cogfast.config import Config
+from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.machine_limits import is_lack_of_memory
 from cogfast.kernels.cpu.memory import return_freed_memory
 from cogfast.model.block import Block
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.plan.auto import ActivationCheckpointing
+from cogfast.plan.gpus import gpu_of
+from cogfast.plan.ladder import climb
+from cogfast.plan.memory import GIB, MemoryPlan, Setup, host_parts, plan_memory, setup_of, usable
+from cogfast.plan.seconds import predict_step
 from cogfast.schema.arguments import TrainArguments
 from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.distributed.step_clock import CLOCK
-from cogfast.train.memory.activation_checkpointing import ActivationCheckpointing
-from cogfast.train.plan.activations import free_memory
-from cogfast.train.plan.fixes import find_fixes
-from cogfast.train.plan.measured import predict_ms
-from cogfast.train.plan.memory import (
-    GIB,
-    MemoryPlan,
-    Setup,
-    host_parts,
-    plan_memory,
-    setup_of,
-    usable,
-)
+from cogfast.train.memory.activation_checkpointing import describe
 from cogfast.train.run.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 # A CPU process that keeps freed memory took up to 1.8 times what its tensors took.
 _MOST_WITH_GAPS = 2
+_SMALLER = 0.95  # of the planned peak: what the changes that are named take at most
 _MEASURED_STEP = 2  # the first one allocates what libraries keep
 # Phase of a run (Progress) -> phase of a plan
 _PHASES = {"encode": "encoding clips", "evaluation": "evaluation", "optimizer": "optimizer step"}
@@ -58,7 +54,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class MemoryWatch(Watcher):
     """Compares plan and reality, and as a context manager explains an out-of-memory error.
 
-    transformer: of the run, before ZeRO partitions it. how_to_resume: describes the last checkpoint.
+    transformer: of the run. how_to_resume: describes the last checkpoint.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class MemoryWatch(Watcher):
         self.setup: Setup | None = None
         self.num_steps = 0
         try:
-            self.setup = setup_of(config, args, groups.world_size, transformer, groups.device.type)
+            self.setup = setup_of(config, args, groups.world_size, groups.device.type)
         # No run ends because it could not be predicted.
         except Exception as error:
             _warn(error)
@@ -133,19 +129,19 @@ class MemoryWatch(Watcher):
         plan = self.plan() if self.groups.is_main else None
         if plan is None:
             return
-        peak = torch.cuda.max_memory_allocated(device) if is_gpu else None
-        if peak is not None:
+        gpu, step_ms, peak = gpu_of(device), None, None
+        step = None if gpu is None else predict_step(plan, gpu)
+        if is_gpu:
+            peak = torch.cuda.max_memory_allocated(device)
             logger.info(
                 "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
                 plan.peak / GIB,
                 peak / GIB,
                 torch.cuda.max_memory_reserved(device) / GIB,
             )
-        step_ms = None
-        try:
-            step_ms = predict_ms(self.config, self.args, plan, device)
-        except Exception as error:  # as above
-            logger.warning("the time of a step cannot be predicted: %s", error)
+        if step is not None:
+            step_ms = 1000 * step.seconds
+            logger.info("a step is predicted to take %.0f ms: %s", step_ms, step.source)
         write_plan(self.folder, plan, peak, step_ms)
 
     def close(self, error: BaseException | None) -> None:
@@ -153,20 +149,24 @@ class MemoryWatch(Watcher):
             raise RuntimeError(f"out of memory: {self.explain(error.__traceback__)}") from None
 
     def explain(self, traceback: TracebackType | None) -> str:
-        """Return advice, phase, the plan's parts, the cheapest change and what is kept, in one line."""
+        """Return phase, the plan's parts, the changes that fit, and what is kept, in one line."""
         plan, phase = self.plan(), CLOCK.phase
-        parts = [] if self.checkpointing is None else [self.checkpointing.advice()]
         block = block_of(traceback, self.blocks)
         where = f"{phase}, block {block}" if block is not None else phase
-        parts.append(f"it happened in step {CLOCK.step + 1}, phase {where}")
+        parts = [f"it happened in step {CLOCK.step + 1}, phase {where}"]
+        if self.checkpointing is not None:
+            parts.append(f"activation checkpointing: {describe(self.checkpointing.policies)}")
         if plan is not None:
             planned = next((p for p in plan.phases if p.name == _PHASES.get(phase)), plan.phases[0])
             sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in planned.parts.items() if n)
             parts.append(f"planned for {planned.name}: {planned.total / GIB:.1f} GiB ({sizes})")
-            fixes = find_fixes(self.config, self.args, plan)
-            if fixes:
-                peak = fixes[0].plan.peak / GIB
-                parts.append(f"the cheapest change that fits: {fixes[0].words} ({peak:.1f} GiB)")
+            # The device has less for this run than the plan takes, whatever it says.
+            smaller = replace(plan, card=min(plan.card or plan.peak, int(_SMALLER * plan.peak)))
+            found = climb(self.config, self.args, smaller, has_gpus=True)
+            if found.plan.fits:
+                parts.append(f"these changes take less: {found.describe()}")
+            else:
+                parts.append("use more GPUs, fewer frames or a smaller size")
         snapshot = write_snapshot(self.folder)
         if snapshot is not None:
             parts.append(f"the allocator's history is in {snapshot}")

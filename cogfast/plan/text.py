@@ -1,0 +1,224 @@
+"""`cogfast plan`: predicts a run's memory and step time from its configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+
+from cogfast.config import Config
+from cogfast.plan.gpus import Gpu, find_gpu, parse_gpu
+from cogfast.plan.ladder import FIT, Fitted, climb, fit_lines
+from cogfast.plan.memory import (
+    GIB,
+    MemoryPlan,
+    gap_bytes,
+    host_parts,
+    network_of,
+    plan_memory,
+    setup_of,
+    usable,
+)
+from cogfast.plan.seconds import StepTime, predict_step
+from cogfast.plan.zero import num_held, num_trained
+from cogfast.schema.arguments import TrainArguments
+from cogfast.schema.values import counted
+from cogfast.train.distributed.parallelize import run_without_dynamo
+from cogfast.train.memory.activation_checkpointing import describe
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+
+_NAME_COLUMNS = 22
+_NOTHING_FITS = (
+    "No change that is tried makes it fit; use configs/lora.yaml, or reduce data.params.video_size "
+    "or max_num_frames."
+)
+
+
+def describe_plan(
+    config: Config, gpu: str | None = None, num_gpus: int | None = None, as_json: bool = False
+) -> str:
+    """Return the prediction for `config` as text or JSON.
+
+    gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
+    ValueError for a name that is not known and for a number of GPUs that does not divide.
+    """
+    run_without_dynamo()
+    args, (name, memory, entry) = TrainArguments.from_config(config), _card(gpu)
+    if config.model.get("network_config") is None:
+        raise ValueError("model.network_config is missing; add a model file to --base")
+    world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    check_mesh(config, args, network_of(config), world_size)
+    if args.mode != "inference":
+        check_global_batch(config, args, world_size)
+    plan = plan_memory(setup_of(config, args, world_size), memory)
+    changes: list[str] = []
+    fix: Fitted | None = None
+    if args.fit == "auto" and memory is not None:
+        found = climb(config, args, plan)
+        if found.plan.fits:
+            args, plan, changes = found.args, found.plan, fit_lines(found)
+    if not plan.fits:
+        fix = climb(config, args, plan, has_gpus=True)
+    step = None if entry is None else predict_step(plan, entry)
+    if as_json:
+        return _to_json(plan, name, fix, step, changes)
+    lines = _lines(args, plan, name, fix, changes)
+    if entry is not None:
+        lines += _time_lines(step)
+    return "\n".join(lines) + "\n"
+
+
+def _card(name: str | None) -> tuple[str, int | None, Gpu | None]:
+    """Return name, memory and entry of the card of --gpu, else of the one that is here."""
+    if name is not None:
+        return parse_gpu(name)
+    if not torch.cuda.is_available():
+        return "", None, None
+    properties = torch.cuda.get_device_properties(0)
+    entry = find_gpu(properties.name, properties.total_memory / GIB)
+    return properties.name, properties.total_memory, entry
+
+
+def _lines(
+    args: TrainArguments,
+    plan: MemoryPlan,
+    card_name: str,
+    fix: Fitted | None,
+    changes: Sequence[str],
+) -> list[str]:
+    """Return the prediction as a table: a row for each part, a column for each phase."""
+    setup = plan.setup
+    lines = [_model_line(args, plan), _layout_line(args, plan)]
+    if not setup.is_sampling:
+        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    if host:
+        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
+    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
+    lines += [f"{FIT}: {line}" for line in changes]
+    if fix is not None and fix.plan.fits:
+        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
+        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
+    elif fix is not None:
+        lines.append(_NOTHING_FITS)
+    return lines
+
+
+def _to_json(
+    plan: MemoryPlan,
+    card_name: str,
+    fix: Fitted | None,
+    step: StepTime | None,
+    changes: Sequence[str],
+) -> str:
+    setup = plan.setup
+    found = {
+        "gpu": card_name or None,
+        "card": plan.card,
+        "usable": None if plan.card is None else usable(plan.card),
+        "gpus": setup.world_size,
+        "model_parallel_size": setup.model_size,
+        "zero_stage": setup.rules.stage,
+        "activation_checkpointing": list(plan.policies),
+        "phases": {phase.name: dict(phase.parts) for phase in plan.phases},
+        "host": host_parts(setup, plan.policies),
+        "peak": plan.peak,
+        "peak_phase": plan.largest.name,
+        "fits": plan.fits if plan.card is not None else None,
+        "step": None if step is None else {**dataclasses.asdict(step), "seconds": step.seconds},
+        "fit": list(changes),
+        "fix": None
+        if fix is None or not fix.plan.fits
+        else {"changes": list(fix.changes), "peak": fix.plan.peak},
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _model_line(args: TrainArguments, plan: MemoryPlan) -> str:
+    transformer = plan.setup.transformer
+    held = f"{num_held(transformer) / 1e6:.1f} M parameters"
+    held += " a GPU" if plan.setup.model_size > 1 else ""
+    trained = f", {num_trained(transformer) / 1e6:.1f} M of them trained"
+    trained = "" if plan.setup.is_sampling else trained
+    width = transformer.config.hidden_size
+    layers = counted(plan.setup.num_layers, "layer")
+    return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
+
+
+def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
+    setup = plan.setup
+    _, frames, rows, columns = setup.encoders.shape
+    context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
+    copies = setup.rules.data_size // setup.context_size
+    mesh = f"dp {copies}{context} x tp {setup.model_size}"
+    zero = "" if setup.is_sampling else f", ZeRO-{setup.rules.stage}"
+    batch = f"batches of {args.batch_size} x {frames} frames of {rows}x{columns}"
+    tokens = setup.size.num_tokens(setup.transformer.config)
+    return f"on: {counted(setup.world_size, 'GPU')} ({mesh}){zero}, {batch} ({tokens} tokens)"
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
+    # Parts that no phase has are left out.
+    names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
+    widths = [max(8, len(phase.name)) for phase in plan.phases]
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        columns = [f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True)]
+        return "".join([name.ljust(_NAME_COLUMNS), *columns]).rstrip()
+
+    lines = [row("GiB per GPU", [phase.name for phase in plan.phases])]
+    for name in names:
+        cells = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
+        lines.append(row(name, cells))
+    lines.append(row("total", [_gib(phase.total) for phase in plan.phases]))
+    return lines
+
+
+def _verdict(plan: MemoryPlan, card_name: str) -> str:
+    peak = f"{_gib(plan.peak)} GiB ({plan.largest.name})"
+    if plan.card is None:
+        return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
+    has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
+    return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
+
+
+def _gap_lines(plan: MemoryPlan) -> list[str]:
+    """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
+    step, gap = plan.phases[0], gap_bytes(plan.setup)
+    if plan.setup.is_sampling or plan.card is None or not plan.fits:
+        return []
+    if step.total + gap <= usable(plan.card):
+        return []
+    return [
+        f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
+        "step. Where they do not fit, PyTorch's allocator moves free memory, and steps take longer."
+    ]
+
+
+def _time_lines(step: StepTime | None) -> list[str]:
+    """Describe a predicted step."""
+    if step is None:
+        return ["", "step time: not predicted for sampling and offload"]
+    parts = {"matmul": step.matmul, "attention": step.attention}
+    parts |= {"memory-bound": step.memory_bound, "communication": step.communication}
+    parts |= {"host transfers": step.transfers} if step.transfers else {}
+    shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())
+    rate = f"{step.samples_per_second:.3g} samples/s"
+    return [
+        "",
+        f"step: {_seconds(step.seconds)} s ({shown}), MFU {step.mfu:.1%}, {rate}",
+        f"  {step.source}; without VAE and text encoder",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3f}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"
