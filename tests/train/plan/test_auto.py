@@ -103,7 +103,7 @@ def run_step(
     ops: LiveBytes,
     batch_size: int,
     num_unknown: int = 0,
-    after_backward: Callable[[], None] = lambda: None,
+    after_backward: Callable[[Tensor], None] = lambda loss: None,
 ) -> int:
     """Run a step on the meta device; return the peak of its ops. num_unknown: bytes that no plan has."""
     ops.ignore([*transformer.parameters(), *transformer.buffers()])
@@ -120,7 +120,7 @@ def run_step(
         loss = (out.float() - x0).square().mean()
         del out
         loss.backward()
-        after_backward()
+        after_backward(loss)
     peak = ops.peak
     del unknown, loss
     transformer.zero_grad()
@@ -176,7 +176,7 @@ def test_auto_chooses_the_most_that_fits(
                 checkpointing.after_backward,
             )
             gpu.held = held + state  # the optimizer's
-            checkpointing.after_step()
+            checkpointing.after_step(1)
         assert checkpointing.policies == (others[0] if others else CANDIDATES[i]), (i, steps)
 
 
@@ -189,7 +189,7 @@ def test_auto_counts_the_largest_of_a_steps_micro_batches(monkeypatch) -> None:
     for _ in range(2):
         for unknown in (extra, 0):
             run_step(transformer, gpu.ops, 1, unknown, checkpointing.after_backward)
-        checkpointing.after_step()
+        checkpointing.after_step(1)
     assert checkpointing.policies == CANDIDATES[9]
 
 
@@ -204,7 +204,7 @@ def test_auto_leaves_memory_for_gaps_between_gradients(monkeypatch) -> None:
     checkpointing = ActivationCheckpointing(transformer, "auto", gpu, setup)
     for _ in range(2):
         run_step(transformer, gpu.ops, 1, after_backward=checkpointing.after_backward)
-        checkpointing.after_step()
+        checkpointing.after_step(1)
     assert checkpointing.policies == CANDIDATES[-3]
 
 
@@ -215,8 +215,8 @@ def test_without_a_plan_auto_stays_at_full(caplog: pytest.LogCaptureFixture, mon
     checkpointing = ActivationCheckpointing(transformer, "auto", alone, None)
     for _ in range(3):
         transformer(**inputs("5b")).float().square().mean().backward()
-        checkpointing.after_backward()
-        checkpointing.after_step()
+        checkpointing.after_backward(torch.zeros(()))
+        checkpointing.after_step(1)
     assert checkpointing.policies == ("full",) * 2 and checkpointing.is_settled
     assert "full in all 2 layers, because the memory of the run cannot be predicted" in caplog.text
 
@@ -236,7 +236,7 @@ TINY_RUN = (4, 20)  # samples; 8 text tokens and 3 x 2 x 2 video tokens
 
 def with_memory_for(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, *policies: Policy) -> None:
     """Give the machine as much memory as a step of the tiny run takes."""
-    setup = trainer.checkpointing.setup
+    setup = trainer.parts.checkpointing.setup
     assert setup is not None and setup.planned_shape == TINY_RUN
     # Weights and optimizer state are in memory already.
     base = sum(base_parts(setup).values())
@@ -253,15 +253,15 @@ def test_a_run_gives_the_same_losses_under_each_policy(
     found = {}
     for choice in (*LADDER, "auto"):
         trainer = start(tmp_path / choice, data, choice)
-        assert trainer.checkpointing.policies == ("full" if choice == "auto" else choice,) * 2
+        assert trainer.parts.checkpointing.policies == ("full" if choice == "auto" else choice,) * 2
         if choice == "auto":  # room for one layer's worth of a rung
             with_memory_for(monkeypatch, trainer, "attention_kept", "pointwise")
         trainer.train()
         found[choice] = losses(run_folder(tmp_path / choice / "runs"))
     assert len(found["none"]) == 3
     assert all(numbers == found["none"] for numbers in found.values())
-    assert trainer.checkpointing.largest == TINY_RUN
-    assert trainer.checkpointing.policies == ("attention_kept", "pointwise")
+    assert trainer.parts.checkpointing.largest == TINY_RUN
+    assert trainer.parts.checkpointing.policies == ("attention_kept", "pointwise")
     # a set: pytest listens at a logger that did not propagate, too
     (line,) = {r.message for r in caplog.records if "activation checkpointing" in r.message}
     assert "attention_kept in layers 0-0, pointwise in layers 1-1; predicted peak 0.0 of" in line
@@ -270,4 +270,4 @@ def test_a_run_gives_the_same_losses_under_each_policy(
 def test_auto_keeps_all_where_memory_is_plenty(tmp_path: Path, data: Path) -> None:
     trainer = start(tmp_path, data, "auto")
     trainer.train()
-    assert trainer.checkpointing.policies == ("none", "none")
+    assert trainer.parts.checkpointing.policies == ("none", "none")
