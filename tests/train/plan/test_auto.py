@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.steps.step_models import CONFIG_2B, CONFIG_5B
 from cogfast.config import load_config
