@@ -11,10 +11,13 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import global_decomposition_table
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +56,7 @@ _HIDDEN_FROM_DYNAMO = (
     Optimizer.load_state_dict,
     checkpoint,
 )
+_HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
 
 
 def check_model_parallel_size(
@@ -197,15 +201,33 @@ def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
 
 
 def run_without_dynamo(is_without: bool = True) -> None:
-    """Let torch call optimizers and checkpointing without importing torch._dynamo.
+    """Let torch call optimizers, checkpointing and ops on the meta device without importing
+    torch._dynamo.
 
     torch hides these functions from torch.compile and imports its compiler for that when one is
     first called, which takes 1.6 s of a start. A run that compiles nothing needs none of it.
     """
-    for function in _HIDDEN_FROM_DYNAMO:
-        hidden = inspect.unwrap(function)
+    functions = [*_HIDDEN_FROM_DYNAMO]
+    for decompositions in global_decomposition_table.values():
+        functions += decompositions.values()
+    for hidden in _hidden_from_dynamo(functions):
         # torch's cache of the hidden function; None is an empty one.
         hidden.__dict__["__dynamo_disable"] = hidden if is_without else None
+
+
+def _hidden_from_dynamo(functions: Iterable[object]) -> Iterator[FunctionType]:
+    """Yield what torch._disable_dynamo wraps, within any number of other wrappers."""
+    seen: set[FunctionType] = set()
+    waiting = [*functions]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        held = inspect.getclosurevars(function).nonlocals
+        if function.__code__ is _HIDING:
+            yield held["fn"]
+        waiting += held.values()
 
 
 def compile_blocks(transformer: DiffusionTransformer) -> None:
