@@ -114,7 +114,6 @@ _SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_
 _SAT_AUTO_WARMUP_RATE = 0.05  # fraction of lr
 _POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
 SCHEDULES = get_args(Schedule)
-SAT_DECAY_STYLES = ("linear", "cosine", "exponential", "constant", "none")
 
 
 def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:
@@ -181,7 +180,7 @@ def sat_learning_rate(
     lr: float,
     num_iters: int,
     warmup_iters: float,
-    decay_style: str | None = "linear",
+    decay_style: str = "linear",
     decay_ratio: float = 0.1,
     is_pretraining: bool = False,
 ) -> Callable[[int], float]:
@@ -192,11 +191,6 @@ def sat_learning_rate(
     (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant. SAT counts
     steps from 1.
     """
-    style = (decay_style or "none").lower()
-    if style not in SAT_DECAY_STYLES:
-        raise ValueError(
-            f"args.lr_decay_style={decay_style!r} must be one of {', '.join(SAT_DECAY_STYLES)}"
-        )
     # SAT applies it to fine-tuning only, whatever the configured warm-up is.
     auto_warmup = 0 if is_pretraining else _SAT_AUTO_WARMUP_STEPS
 
@@ -207,9 +201,9 @@ def sat_learning_rate(
             return min(lr * _SAT_AUTO_WARMUP_RATE, ramp)
         if n <= warmup_iters:
             return ramp
-        if style == "linear":
+        if decay_style == "linear":
             return max(0.0, lr * ((num_iters - (n - warmup_iters)) / num_iters))
-        if style == "cosine":
+        if decay_style == "cosine":
             done = min(1.0, (n - warmup_iters) / num_iters)
             return lr * (decay_ratio + (1 - decay_ratio) * (math.cos(math.pi * done) + 1) / 2)
         return lr

@@ -82,7 +82,8 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
         flops = line["model_tflops"] * 1e12 / line["samples_per_s"]
         assert flops == pytest.approx(train_flops(model, tokens), rel=1e-6)
     assert straight.size.latents.num_frames == 9 and straight.size.latents.height == 4
-    assert straight.parts.checkpointing.most_rows == 4 * max(TOKENS)
+    setup = straight.parts.memory.setup
+    assert setup is not None and setup.size.num_tokens(model) == max(TOKENS)
 
     make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}",
          "args.train_data_weights=[2]", "args.accept_changes=true")  # fmt: skip

@@ -223,7 +223,7 @@ def test_the_table_of_members_agrees_with_our_files(model: str) -> None:
     data = config.data.params
     member = Family.of_config(network).member
     assert member.config_file == f"configs/{model}.yaml"
-    assert member.name in (CONFIGS / f"{model}.yaml").read_text().splitlines()[0]
+    assert member.name in (CONFIGS / f"{model}.yaml").read_text().splitlines()[1]
     assert member.patch == network.patch_size
     assert member.is_rotary == (network.position == "rotary")
     assert member.has_image == config.model.noised_image_input

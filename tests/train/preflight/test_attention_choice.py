@@ -255,12 +255,12 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     train(cut, "args.attention_backend=math")
     manifest = read_manifest(newest_checkpoint(run_folder(cut)))
     assert manifest["attention_backend"] == "math"
-    assert train(cut, "args.resume=latest", "args.train_iters=4").attention_backend == "math"
+    assert train(cut, "args.resume=latest", "args.train_iters=4").parts.attention_backend == "math"
     assert "attention: math, as in the checkpoint" in caplog.text
     assert losses(run_folder(cut)) == losses(run_folder(whole))
 
     auto = tmp_path / "auto"
-    assert train(auto, "args.train_iters=4").attention_backend is None
+    assert train(auto, "args.train_iters=4").parts.attention_backend is None
     assert read_manifest(newest_checkpoint(run_folder(auto)))["attention_backend"] is None
     assert losses(run_folder(auto)) == pytest.approx(losses(run_folder(whole)), rel=1e-4)
 
