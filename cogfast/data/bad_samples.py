@@ -59,8 +59,8 @@ class BadSampleLog:
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.is_file():
-                with suppress(OSError), open(self.file, "rb") as file:
-                    self._listed_before = set(self._read_on(file))
+                with suppress(OSError), open(self.file, "rb") as listed:
+                    self._listed_before = set(self._read_on(listed))
 
     @property
     def limit(self) -> int:

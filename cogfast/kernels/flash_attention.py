@@ -89,15 +89,15 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
         return flash_attention_reference(q, k, v)
     if backend in _PACKAGES:
         return _PACKAGES[backend](q, k, v)
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
     if device == "meta":
         # scaled_dot_product_attention would choose the score matrix there.
-        out = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first)[0]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
     elif backend is None:
-        out = F.scaled_dot_product_attention(*heads_first)
+        out = F.scaled_dot_product_attention(q, k, v)
     else:
         with sdpa_kernel(BACKENDS[backend].kernel):
-            out = F.scaled_dot_product_attention(*heads_first)
+            out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
 
 

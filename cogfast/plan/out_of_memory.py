@@ -130,7 +130,7 @@ class MemoryWatch(Watcher):
         if plan is None:
             return
         gpu, step_ms, peak = gpu_of(device), None, None
-        step = None if gpu is None else predict_step(plan, gpu)
+        time = None if gpu is None else predict_step(plan, gpu)
         if is_gpu:
             peak = torch.cuda.max_memory_allocated(device)
             logger.info(
@@ -139,9 +139,9 @@ class MemoryWatch(Watcher):
                 peak / GIB,
                 torch.cuda.max_memory_reserved(device) / GIB,
             )
-        if step is not None:
-            step_ms = 1000 * step.seconds
-            logger.info("a step is predicted to take %.0f ms: %s", step_ms, step.source)
+        if time is not None:
+            step_ms = 1000 * time.seconds
+            logger.info("a step is predicted to take %.0f ms: %s", step_ms, time.source)
         write_plan(self.folder, plan, peak, step_ms)
 
     def close(self, error: BaseException | None) -> None:

@@ -284,7 +284,9 @@ class SampleSize:
         self.num_tokens = TokenGrid.from_latents(latents, self._patch).num_tokens + num_text
         if not self.is_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
-            self.latents = LatentSize(*latents.shape[1:], num_frames, float(self._fps or fps))
+            channels, frames, height, width = latents.shape[1:]
+            fps = float(self._fps or fps)
+            self.latents = LatentSize(channels, frames, height, width, num_frames, fps)
             self.is_known = True
 
     def trained(self) -> list[list[int]]:

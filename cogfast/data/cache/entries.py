@@ -133,9 +133,10 @@ class Entries:
             raise BadEntry(self.reason(key)) from None
         except (OSError, SafetensorError, ValueError) as error:
             why = str(error)[:100]
-        if why:
-            raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
-        return tensors
+        else:
+            if not why:
+                return tensors
+        raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
 
     def reason(self, key: str) -> str:
         """Why a sample is bad; FileNotFoundError if there is no entry for it."""

@@ -51,8 +51,9 @@ class Watchers:
     def after_step(self, step: int) -> None:
         for watcher in self._after_step:
             line = watcher.after_step(step)
-            for reader in self._after_log if line is not None else ():
-                reader.after_log(line)
+            if line is not None:
+                for reader in self._after_log:
+                    reader.after_log(line)
 
     def __enter__(self) -> Watchers:
         return self
