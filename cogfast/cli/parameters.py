@@ -24,7 +24,8 @@ def comments_of(kind: type) -> dict[str, str]:
     """
     lines = inspect.getsource(importlib.import_module(kind.__module__)).splitlines()
     tree = ast.parse("\n".join(lines))
-    body = next(n for n in tree.body if getattr(n, "name", "") == kind.__name__).body
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    body = next(node for node in classes if node.name == kind.__name__).body
     found: dict[str, str] = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -96,7 +96,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     elif backend is None:
         out = F.scaled_dot_product_attention(q, k, v)
     else:
-        with sdpa_kernel(BACKENDS[backend].kernel):
+        kernel = BACKENDS[backend].kernel
+        assert kernel is not None, f"{backend} is one of _PACKAGES"
+        with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
 

@@ -72,8 +72,8 @@ class ActivationCheckpointing(Watcher):
         self.num_steps = 0  # completed optimizer steps
         # Measured peak of a step minus the planned one, in bytes. Measured on a GPU.
         self.excess: int | None = None
-        first: Policy = "full" if choice == "auto" else choice
-        self._use([first] * len(transformer.blocks))
+        first: tuple[Policy] = ("full" if choice == "auto" else choice,)
+        self._use(first * len(transformer.blocks))
 
     def _use(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)

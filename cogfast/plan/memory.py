@@ -179,8 +179,8 @@ def plan_memory(
     if policies is None and setup.choice == "auto" and not setup.is_sampling:
         policies = choose_policies(setup, usable(card) - gap_bytes(setup) if card else None)
     elif policies is None:
-        policy = next((each for each in LADDER if each == setup.choice), "none")
-        policies = (policy,) * setup.num_layers
+        is_fixed = setup.choice in LADDER  # auto keeps all in sampling
+        policies = (LADDER[LADDER.index(setup.choice)] if is_fixed else "none",) * setup.num_layers
     return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
 
 

@@ -133,7 +133,7 @@ def _seconds(work: Work, gpu: Gpu) -> dict[str, float]:
         "attention backward": shares.attention_backward * peak,
     }
     copy = shares.memory * gpu.copy_tb_per_s * 1e12
-    found = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
+    found: dict[str, float] = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
     for op, times in work.items():
         if op.kind != "sent":
             name = "matmul" if op.kind == "fp8" else op.kind.split()[0]

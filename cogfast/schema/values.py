@@ -153,7 +153,7 @@ class Range(annotated_types.GroupedMetadata):
 class Model(BaseModel):
     """A mapping with these keys and no others."""
 
-    model_config = ConfigDict(**STRICT, frozen=True)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 class _Schema(GenerateJsonSchema):
@@ -213,7 +213,8 @@ def problem_of(
         if inner is None or not isinstance(value, Mapping | list | tuple):
             break
         key = f"{key}[{part}]" if isinstance(part, int) else join(key, part)
-        value, node = value[part], inner
+        held: Any = value
+        value, node = held[part], inner
     if is_of_key and kind == "missing":
         return KeyProblem(key, f"key {join(key, str(location[-1]))} is missing; set it")
     if is_of_key:

@@ -64,8 +64,9 @@ def _moments(
     encoder: Encoder,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    if latents[0] is not None:
-        return _of_sample(torch.stack(list(latents)), encoder.scale_factor)
+    trusted = [each for each in latents if each is not None]
+    if trusted:  # all of a batch or none
+        return _of_sample(torch.stack(trusted), encoder.scale_factor)
     clips = torch.stack([sample["video"] for sample in samples])
     pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
     if encoder.overrides.encode_video is not None:

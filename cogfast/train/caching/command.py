@@ -239,7 +239,7 @@ class _CacheRun:
         how = stage.limit_encode_memory(budget, shape, has_trial=has_trial)
         if spec[ENCODE_CHUNKS] == "auto":
             # The way of the entries that are there is kept if it takes no more memory.
-            before = next(m for m in ENCODE_MODES if m == work.entries[0].spec[ENCODE_CHUNKS])
+            before = ENCODE_MODES[ENCODE_MODES.index(work.entries[0].spec[ENCODE_CHUNKS])]
             if ENCODE_MODES.index(before) > ENCODE_MODES.index(how.mode):
                 how = stage.limit_encode_memory(budget, shape, [(before, True)])
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})

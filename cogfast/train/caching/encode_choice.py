@@ -55,8 +55,10 @@ class EncodeChoice:
         self.args, self.groups = args, groups
         self.shape = largest_clips(config, args)
         # A mode of another version of cogfast is left out.
-        modes = [mode for mode in ENCODE_MODES if stored is not None and mode == stored[0]]
-        self.stored: EncodeWay | None = (modes[0], bool(stored[1])) if stored and modes else None
+        self.stored: EncodeWay | None = None
+        if stored and stored[0] in ENCODE_MODES:
+            mode = ENCODE_MODES[ENCODE_MODES.index(stored[0])]
+            self.stored = mode, bool(stored[1])
         self.way: EncodeWay | None = None
 
     def __call__(self, stage: FirstStage, clips: Tensor) -> None:

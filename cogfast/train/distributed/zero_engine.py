@@ -280,7 +280,8 @@ class ZeroEngine:
         )
         if mpu is None and timeout_s is not None:
             # The group that DeepSpeed makes has torch's default of 10 or 30 minutes.
-            _set_pg_timeout(timedelta(seconds=timeout_s), self.engine.data_parallel_group)
+            group: Any = self.engine.data_parallel_group
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
         self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
         self.stage = config["zero_optimization"]["stage"]
         # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that

@@ -33,7 +33,8 @@ class HangStacks(Watcher):
 
     def after_step(self, step: int) -> None:
         if os.fstat(self.file.fileno()).st_size:  # a long evaluation, and no hang
-            self.file.truncate(0)
+            self.file.seek(0)  # else the next dump begins behind a hole
+            self.file.truncate()
         # In C, so that it works while the main thread holds Python's lock.
         faulthandler.dump_traceback_later(self.seconds, file=self.file)
 

@@ -75,6 +75,9 @@ def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
         time.sleep(0.01)
     stacks.after_step(2)
     assert not stacks.path.stat().st_size
+    while not stacks.path.stat().st_size:
+        time.sleep(0.01)
+    assert stacks.path.read_text().startswith("Timeout")
     stacks.close(None)
     assert not list(tmp_path.iterdir())
 
