@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime import utils as deepspeed_utils
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
@@ -142,7 +143,11 @@ def prepare(config: Config) -> trainer.Trainer:
     order.assert_ints_same_as_other_ranks = lambda ints: None
     run = trainer.Trainer(config)
     run.writer.save = lambda *args, **kwargs: None
-    # Memory that no kernel has written may hold NaN.
+    # Memory that no kernel has written may hold NaN, at which DeepSpeed would skip a step.
+    is_invalid: Any = deepspeed_utils.is_invalid_grad_norm
+    for module in (deepspeed_utils, stage3):
+        changed = module
+        changed.is_invalid_grad_norm = lambda norm: is_invalid(norm) and False  # with its wait
     check: Any = NonfiniteCheck
     check.after_log = lambda *args: None
     return run
