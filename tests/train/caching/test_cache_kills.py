@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from cogfast.config import load_config
 from cogfast.data.cache.entries import Entries
-from cogfast.train.caching.command import cache_latents
 from tests.support.tiny_run import CHANNELS, Started, run, start, write_clips_with_vae
 from tests.train.caching.test_cache import contents, write_vae_config
 
 # One clip at a time: in float32 the result depends on how many are encoded together.
 ALONE = {"batch_size": 1}
+
+
+def straight(base: Path, cache: Path) -> dict[str, bytes]:
+    """Return the files of an uninterrupted run, which has as many threads as those that are killed."""
+    done = run(["cache", "--base", str(base), f"args.latent_cache={cache}"])
+    assert done.returncode == 0, done.stdout
+    return contents(cache)
 
 
 def kill(processes: list[Started], cache: Path, more: int, delay: float) -> bool:
@@ -42,8 +47,7 @@ def check_kills(
     Returns how many kills came before the end.
     """
     base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", **ALONE)
-    cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'straight'}"]))
-    expected, cache = contents(tmp_path / "straight"), tmp_path / "killed"
+    expected, cache = straight(base, tmp_path / "straight"), tmp_path / "killed"
     arguments = ["cache", "--base", str(base), f"args.latent_cache={cache}"]
     draw, num_in_time = random.Random(0), 0
     for _ in range(num_kills):
@@ -74,10 +78,10 @@ def test_twenty_kills_of_two_writers_at_once(tmp_path: Path) -> None:
 def test_ranks_write_the_entries_of_one_process(tmp_path: Path) -> None:
     data = write_clips_with_vae(tmp_path / "data", 8, CHANNELS)
     base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", cached_noised_images=2, **ALONE)
-    cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'straight'}"]))
+    expected = straight(base, tmp_path / "straight")
     done = run(["cache", "--base", str(base), f"args.latent_cache={tmp_path / 'ranks'}"], 2)
     assert done.returncode == 0, done.stdout
-    assert contents(tmp_path / "ranks") == contents(tmp_path / "straight")
+    assert contents(tmp_path / "ranks") == expected
 
 
 def test_temporary_files_are_no_entries(tmp_path: Path) -> None:
