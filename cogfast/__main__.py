@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from cogfast.cli.log_lines import is_first_rank, start_logging
 from cogfast.cli.standard_streams import keep_streams
+from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
-from cogfast.schema.values import Problems, nearest, one_line, printable
-from cogfast.train.distributed.lost_ranks import (
+from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
     end_with_torchrun,
@@ -38,7 +38,7 @@ from cogfast.train.distributed.lost_ranks import (
     is_of_another_rank,
     tell_torchrun,
 )
-from cogfast.train.run.stop_signals import (
+from cogfast.distributed.stop_signals import (
     Interrupted,
     StopSignals,
     end_by,
@@ -144,8 +144,8 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_sample, read_prompts
 
     request = parse_sample(argv)
-    from cogfast.schema.arguments import TrainArguments
-    from cogfast.schema.merged_config import DEFAULT
+    from cogfast.config.arguments import TrainArguments
+    from cogfast.config.merged_config import DEFAULT
     from cogfast.train.preflight.inferred import infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
@@ -166,8 +166,8 @@ def sample(argv: Sequence[str]) -> None:
     prompts, images = read_prompts(request, config.args)
     from pathlib import Path
 
-    from cogfast.train.sampling.command import sample as sample_videos
-    from cogfast.train.sampling.lora_overlay import LoraOverlay
+    from cogfast.sample.command import sample as sample_videos
+    from cogfast.sample.lora_overlay import LoraOverlay
 
     sample_videos(
         config,

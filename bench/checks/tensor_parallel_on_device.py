@@ -24,12 +24,12 @@ from bench.checks.goldens_on_device import (
 )
 from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.config import load_config
+from cogfast.distributed.parallelize import allocate, find_shards, parallelize
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
-from cogfast.train.distributed.parallelize import allocate, find_shards, parallelize
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 
 _CASE, _SIZE = "t2v_5b", 2
 # Variants: whether the rows of the hidden state are split over the ranks between the blocks.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.steps.step_models import Batch, Variant
+from cogfast.distributed.parallelize import allocate
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.config import TransformerConfig
@@ -23,7 +24,6 @@ from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
 from cogfast.model.weights.formats.diffusers import diffusers_names
-from cogfast.train.distributed.parallelize import allocate
 from cogfast.train.memory.activation_checkpointing import apply_policies
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]

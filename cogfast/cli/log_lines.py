@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 
-from cogfast.schema.values import printable
+from cogfast.config.values import printable
 
 
 def is_first_rank() -> bool:

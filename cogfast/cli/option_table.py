@@ -17,14 +17,14 @@ from typing import Any
 
 from cogfast.cli.parameters import parameters_of
 from cogfast.cli.yaml_schema import yaml_schema
+from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
+from cogfast.config.components import PLACES
+from cogfast.config.deepspeed_keys import DeepSpeedSection
+from cogfast.config.sat_classes import TARGETS
+from cogfast.config.sat_network import NETWORK_MODELS
+from cogfast.config.sat_unused import UNUSED
+from cogfast.config.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
-from cogfast.schema.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.schema.deepspeed_keys import DeepSpeedSection
-from cogfast.schema.places import PLACES
-from cogfast.schema.sat_classes import TARGETS
-from cogfast.schema.sat_network import NETWORK_MODELS
-from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import describe, is_component_schema, json_schema, show
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 SCHEMA = "cogfast.schema.json"  # beside it, for editors

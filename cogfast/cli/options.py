@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from cogfast.cli.help_all import HelpAll
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.json_files import MOST_BYTES, read_limited
+from cogfast.config.sat_unused import UNUSED
+from cogfast.config.values import counted, nearest
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.json_files import MOST_BYTES, read_limited
-from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.values import counted, nearest
-from cogfast.train.sampling.flags import SamplingFlags
-from cogfast.train.sampling.prompt_files import split_prompts, utf8_lines
+from cogfast.sample.flags import SamplingFlags
+from cogfast.sample.prompt_files import split_prompts, utf8_lines
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
 _SWITCHES = (

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cogfast.schema.values import json_schema
+from cogfast.config.values import json_schema
 
 # Parameters that the assembly of a run fills in
 _SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")

@@ -10,14 +10,14 @@ import importlib
 from typing import Any
 
 from cogfast.cli.parameters import parameters_of
-from cogfast.schema import sat_network
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.deepspeed_keys import DeepSpeedSection
-from cogfast.schema.places import NONE, PLACES
-from cogfast.schema.sat_classes import NETWORKS, TARGETS
-from cogfast.schema.sat_unused import UNUSED
-from cogfast.schema.sections import COMPONENTS, CONDITIONER, ONLY
-from cogfast.schema.values import is_component_schema, json_schema
+from cogfast.config import sat_network
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import NONE, PLACES
+from cogfast.config.deepspeed_keys import DeepSpeedSection
+from cogfast.config.sat_classes import NETWORKS, TARGETS
+from cogfast.config.sat_unused import UNUSED
+from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
+from cogfast.config.values import is_component_schema, json_schema
 
 _REFERENCE = {"$ref": "#/$defs/reference"}
 # Class of the network's module -> the model of its params

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from cogfast.schema.values import printable
+from cogfast.config.values import printable
 
 logger = logging.getLogger(__name__)
 

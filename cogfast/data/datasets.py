@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from cogfast.config.values import counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import ClipList, PackedStrings, join
@@ -53,7 +54,6 @@ from cogfast.data.video.settings import (
     SkippedFrames,
 )
 from cogfast.data.video.transform import FrameSelection, Resize
-from cogfast.schema.values import counted, cut
 
 logger = logging.getLogger(__name__)
 

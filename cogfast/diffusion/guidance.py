@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cogfast.config.values import Range
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.schema.values import Range
 
 Ramp = Literal["timestep", "step"]
 Scale = Annotated[float, Range(-(10**4), 10**4)]

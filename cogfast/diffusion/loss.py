@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from cogfast.config.values import Range
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
-from cogfast.schema.values import Range
 
 
 class VideoDiffusionLoss:

@@ -19,10 +19,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from cogfast.config.values import Range
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
 from cogfast.diffusion.guidance import Guider, IdentityGuider
 from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscretization
-from cogfast.schema.values import Range
 
 NumSteps = Annotated[int, Range(0, 10**5)]
 FixedFrames = Annotated[int, Range(0, 10**5)]

@@ -8,10 +8,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from cogfast.config.values import Range
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Schedule
 from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
-from cogfast.schema.values import Range
 
 
 class DiscreteSampling:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cogfast.config.json_files import read_limited
+from cogfast.config.merged_config import to_dict
+from cogfast.config.values import show
+from cogfast.config.yaml_files import read_yaml
 from cogfast.finetune.accelerate import read_launch
 from cogfast.finetune.schemas import Args
-from cogfast.schema.json_files import read_limited
-from cogfast.schema.merged_config import to_dict
-from cogfast.schema.values import show
-from cogfast.schema.yaml_files import read_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from cogfast.cli.options import Parser
-from cogfast.schema.arguments import DiffusersSchedule, TrainArguments
-from cogfast.schema.values import Range, cut, json_schema, printable, problem_of, show
+from cogfast.config.arguments import DiffusersSchedule, TrainArguments
+from cogfast.config.values import Range, cut, json_schema, printable, problem_of, show
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]

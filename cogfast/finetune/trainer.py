@@ -16,6 +16,8 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.cli.log_lines import start_logging
 from cogfast.config import Config
+from cogfast.config.json_files import read_json
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.files import write_text
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
@@ -33,8 +35,6 @@ from cogfast.finetune.overrides import (
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.json_files import read_json
-from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.encode import EncodeOverrides, Encoder
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, load_config
+from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.config.values import Problems, cut, nearest, one_line, show
 from cogfast.finetune.deepspeed_file import FIX, deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.config import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.schema.values import Problems, cut, nearest, one_line, show
 from cogfast.train.preflight.pipeline_folder import (
     fill_from_pipeline,
     find_config,

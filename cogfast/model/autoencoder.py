@@ -5,7 +5,7 @@ split into calls. cogfast splits as SAT does: clips are encoded whole, and laten
 3, 2, 2, ... at a time with the convolutions' caches kept between calls (SAT v1.0's sampling). Clips
 that do not fit into the memory are encoded as in diffusers: 8 frames at a time, or in tiles.
 
-`FirstStage` is what any VAE must have. schema/places.py lists those that a configuration may name.
+`FirstStage` is what any VAE must have. config/components.py lists those that a configuration may name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from cogfast.config.sat_network import autoencoder_sizes
+from cogfast.config.values import counted
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
@@ -28,8 +30,6 @@ from cogfast.core.shapes import (
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.source import check_finite, check_tensors, first_of
 from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
-from cogfast.schema.sat_network import autoencoder_sizes
-from cogfast.schema.values import counted
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLCogVideoX

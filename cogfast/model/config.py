@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cogfast.config.json_files import brief
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA
-from cogfast.schema.json_files import brief
 
 # Upper bounds, far beyond the published models: a damaged config must not exhaust the memory.
 _MOST = {

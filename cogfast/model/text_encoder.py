@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.config.json_files import InsideNames, brief, keys, read_json
+from cogfast.config.values import Range, counted
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
 from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_file
 from cogfast.model.weights.source import check_finite, check_tensors, first_of
-from cogfast.schema.json_files import InsideNames, brief, keys, read_json
-from cogfast.schema.values import Range, counted
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
@@ -27,13 +28,12 @@ from cogfast.model.embeddings import (
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 from cogfast.model.weights.formats.sat_names import sat_name
-from cogfast.schema.sat_network import transformer_arguments
 
 BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
 
 
 class RowSplit(Protocol):
-    """Splits the rows of the blocks' input between ranks (train/distributed/context_parallel.py)."""
+    """Splits the rows of the blocks' input between ranks (distributed/context_parallel.py)."""
 
     def split(
         self, hidden: Tensor, conditioning: Tensor, num_text: int

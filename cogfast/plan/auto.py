@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cogfast.config.arguments import PolicyChoice
 from cogfast.core.device_memory import free_memory
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.memory import (
     GIB,
@@ -24,8 +26,6 @@ from cogfast.plan.memory import (
     usable,
     with_shape,
 )
-from cogfast.schema.arguments import PolicyChoice
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.activation_checkpointing import (
     LADDER,
     Policy,
@@ -33,7 +33,7 @@ from cogfast.train.memory.activation_checkpointing import (
     describe,
 )
 from cogfast.train.memory.offloaded_activations import OffloadedActivations
-from cogfast.train.run.watchers.watcher import Watcher
+from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from cogfast.config import Config, resolve
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import is_none
+from cogfast.config.json_files import keys, read_json
+from cogfast.config.values import Range
 from cogfast.core.shapes import num_latent_frames
 from cogfast.data.datasets import ListedVideos
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.json_files import keys, read_json
-from cogfast.schema.places import is_none
-from cogfast.schema.values import Range
 
 _FLOAT32 = 4
 _SIDE = Annotated[int, Range(1, 2**20)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cogfast.schema.values import nearest
+from cogfast.config.values import nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

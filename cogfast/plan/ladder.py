@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cogfast.config import Config, with_words
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.plan.memory import GIB, MARGIN, MemoryPlan, Setup, plan_memory, setup_of, usable
 from cogfast.plan.trace import Traces
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.memory.activation_checkpointing import describe
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.deepspeed_keys import stage_and_sums
+from cogfast.config.merged_config import to_dict
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.distributed.context_parallel import split_context
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
@@ -32,13 +38,7 @@ from cogfast.plan.zero import (
     num_trained,
     step_bytes,
 )
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.deepspeed_keys import stage_and_sums
-from cogfast.schema.merged_config import to_dict
-from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.assembly import DTYPES, build_on_meta
-from cogfast.train.distributed.context_parallel import split_context
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.activation_checkpointing import LADDER, Policy
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.memory.quantized_base import base_linears

@@ -19,9 +19,12 @@ import psutil
 import torch
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.machine_limits import is_lack_of_memory
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.step_clock import CLOCK
 from cogfast.kernels.cpu.memory import return_freed_memory
 from cogfast.model.block import Block
 from cogfast.model.transformer import DiffusionTransformer
@@ -30,11 +33,8 @@ from cogfast.plan.gpus import gpu_of
 from cogfast.plan.ladder import climb
 from cogfast.plan.memory import GIB, MemoryPlan, Setup, host_parts, plan_memory, setup_of, usable
 from cogfast.plan.seconds import predict_step
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.memory.activation_checkpointing import describe
-from cogfast.train.run.watchers.watcher import Watcher
+from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.values import counted
+from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.plan.gpus import Gpu, find_gpu, parse_gpu
 from cogfast.plan.ladder import FIT, Fitted, climb, fit_lines
 from cogfast.plan.memory import (
@@ -24,9 +27,6 @@ from cogfast.plan.memory import (
 )
 from cogfast.plan.seconds import StepTime, predict_step
 from cogfast.plan.zero import num_held, num_trained
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.values import counted
-from cogfast.train.distributed.parallelize import run_without_dynamo
 from cogfast.train.memory.activation_checkpointing import describe
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 

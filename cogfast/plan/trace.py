@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from cogfast.core.live_bytes import LiveBytes
+from cogfast.distributed.context_parallel import ContextParallelRows
+from cogfast.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import NoRotation
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
-from cogfast.train.distributed.context_parallel import ContextParallelRows
-from cogfast.train.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.train.memory.activation_checkpointing import Policy, block_call
 from cogfast.train.memory.quantized_base import base_linears
 from cogfast.train.video_size import LatentSize

@@ -1,6 +1,6 @@
 """Bytes of weights, optimizer state and gradients under ZeRO, and how gradients grow in a backward pass.
 
-Follows DeepSpeed's stages 1 to 3 and FusedStep (train/distributed/fused_step.py).
+Follows DeepSpeed's stages 1 to 3 and FusedStep (distributed/fused_step.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, instantiate, resolve
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import is_none
+from cogfast.config.merged_config import refuse
 from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -23,6 +26,11 @@ from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.distributed.context_parallel import split_context
+from cogfast.distributed.model_batches import ModelBatches
+from cogfast.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
@@ -30,14 +38,6 @@ from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.model.weights.vae.image_scale import scale_of
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.merged_config import refuse
-from cogfast.schema.places import is_none
-from cogfast.train.distributed.context_parallel import split_context
-from cogfast.train.distributed.model_batches import ModelBatches
-from cogfast.train.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
 from cogfast.train.memory.host_blocks import allocate_base, hold_base
 

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cogfast.config import instantiate
+from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArguments
+from cogfast.config.merged_config import to_dict
+from cogfast.distributed.parallelize import find_shards
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.schema.arguments import EmaDevice, Moments, Schedule, TrainArguments
-from cogfast.schema.merged_config import to_dict
-from cogfast.train.distributed.parallelize import find_shards
 from cogfast.train.memory.host_ema import HostEma
 
 logger = logging.getLogger(__name__)

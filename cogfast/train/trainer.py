@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.config.values import counted
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import Batch
-from cogfast.schema.values import counted
+from cogfast.distributed.model_batches import ModelBatches
+from cogfast.distributed.process_groups import StopRequest
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.stop_signals import keep_in_last_line
 from cogfast.train.assembly import assemble_batches
-from cogfast.train.distributed.model_batches import ModelBatches
-from cogfast.train.distributed.process_groups import StopRequest
-from cogfast.train.distributed.step_clock import CLOCK
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.page.page import write_facts
 from cogfast.train.run.parts import assemble, assemble_watchers
-from cogfast.train.run.stop_signals import keep_in_last_line
 from cogfast.train.run.terminal import log_commands, log_facts, log_results
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
+from cogfast.config.merged_config import refuse
+from cogfast.config.sat_network import POSITION_KEY, transformer_arguments
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -21,8 +23,6 @@ from cogfast.core.shapes import (
 )
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
-from cogfast.schema.merged_config import refuse
-from cogfast.schema.sat_network import POSITION_KEY, transformer_arguments
 
 logger = logging.getLogger(__name__)
 

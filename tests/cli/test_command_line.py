@@ -14,7 +14,7 @@ import pytest
 from cogfast.__main__ import _COMMANDS, main
 from cogfast.cli.options import parse_sample, parse_train, read_prompts
 from cogfast.config import load_config
-from cogfast.train.distributed.lost_ranks import OTHER_RANK
+from cogfast.distributed.lost_ranks import OTHER_RANK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,7 +166,7 @@ def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
 def test_a_connection_that_breaks_in_cogfasts_own_call_is_of_another_rank(capsys, monkeypatch):
     """gloo raises in C++, so that the last frame of the traceback is the caller's."""
     lost = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
-    calls = {"__name__": "cogfast.train.distributed.fused_step", "lost": lost}
+    calls = {"__name__": "cogfast.distributed.fused_step", "lost": lost}
     exec("def train(argv): raise RuntimeError(lost)", calls)
     monkeypatch.setitem(_COMMANDS, "train", calls["train"])
     monkeypatch.setattr("cogfast.__main__.time.sleep", lambda seconds: None)

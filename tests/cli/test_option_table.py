@@ -15,9 +15,9 @@ from cogfast.cli.option_table import FILE, SCHEMA, Group, groups, render
 from cogfast.cli.options import parse_train
 from cogfast.cli.parameters import comments_of
 from cogfast.cli.yaml_schema import yaml_schema
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.sat_network import LoraParams, NetworkParams
 from cogfast.data.datasets import ListedVideos
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.sat_network import LoraParams, NetworkParams
 from tests.support.tiny_run import ROOT
 
 FILES = [
@@ -43,7 +43,7 @@ def test_the_schema_for_editors_is_what_the_command_writes():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_schema_for_editors_takes_our_files_and_upstreams(file):
-    """Without jsonschema, the models check the same files in tests/schema/."""
+    """Without jsonschema, the models check the same files in tests/config/."""
     jsonschema = pytest.importorskip("jsonschema")
     plain = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     checker = jsonschema.Draft202012Validator(yaml_schema())

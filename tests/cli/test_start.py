@@ -55,7 +55,7 @@ from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.model.text_encoder import ByteTextEncoder
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
-from cogfast.train.run.watchers.metrics import Metrics
+from cogfast.train.watchers.metrics import Metrics
 
 built = Counter()
 

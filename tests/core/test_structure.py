@@ -21,24 +21,19 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOU
 FLOORS = (
     ("core",),
     ("kernels",),
-    ("schema",),
     ("config",),
     ("model", "diffusion", "data"),  # these three do not know each other
-    ("train", "plan"),  # what plan imports of train is in BELOW_PLAN
+    ("distributed",),
+    ("plan", "sample", "train"),  # a plan counts what train keeps; an evaluation samples
     ("cli",),
     ("finetune",),
     ("__main__",),
 )
-BELOW_PLAN = ("distributed", "memory", "assembly", "optimizer", "video_size", "preflight.mesh")
-BELOW_PLAN += ("run.watchers.watcher",)
 # {part: parts below it that it may not import}, so that it can be used without them.
 CLOSED = {
     "kernels": ("core",),
-    "model": ("config",),
-    "diffusion": ("config",),
-    "data": ("config",),
 }
-MOST_ENTRIES = 12  # files and folders in a folder
+MOST_ENTRIES = 12  # files and folders in a folder; tests/ has the package's and its own
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = {
@@ -92,7 +87,7 @@ FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 def may_import(part: str, other: str) -> bool:
     """Whether modules of `part` may import those of `other`."""
-    if part == other or part in FLOORS[0] and other in FLOORS[0]:
+    if part == other or {part, other} <= {*FLOORS[-4]}:
         return True
     return FLOOR_OF[other] < FLOOR_OF[part] and other not in CLOSED.get(part, ())
 
@@ -107,11 +102,7 @@ def test_imports_go_one_way() -> None:
     for name in SOURCES:
         part = name.split("/")[0].removesuffix(".py")
         for module in imports_of(name):
-            is_below = part == "train" and part_of(module) == "plan"
-            if part == "plan":
-                below = tuple(f"cogfast.train.{name}" for name in BELOW_PLAN)
-                is_below = module.startswith(below)
-            if part_of(module) and not is_below and not may_import(part, part_of(module)):
+            if part_of(module) and not may_import(part, part_of(module)):
                 wrong.append(f"{name} imports {module}")
     assert not wrong
 
@@ -135,7 +126,7 @@ def test_imports_have_no_circle() -> None:
         visit(module, ())
 
 
-def test_only_train_knows_how_processes_are_arranged() -> None:
+def test_only_distributed_and_train_know_how_processes_are_arranged() -> None:
     """model, diffusion and kernels work on one process and on many: they use no process group."""
     wrong = []
     for name, tree in TREES.items():
@@ -149,7 +140,7 @@ def test_only_train_knows_how_processes_are_arranged() -> None:
                 modules = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Attribute):
                 modules = [ast.unparse(node)]
-            parallel = ("torch.distributed", "deepspeed", "cogfast.train")
+            parallel = ("torch.distributed", "deepspeed", "cogfast.train", "cogfast.distributed")
             wrong += [f"{name}:{node.lineno}: {m}" for m in modules if m.startswith(parallel)]
     assert not wrong
 
@@ -159,7 +150,10 @@ def test_folders_have_few_entries() -> None:
     for root in ("cogfast", "bench", "tests"):
         for path in (ROOT / root).rglob("*.py"):
             for parent in path.relative_to(ROOT).parents:
-                if parent.name and path.name != "__init__.py":
+                if parent.as_posix() not in (".", "tests") and path.name not in (
+                    "__init__.py",
+                    "__main__.py",
+                ):
                     inner = path.relative_to(ROOT / parent).parts[0]
                     entries.setdefault(parent.as_posix(), set()).add(inner)
     many = {folder: len(found) for folder, found in entries.items() if len(found) > MOST_ENTRIES}
@@ -172,8 +166,8 @@ def test_files_are_short_and_init_files_empty() -> None:
     assert not long
     inner = {n: count for n, count in lines.items() if n.endswith("/__init__.py")}
     filled = [n for n, count in inner.items() if count]  # the package's own has the version
-    # CogVideo's users import from the package itself.
-    assert filled == ["finetune/__init__.py"]
+    # cogfast.config.load_config; CogVideo's users import from cogfast.finetune itself.
+    assert filled == ["config/__init__.py", "finetune/__init__.py"]
     folders = {path.parent for path in SOURCES.values()}
     assert all((folder / "__init__.py").is_file() for folder in folders)
 

@@ -23,12 +23,12 @@ from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.plan.memory import GIB, plan_memory, setup_of
-from cogfast.schema.arguments import TrainArguments
 from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
-from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
-from cogfast.train.run.watchers.profiling import Profiler
+from cogfast.train.watchers.nonfinite import NonfiniteCheck
+from cogfast.train.watchers.profiling import Profiler
 from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 

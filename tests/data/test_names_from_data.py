@@ -15,9 +15,9 @@ import pytest
 from cogfast.__main__ import main
 from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample, read_prompts
+from cogfast.config.values import printable
 from cogfast.data.bad_samples import BadSampleLog
-from cogfast.schema.values import printable
-from cogfast.train.sampling.generate import Prompt, _Row, _write_overview, file_name
+from cogfast.sample.generate import Prompt, _Row, _write_overview, file_name
 
 # Prompts that would do harm as file names.
 PATHS = ["../../etc/passwd", "/etc/passwd", "a\\b", "..", ".", "", " ", "-rf", "~", "a/../b", "CON"]

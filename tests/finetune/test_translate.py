@@ -13,14 +13,14 @@ import torch
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.merged_config import find_origin, to_dict
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.model.config import TransformerConfig
 from cogfast.plan.text import describe_plan
-from cogfast.schema.merged_config import find_origin, to_dict
-from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.optimizer import build_optimizer
 from cogfast.train.run.terminal import log_commands
 from cogfast.train.video_size import sampled_size

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import pytest
 
+from cogfast.config.components import NONE, PLACES
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.schema.places import NONE, PLACES
 
 # Functions that build one of the classes are not checked here.
 CLASSES = [

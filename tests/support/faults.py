@@ -16,12 +16,12 @@ import torch
 
 from cogfast.__main__ import main as cogfast
 from cogfast.config import load_config
-from cogfast.train.distributed.process_groups import start_processes
+from cogfast.distributed.process_groups import start_processes
+from cogfast.sample.evaluate import Evaluator
+from cogfast.sample.generate import VideoMaker
 from cogfast.train.encode import Encoder
 from cogfast.train.run import checkpoint_writer
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
-from cogfast.train.sampling.evaluate import Evaluator
-from cogfast.train.sampling.generate import VideoMaker
 from cogfast.train.trainer import Trainer
 
 FAULTS: dict[str, tuple[object, str]] = {

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from cogfast.config import load_config
-from cogfast.train.distributed.process_groups import start_processes
+from cogfast.distributed.process_groups import start_processes
 from cogfast.train.trainer import Trainer
+from tests.distributed.test_fused_step import gather_late
 from tests.support.tiny_run import run_folder
-from tests.train.distributed.test_fused_step import gather_late
 
 _read = nn.Module.__getattr__
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.core.slot_random import SlotRandom
-from tests.schema.test_stock_yaml_end_to_end import WIDTH, write_t5
+from tests.config.test_stock_yaml_end_to_end import WIDTH, write_t5
 from tests.support.tiny_run import FAMILIES
 from tests.support.tiny_transformers import randomize
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.config import load_config
-from cogfast.schema.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets
 from tests.support.video_files import sat_folder
 

@@ -12,7 +12,7 @@ import torch
 from diffusers.optimization import get_scheduler
 
 from cogfast.config import load_config
-from cogfast.schema.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.train.optimizer import build_learning_rate, warn_of_long_warmup
 from tests.support.tiny_run import ROOT
 

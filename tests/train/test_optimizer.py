@@ -125,7 +125,7 @@ def test_deepspeed_adam_takes_the_same_steps_as_fused_ema_adam():
         ({"type": "Adam", "params": {"beta": [0, 0]}}, r"params.beta; did you mean betas\?"),
         ({"type": "torch.optim.SGD", "params": {"betas": [0, 0]}}, r"unknown key .*params.betas"),
         ({"type": "torch.optim.AdamX"}, r"torch.optim.AdamX: did you mean torch.optim.Adam"),
-        ({"type": "Lamb"}, r"=Lamb: it is not listed in cogfast/schema/places.py"),
+        ({"type": "Lamb"}, r"=Lamb: it is not listed in cogfast/config/components.py"),
         ({"params": {"lr": "1e-5"}}, r"params.lr='1e-5' must be a number"),
         (
             {"type": "Adam", "params": {"bias_correction": False}},

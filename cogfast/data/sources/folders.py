@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cogfast.schema.values import counted
+from cogfast.config.values import counted
 
 DataDir = str | Path | Sequence[str | Path]
 

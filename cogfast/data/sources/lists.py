@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cogfast.config.values import nearest
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import refuse_gaps, text_lines
 from cogfast.data.sources.table import table_hint
-from cogfast.schema.values import nearest
 
 _WHAT = {"caption_column": "caption", "image_column": "image"}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cogfast.config.values import counted
 from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
 from cogfast.data.sources.folders import SourceError, check_caption_size, refuse_samples
 from cogfast.data.sources.table import (
@@ -28,7 +29,6 @@ from cogfast.data.sources.table import (
     text_value,
     value_of,
 )
-from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 

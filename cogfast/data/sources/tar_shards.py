@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from cogfast.config.values import counted
 from cogfast.core.files import WriteError, write_text
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import SourceError, check_caption_size, decoded, named
 from cogfast.data.sources.store import Store, index_file
-from cogfast.schema.values import counted
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

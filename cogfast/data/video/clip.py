@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.dali import DaliRefusal, DaliVideo, dali_of_this_process
 from cogfast.data.video.file import check_file, one_line
@@ -27,7 +28,6 @@ from cogfast.data.video.transform import (
     select_frames_uniform,
     stretch_picture,
 )
-from cogfast.schema.values import counted
 
 # Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")

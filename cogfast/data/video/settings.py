@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
+from cogfast.config.values import Range
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import ReaderName
 from cogfast.data.video.transform import FrameSelection, Resize
-from cogfast.schema.values import Range
 
 ShortClips = Literal["skip", "pad"]
 # Limits of data.params; what a model accepts is checked against the model.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-# Signals that ask a run to stop; the trainer handles them (train/run/stop_signals.py).
+# Signals that ask a run to stop; the trainer handles them (distributed/stop_signals.py).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _POLL_SECONDS = 2  # between checks that the trainer is alive
 

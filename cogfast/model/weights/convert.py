@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cogfast.config.values import counted
 from cogfast.model.config import Family
 from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
 from cogfast.model.weights.formats.diffusers import write_diffusers
@@ -29,7 +30,6 @@ from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
 from cogfast.model.weights.vae.image_scale import log_difference_of_run
 from cogfast.model.weights.verify import verify as verify_target
-from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cogfast.config.values import counted
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -17,7 +18,6 @@ from cogfast.model.weights.lora.adapters import adapters_of, check_config, only_
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
-from cogfast.schema.values import counted
 
 logger = logging.getLogger(__name__)
 

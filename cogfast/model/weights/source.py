@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import brief
 from cogfast.core.shapes import PatchSize
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
-from cogfast.schema.json_files import brief
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_NAME = 200  # characters

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from cogfast.config.values import counted
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource, first_of
-from cogfast.schema.values import counted
 
 # SAT's files have them, diffusers computes the first and has no name for the second.
 _MAY_BE_LEFT_OUT = {"position_table.weight", "unused_position_embeddings"}

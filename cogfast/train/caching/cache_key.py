@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import resolve
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Spec
 from cogfast.data.cache.keys import Sources, hash_text
 from cogfast.data.video.settings import ClipSettings
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.components import resolve
 from cogfast.train.assembly import text_entry
 from cogfast.train.encode import EncodeOverrides
 

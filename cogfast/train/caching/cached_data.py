@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.values import counted
 from cogfast.data.cache.dataset import CachedVideos
 from cogfast.data.cache.entries import Entries, difference, find_entries, trusted_spec
 from cogfast.data.cache.keys import Sources, hash_text, sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import PackedStrings
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.values import counted
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 from cogfast.train.caching.cache_key import cache_specs
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.encode import EncodeOverrides
 
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.batches import in_unit_range, read_sample
@@ -37,19 +39,17 @@ from cogfast.data.cache.keys import (
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers.read_ahead import Reads, read_ahead
+from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.distributed.stop_signals import keeping
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.values import counted
 from cogfast.train.assembly import DTYPES, assemble_datasets, assemble_encoder
 from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.caching.clip_entries import content_random, encode_clips
 from cogfast.train.caching.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.train.caching.trusted import TrustedCache, TrustedFile
-from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
 from cogfast.train.preflight.header_scan import survey_datasets
-from cogfast.train.run.stop_signals import keeping
 
 logger = logging.getLogger(__name__)
 

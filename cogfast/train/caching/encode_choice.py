@@ -14,8 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
     EncodePlan,
@@ -24,9 +27,6 @@ from cogfast.model.autoencoder import (
     VideoAutoencoder,
 )
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.sat_network import transformer_arguments
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)

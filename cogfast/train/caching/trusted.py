@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.model.autoencoder import Moments
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
-from cogfast.schema.sat_network import transformer_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cogfast.distributed.tensor_parallel import (
+    ParallelGroup,
+    ParallelLinear,
+    largest_of_group,
+)
 from cogfast.kernels.quantized.int8_linear import row_maxima
 from cogfast.kernels.quantized.quantized_linear import (
     DTYPES,
@@ -26,11 +31,6 @@ from cogfast.kernels.quantized.quantized_linear import (
 from cogfast.model.attention import DeferredBiasLinear
 from cogfast.model.block import BlockModulation
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.distributed.tensor_parallel import (
-    ParallelGroup,
-    ParallelLinear,
-    largest_of_group,
-)
 
 
 class QuantizedLinear(nn.Module):

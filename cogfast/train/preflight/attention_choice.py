@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import refuse
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels.flash_attention import (
     BACKENDS,
     backends_that_run,
@@ -25,10 +28,7 @@ from cogfast.kernels.flash_attention import (
     reason_unavailable,
 )
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.merged_config import refuse
 from cogfast.train.assembly import DTYPES
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,13 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import is_none
+from cogfast.config.json_files import brief
+from cogfast.config.merged_config import find_origin, refuse, to_dict
+from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
+from cogfast.config.sat_unused import own_defaults
+from cogfast.config.values import Problems, counted, cut, one_line, show
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
@@ -25,13 +32,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
 from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.model.weights.open import open_source
-from cogfast.schema.arguments import ModelArguments, TrainArguments
-from cogfast.schema.json_files import brief
-from cogfast.schema.merged_config import find_origin, refuse, to_dict
-from cogfast.schema.places import is_none
-from cogfast.schema.sat_network import NETWORK_KEY, transformer_arguments
-from cogfast.schema.sat_unused import own_defaults
-from cogfast.schema.values import Problems, counted, cut, one_line, show
+from cogfast.sample.prompt_files import missing_files
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
@@ -44,7 +45,6 @@ from cogfast.train.run.folder import (
     check_creatable,
     resumed_in_run_folder,
 )
-from cogfast.train.sampling.prompt_files import missing_files
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
 logger = logging.getLogger(__name__)

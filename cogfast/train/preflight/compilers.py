@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from cogfast.config import Config
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.merged_config import refuse
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import refuse
 
 logger = logging.getLogger(__name__)
 

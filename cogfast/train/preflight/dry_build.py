@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from cogfast.config import Config, instantiate
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.merged_config import find_origin
-from cogfast.schema.values import KeyProblem
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import find_origin
+from cogfast.config.values import KeyProblem
 from cogfast.train.assembly import Diffusion
 from cogfast.train.optimizer import build_learning_rate, build_optimizer
 

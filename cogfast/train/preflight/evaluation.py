@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from cogfast.config import Config
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.json_files import brief
-from cogfast.schema.merged_config import refuse
-from cogfast.schema.places import is_none
-from cogfast.train.sampling.flags import check_negative_prompt
-from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
-from cogfast.train.sampling.sizes import open_image
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.components import is_none
+from cogfast.config.json_files import brief
+from cogfast.config.merged_config import refuse
+from cogfast.sample.flags import check_negative_prompt
+from cogfast.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.sample.sizes import open_image
 
 
 def check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -> None:

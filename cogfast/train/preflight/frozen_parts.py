@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cogfast.config import Config, resolve
-from cogfast.schema.merged_config import refuse
-from cogfast.schema.places import is_none
-from cogfast.schema.values import cut
+from cogfast.config.components import is_none
+from cogfast.config.merged_config import refuse
+from cogfast.config.values import cut
 
 # Upstream's files mark paths that the user must fill in: "{your CogVideoX SAT folder}/transformer".
 PLACEHOLDER = re.compile(r"\{your [^}]*\}")

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.values import counted
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
-from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, data_arguments
+from cogfast.config.merged_config import COMMAND_LINE, refuse
 from cogfast.data.sources.folders import SourceError, named
 from cogfast.data.sources.layout import MODULE, layout_of_all, layouts_of
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
-from cogfast.schema.merged_config import COMMAND_LINE, refuse
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import refuse
+from cogfast.distributed.context_parallel import check_context_parallel_size
+from cogfast.distributed.parallelize import check_model_parallel_size
 from cogfast.model.config import TransformerConfig
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.merged_config import refuse
-from cogfast.train.distributed.context_parallel import check_context_parallel_size
-from cogfast.train.distributed.parallelize import check_model_parallel_size
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
 

@@ -20,6 +20,12 @@ from typing import Annotated, Any, Literal, NotRequired
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
+from cogfast.config.arguments import ModelArguments
+from cogfast.config.components import is_none
+from cogfast.config.json_files import InsideNames, brief, keys, read_json
+from cogfast.config.merged_config import DEFAULT, refuse, to_dict
+from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.config.values import Range, show
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
@@ -29,12 +35,6 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.weights.vae.names import read_vae_config
-from cogfast.schema.arguments import ModelArguments
-from cogfast.schema.json_files import InsideNames, brief, keys, read_json
-from cogfast.schema.merged_config import DEFAULT, refuse, to_dict
-from cogfast.schema.places import is_none
-from cogfast.schema.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.schema.values import Range, show
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.inferred import precision_values
 

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from cogfast.core.files import DamageError
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.formats.checkpoint_manifest import refusal, verify_files
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
-from cogfast.train.distributed.process_groups import ProcessGroups
-from cogfast.train.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 
 logger = logging.getLogger(__name__)
 

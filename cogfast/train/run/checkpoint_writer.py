@@ -23,7 +23,10 @@ from threading import Thread
 import torch
 from torch import Tensor, nn
 
+from cogfast.config.arguments import FolderLayout
 from cogfast.core.files import WriteError, sync, write_text
+from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
+from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.quantized.moment_codes import largest_key, read_moment
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import (
@@ -36,9 +39,6 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 )
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.schema.arguments import FolderLayout
-from cogfast.train.distributed.process_groups import OtherRankError, ProcessGroups
-from cogfast.train.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
 from cogfast.train.memory.host_memory import host_buffer
 from cogfast.train.memory.quantized_base import holds_base
 

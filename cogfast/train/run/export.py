@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from cogfast.config.values import counted
 from cogfast.core.files import sync
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -27,7 +28,6 @@ from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.safetensors_files import write_safetensors
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.lora.adapters import only_adapters
-from cogfast.schema.values import counted
 from cogfast.train.run.checkpoint_writer import frozen_to_keep
 
 logger = logging.getLogger(__name__)

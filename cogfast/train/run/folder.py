@@ -24,7 +24,10 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
+from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
+from cogfast.config.values import cut, printable
 from cogfast.core.files import WriteError, write_text
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
@@ -34,9 +37,6 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     step_of,
 )
 from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
-from cogfast.schema.arguments import FolderLayout, ModelArguments, TrainArguments
-from cogfast.schema.values import cut, printable
-from cogfast.train.distributed.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 

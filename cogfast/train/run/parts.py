@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
+from cogfast.distributed.parallelize import count_trained, run_without_dynamo
+from cogfast.distributed.process_groups import (
+    ModelParallelUnit,
+    ProcessGroups,
+    start_processes,
+)
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import (
@@ -29,8 +39,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 from cogfast.plan.auto import ActivationCheckpointing
 from cogfast.plan.ladder import fit_to_device
 from cogfast.plan.out_of_memory import MemoryWatch
-from cogfast.schema.arguments import TrainArguments
-from cogfast.schema.values import counted
+from cogfast.sample.evaluate import Evaluator
 from cogfast.train.assembly import (
     DTYPES,
     Datasets,
@@ -44,14 +53,6 @@ from cogfast.train.assembly import (
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
-from cogfast.train.distributed.parallelize import count_trained, run_without_dynamo
-from cogfast.train.distributed.process_groups import (
-    ModelParallelUnit,
-    ProcessGroups,
-    start_processes,
-)
-from cogfast.train.distributed.step_clock import CLOCK
-from cogfast.train.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.train.encode import EncodeOverrides, Encoder
 from cogfast.train.optimizer import (
     build_learning_rate,
@@ -75,15 +76,14 @@ from cogfast.train.run.folder import (
     open_run_folder,
 )
 from cogfast.train.run.terminal import resume_words
-from cogfast.train.run.watchers.gradient_check import GradientCheck, lora_cannot_learn
-from cogfast.train.run.watchers.hang import HangStacks
-from cogfast.train.run.watchers.metrics import BandLosses, Metrics
-from cogfast.train.run.watchers.nonfinite import NonfiniteCheck
-from cogfast.train.run.watchers.profiling import Profiler
-from cogfast.train.run.watchers.replica_check import ReplicaCheck
-from cogfast.train.run.watchers.watcher import Watchers
-from cogfast.train.sampling.evaluate import Evaluator
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
+from cogfast.train.watchers.gradient_check import GradientCheck, lora_cannot_learn
+from cogfast.train.watchers.hang import HangStacks
+from cogfast.train.watchers.metrics import BandLosses, Metrics
+from cogfast.train.watchers.nonfinite import NonfiniteCheck
+from cogfast.train.watchers.profiling import Profiler
+from cogfast.train.watchers.replica_check import ReplicaCheck
+from cogfast.train.watchers.watcher import Watchers
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cogfast.schema.values import one_line
+from cogfast.config.values import one_line
 from cogfast.train.run.folder import wandb_id
 
 logger = logging.getLogger(__name__)

@@ -46,10 +46,10 @@ _OURS = [
     "cli.options",
     "config",
     "finetune.models",
-    "schema.merged_config",
+    "config.merged_config",
     "train.caching.command",
 ]
-_OURS += ["train.preflight.inferred", "train.sampling.command", "train.sampling.lora_overlay"]
+_OURS += ["train.preflight.inferred", "sample.command", "sample.lora_overlay"]
 _THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]
 _THEIRS += ["matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.font_manager"]
 _THEIRS += ["omegaconf._impl", "omegaconf.vendor.antlr4.LL1Analyzer", "torch._dynamo"]

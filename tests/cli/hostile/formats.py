@@ -168,7 +168,7 @@ def _load(family: str) -> None:
 
 
 def _add_lora() -> None:
-    from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
+    from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 
     add_loras(_model("5b"), open_loras([LoraOverlay("in", 0.5)], ema=False))
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from cogfast.config.components import resolve
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources.tar_shards import expand_braces
-from cogfast.schema.components import resolve
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}

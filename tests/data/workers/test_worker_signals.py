@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cogfast.train.run.stop_signals import STOP_SIGNALS
+from cogfast.distributed.stop_signals import STOP_SIGNALS
 from tests.support.video_files import sat_folder
 
 # Prints the workers' process ids, then executes commands: "read" five batches, "end" a worker.

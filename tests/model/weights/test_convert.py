@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from cogfast.cli.convert_options import parse_convert
 from cogfast.config import load_config
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats import tensor_stream
@@ -34,7 +35,6 @@ from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae.names import to_sat as vae_to_sat
-from cogfast.schema.sat_network import transformer_arguments
 from conftest import COMPLETE
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import seal, write_run

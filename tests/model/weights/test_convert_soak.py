@@ -23,7 +23,7 @@ from cogfast.model.transformer import assemble_transformer
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.sat_files import write_sat
 from cogfast.model.weights.source import WeightSource
-from cogfast.schema.sat_network import transformer_arguments
+from cogfast.config.sat_network import transformer_arguments
 
 section = load_config([sys.argv[1]]).model["network_config"]["params"]
 config = replace(TransformerConfig(**transformer_arguments(section)), num_layers=6)

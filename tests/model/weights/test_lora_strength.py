@@ -17,7 +17,7 @@ from cogfast.model.weights.formats.peft import FILE_NAME, open_peft, write_peft
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.lora.adapters import check_config, merge_lora, open_adapter
 from cogfast.model.weights.open import open_source
-from cogfast.train.sampling.lora_overlay import LoraOverlay, add_loras, open_loras
+from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from tests.model.test_transformer_diffusers import diffusers_model, run_diffusers
 from tests.model.weights.test_peft import adapters, pipeline, set_adapters, source_of
 from tests.support.tiny_transformers import inputs, tiny

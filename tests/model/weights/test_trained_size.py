@@ -12,10 +12,10 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import load_config
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.schema.sat_network import transformer_arguments
 from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import (
     LatentSize,

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cogfast.config import load_config
+from cogfast.distributed.parallelize import parallelize
+from cogfast.distributed.process_groups import start_processes
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import assemble_transformer
-from cogfast.train.distributed.parallelize import parallelize
-from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies
 from cogfast.train.trainer import Trainer
 from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cogfast.train.distributed.context_parallel import split_context
-from cogfast.train.distributed.process_groups import start_processes
+from cogfast.distributed.context_parallel import split_context
+from cogfast.distributed.process_groups import start_processes
 from cogfast.train.memory.activation_checkpointing import apply_policies
-from tests.train.distributed.test_context_parallel import CASES, loss_of, model_of
+from tests.distributed.test_context_parallel import CASES, loss_of, model_of
 
 
 class SentBytes(TorchDispatchMode):

@@ -19,12 +19,12 @@ from unittest.mock import patch
 from cogfast.config import load_config
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.keys import Sources
+from cogfast.distributed import process_groups
+from cogfast.distributed.lost_ranks import UnsharedError
+from cogfast.sample.evaluate import Evaluator
+from cogfast.sample.generate import VideoMaker
 from cogfast.train.caching.command import cache_latents
-from cogfast.train.distributed import process_groups
-from cogfast.train.distributed.lost_ranks import UnsharedError
 from cogfast.train.encode import Encoder
-from cogfast.train.sampling.evaluate import Evaluator
-from cogfast.train.sampling.generate import VideoMaker
 from cogfast.train.trainer import Trainer
 
 STOP = SimpleNamespace(is_asked=False)

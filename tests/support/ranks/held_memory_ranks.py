@@ -16,10 +16,10 @@ from unittest.mock import patch
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.distributed.process_groups import start_processes
 from cogfast.kernels.quantized.moment_codes import MOMENTS, largest_key
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.memory import host_parts
-from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.memory import offloaded_activations
 from cogfast.train.memory.host_blocks import HostBlocks
 from cogfast.train.trainer import Trainer

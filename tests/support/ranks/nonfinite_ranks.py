@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.run.watchers.replica_check import own_values
+from cogfast.distributed.process_groups import start_processes
 from cogfast.train.trainer import Trainer
+from cogfast.train.watchers.replica_check import own_values
 
 
 class Overflows(torch.autograd.Function):

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from cogfast.__main__ import main as cogfast
-from cogfast.train.distributed import context_parallel, sequence_parallel, tensor_parallel
-from cogfast.train.distributed.process_groups import ProcessGroups
+from cogfast.distributed import context_parallel, sequence_parallel, tensor_parallel
+from cogfast.distributed.process_groups import ProcessGroups
 
 ENTRIES = (
     "all_gather",

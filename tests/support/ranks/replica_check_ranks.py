@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cogfast.distributed.parallelize import find_shards, parallelize
+from cogfast.distributed.process_groups import start_processes
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
-from cogfast.train.distributed.parallelize import find_shards, parallelize
-from cogfast.train.distributed.process_groups import start_processes
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.run.watchers import replica_check
-from cogfast.train.run.watchers.replica_check import ReplicaCheck
+from cogfast.train.watchers import replica_check
+from cogfast.train.watchers.replica_check import ReplicaCheck
 from tests.support.ranks.communication_ranks import CountedCollectives
 from tests.support.tensor_parallel_cases import CASES, materialize
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from cogfast.__main__ import main
-from cogfast.train.distributed.process_groups import start_processes
+from cogfast.distributed.process_groups import start_processes
 
 
 def sample_all(lists: list[list[str]]) -> None:

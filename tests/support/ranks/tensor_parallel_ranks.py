@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.distributed.parallelize import find_shards, parallelize
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.distributed.parallelize import find_shards, parallelize
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.memory.host_blocks import hold_base
 from tests.support.tensor_parallel_cases import (

@@ -15,18 +15,18 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.config import Config, load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.cache import keys
 from cogfast.data.cache.keys import hash_file, hash_text
+from cogfast.distributed.process_groups import start_processes
+from cogfast.distributed.stop_signals import Interrupted, StopSignals
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
-from cogfast.schema.arguments import TrainArguments
 from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import cache_latents
-from cogfast.train.distributed.process_groups import start_processes
 from cogfast.train.encode import NO_OVERRIDES, Encoder
-from cogfast.train.run.stop_signals import Interrupted, StopSignals
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     CHANNELS,

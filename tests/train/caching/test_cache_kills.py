@@ -15,12 +15,12 @@ from tests.support.tiny_run import CHANNELS, Started, run, start, write_clips_wi
 from tests.train.caching.test_cache import contents, write_vae_config
 
 # One clip at a time: in float32 the result depends on how many are encoded together.
-ALONE = {"batch_size": 1}
+ALONE = "args.batch_size=1"
 
 
 def straight(base: Path, cache: Path) -> dict[str, bytes]:
     """Return the files of an uninterrupted run, which has as many threads as those that are killed."""
-    done = run(["cache", "--base", str(base), f"args.latent_cache={cache}"])
+    done = run(["cache", "--base", str(base), f"args.latent_cache={cache}", ALONE])
     assert done.returncode == 0, done.stdout
     return contents(cache)
 
@@ -46,9 +46,9 @@ def check_kills(
 
     Returns how many kills came before the end.
     """
-    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", **ALONE)
+    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v")
     expected, cache = straight(base, tmp_path / "straight"), tmp_path / "killed"
-    arguments = ["cache", "--base", str(base), f"args.latent_cache={cache}"]
+    arguments = ["cache", "--base", str(base), f"args.latent_cache={cache}", ALONE]
     draw, num_in_time = random.Random(0), 0
     for _ in range(num_kills):
         writers = [start(arguments) for _ in range(num_writers)]
@@ -77,9 +77,9 @@ def test_twenty_kills_of_two_writers_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_write_the_entries_of_one_process(tmp_path: Path) -> None:
     data = write_clips_with_vae(tmp_path / "data", 8, CHANNELS)
-    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", cached_noised_images=2, **ALONE)
+    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", cached_noised_images=2)
     expected = straight(base, tmp_path / "straight")
-    done = run(["cache", "--base", str(base), f"args.latent_cache={tmp_path / 'ranks'}"], 2)
+    done = run(["cache", "--base", str(base), f"args.latent_cache={tmp_path / 'ranks'}", ALONE], 2)
     assert done.returncode == 0, done.stdout
     assert contents(tmp_path / "ranks") == expected
 

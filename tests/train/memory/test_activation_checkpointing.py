@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.trace import trace_block
-from cogfast.schema.arguments import TrainArguments
 from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies, describe
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_transformers import inputs, tiny

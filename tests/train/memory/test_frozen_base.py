@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.distributed.parallelize import allocate
 from cogfast.kernels.quantized.quantized_linear import DTYPES, Quantization, quantize_rows
 from cogfast.model.transformer import (
     DiffusionTransformer,
@@ -22,7 +23,6 @@ from cogfast.model.transformer import (
     freeze,
 )
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
-from cogfast.train.distributed.parallelize import allocate
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
 from cogfast.train.memory.quantized_base import base_linears

@@ -14,7 +14,7 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.plan.memory import GIB, host_parts
 from cogfast.train.encode import EncodeOverrides, Encoder
 from cogfast.train.memory.host_weights import HostWeights
-from tests.train.plan.test_memory import CACHED, plan_of
+from tests.plan.test_memory import CACHED, plan_of
 
 # On the CPU itself the copies are made, too.
 CPU = torch.device("cpu")

@@ -232,7 +232,7 @@ EXACT = [run for run in RUNS if run.keys not in ROUNDED and not run.is_bf16]
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked(EXACT))
 def test_a_run_equals_one_process(runs: dict[Run, Path], run: Run) -> None:
-    """The tolerances are those of tests/train/distributed/test_layouts.py."""
+    """The tolerances are those of tests/distributed/test_layouts.py."""
     one, other = runs[Run(run.keys, "one process")], runs[run]
     first = SAVED_AT if run.resumed_from else 0
     assert len(losses(one)) == STEPS

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.memory import (
@@ -24,7 +25,6 @@ from cogfast.plan.memory import (
     training_phase,
     with_shape,
 )
-from cogfast.schema.arguments import TrainArguments
 from cogfast.train.memory import offloaded_activations
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.distributed.parallelize import find_shards, parallelize
+from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
 from cogfast.kernels.gpu.fused_ema_adam import launch_average
 from cogfast.model.transformer import assemble_transformer
@@ -20,9 +23,6 @@ from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint,
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.plan.memory import rules_of
 from cogfast.plan.zero import lasting_state
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.parallelize import find_shards, parallelize
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight.check import check_train

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels import flash_attention as attention
 from cogfast.kernels.flash_attention import BACKENDS, Backend, flash_attention_reference
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
     Measured,
@@ -170,8 +170,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
 
 
 def trainer_model(config):
+    from cogfast.config.sat_network import transformer_arguments
     from cogfast.model.config import TransformerConfig
-    from cogfast.schema.sat_network import transformer_arguments
 
     return TransformerConfig(**transformer_arguments(config.model.network_config.params))
 

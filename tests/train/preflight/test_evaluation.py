@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from cogfast.config import load_config
-from cogfast.schema.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments
+from cogfast.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.preflight.check import check_train
-from cogfast.train.sampling.prompt_files import GivenPrompt, given_prompts
 from tests.support.tiny_run import write_clips, write_config
 
 

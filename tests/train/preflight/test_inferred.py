@@ -9,7 +9,7 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.schema.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.inferred import infer_layout, infer_precision

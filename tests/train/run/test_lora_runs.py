@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample
 from cogfast.config import load_config
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.convert import convert
@@ -28,7 +29,6 @@ from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.vae.image_scale import scale_of_run
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.trainer import Trainer
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import (

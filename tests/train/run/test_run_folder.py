@@ -11,10 +11,10 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
-from cogfast.schema.arguments import TrainArguments
-from cogfast.train.distributed.process_groups import ProcessGroups
 from cogfast.train.run.folder import check_changes, describe_run, plain_sections, wandb_id
 from cogfast.train.run.folder import open_run_folder as open_folder
 from cogfast.train.trainer import Trainer

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_limited
+from cogfast.config.values import Range
+from cogfast.config.yaml_files import check_plain
 from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
-from cogfast.schema.json_files import Size, brief, is_inside, keys, parse_json, read_limited
-from cogfast.schema.values import Range
-from cogfast.schema.yaml_files import check_plain
 
 FORMAT = "cogfast-checkpoint-3"
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28

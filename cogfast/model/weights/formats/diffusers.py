@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import Range, Size, brief, check, read_json
+from cogfast.config.values import show
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.formats.safetensors_files import (
@@ -23,8 +25,6 @@ from cogfast.model.weights.formats.safetensors_files import (
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
-from cogfast.schema.json_files import Range, Size, brief, check, read_json
-from cogfast.schema.values import show
 
 _BLOCK = "transformer_blocks.{i}."
 # {cogfast's module: diffusers' modules that it consists of}, {i} the block; .weight or .bias follow.

@@ -20,14 +20,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import Range, brief, check, parse_json, read_json
+from cogfast.config.values import counted, show
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.formats.diffusers import diffusers_names
 from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles, write_safetensors
 from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-from cogfast.schema.json_files import Range, brief, check, parse_json, read_json
-from cogfast.schema.values import counted, show
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"

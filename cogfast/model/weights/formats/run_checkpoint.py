@@ -228,7 +228,7 @@ def _config_of_run(checkpoint_dir: Path, manifest: dict) -> dict[str, Any]:
     """Return the fields of TransformerConfig with which the checkpoint was trained."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from cogfast.schema.sat_network import transformer_arguments
+    from cogfast.config.sat_network import transformer_arguments
 
     model = config_of(checkpoint_dir, manifest).get("model", {})
     if "network_config" not in model:

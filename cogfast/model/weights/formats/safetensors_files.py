@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import InsideNames, brief, keys, read_json
 from cogfast.core.files import ChecksumFile
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.schema.json_files import InsideNames, brief, keys, read_json
 
 _INDEX = keys({"weight_map": InsideNames})
 MOST_BYTES = 5 * 10**9  # of a file; the default limit of diffusers and transformers, 5 GB

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import brief, read_name
+from cogfast.config.values import counted
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable, RotaryPositions
 from cogfast.model.weights.formats.safetensors_files import write_json
@@ -36,8 +38,6 @@ from cogfast.model.weights.source import (
     check_tensors,
     with_flat_patches,
 )
-from cogfast.schema.json_files import brief, read_name
-from cogfast.schema.values import counted
 
 _LEAST_WIDTH = 16  # of a position table: in a narrower one an axis has no column
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import brief
 from cogfast.model.weights.formats.tensor_stream import Outgoing
-from cogfast.schema.json_files import brief
 
 # Bytes of a tensor whose rows share numbers: a file of a few bytes must not fill the memory.
 _MOST_EXPANDED = 2**28

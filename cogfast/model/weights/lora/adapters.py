@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.config.json_files import brief
+from cogfast.config.sat_network import NETWORK_KEY
+from cogfast.config.values import counted
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
@@ -19,9 +22,6 @@ from cogfast.model.weights.formats.peft import PAIR, check_pairs
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
-from cogfast.schema.json_files import brief
-from cogfast.schema.sat_network import NETWORK_KEY
-from cogfast.schema.values import counted
 
 _LORA_CONFIG = f"{NETWORK_KEY}.modules.lora_config"
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width

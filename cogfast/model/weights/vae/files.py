@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cogfast.config.values import counted, show
 from cogfast.model.config import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.formats.safetensors_files import (
     SafetensorsFiles,
@@ -35,7 +36,6 @@ from cogfast.model.weights.vae.names import (
     to_sat,
 )
 from cogfast.model.weights.verify import verify
-from cogfast.schema.values import counted, show
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from cogfast.config.arguments import ImageLatentScale
+from cogfast.config.json_files import check, keys
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.vae.names import read_vae_config
-from cogfast.schema.arguments import ImageLatentScale
-from cogfast.schema.json_files import check, keys
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from torch import Tensor
 
+from cogfast.config.json_files import Range, check, read_json
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
 from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_file
-from cogfast.schema.json_files import Range, check, read_json
 
 _T = TypeVar("_T")
 SAT_PREFIX = "first_stage_model."  # in checkpoints of SAT's whole engine

@@ -10,7 +10,7 @@ from typing import NotRequired
 
 import numpy as np
 
-from cogfast.schema.json_files import keys, parse_json, read_limited
+from cogfast.config.json_files import keys, parse_json, read_limited
 
 _MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]

@@ -22,17 +22,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
+from cogfast.config.json_files import read_limited
+from cogfast.config.merged_config import DEFAULT
+from cogfast.config.values import printable
 from cogfast.core.files import WriteError, write_text
-from cogfast.schema.json_files import read_limited
-from cogfast.schema.merged_config import DEFAULT
-from cogfast.schema.values import printable
 from cogfast.train.run.page.metrics_table import MOST_POINTS, encode
 from cogfast.train.run.page.record import FACTS, Facts, RunRecord, read_run
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.config import Config
+    from cogfast.config.arguments import TrainArguments
     from cogfast.model.config import TransformerConfig
-    from cogfast.schema.arguments import TrainArguments
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
+from cogfast.config.arguments import PAIRS, ModelArguments, TrainArguments
+from cogfast.config.json_files import Range, brief, read_json, read_limited
+from cogfast.config.merged_config import find_origin, to_dict
+from cogfast.config.values import counted, printable
+from cogfast.config.yaml_files import read_yaml
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, step_of
-from cogfast.schema.arguments import PAIRS, ModelArguments, TrainArguments
-from cogfast.schema.json_files import Range, brief, read_json, read_limited
-from cogfast.schema.merged_config import find_origin, to_dict
-from cogfast.schema.values import counted, printable
-from cogfast.schema.yaml_files import read_yaml
 from cogfast.train.run.page.metrics_table import Column, read_metrics, to_columns
 
 FACTS, _METRICS, CONFIG = "run_facts.json", "metrics.jsonl", "training_config.yaml"

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cogfast.distributed.parallelize import find_shards, parallelize
+from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles, open_run
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.shard import Shard
-from cogfast.train.distributed.parallelize import find_shards, parallelize
-from cogfast.train.distributed.process_groups import ProcessGroups, start_processes
-from cogfast.train.distributed.tensor_parallel import ParallelGroup
-from cogfast.train.distributed.zero_engine import ZeroEngine
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter

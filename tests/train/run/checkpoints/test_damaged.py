@@ -20,7 +20,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.train.run.watchers.metrics import _history_until
+from cogfast.train.watchers.metrics import _history_until
 from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 

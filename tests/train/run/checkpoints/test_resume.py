@@ -18,10 +18,10 @@ import torch
 
 from cogfast.__main__ import _line
 from cogfast.config import load_config
+from cogfast.distributed.stop_signals import StopSignals
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.run import folder as folder_module
 from cogfast.train.run.folder import _lock
-from cogfast.train.run.stop_signals import StopSignals
 from cogfast.train.trainer import Trainer
 from tests.support.kills import Kill, assert_same_run, run_with_kills
 from tests.support.tiny_run import (

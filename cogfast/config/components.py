@@ -1,0 +1,427 @@
+"""Builds objects from `{target: class path, params: {...}}` nodes, the components of SAT's YAML.
+
+A param `foo` or `foo_config` that is itself a component is built first and passed as the argument
+`foo`. Keys and values are checked against the constructor's signature before anything is built.
+
+A place is the last part of a component's key without `_config`: model.denoiser_config is a
+`denoiser`, and scaling_config in its params is a `scaling`. PLACES lists the classes that a `target`
+may name at each place. SAT's class paths (TARGETS in sat_classes.py) are also accepted. Any other
+class must be defined in a package that --allow-import names on the same command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import traceback
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeGuard, get_args, get_origin
+
+from omegaconf import DictConfig, ListConfig
+
+from cogfast.config.merged_config import SECTIONS, to_dict
+from cogfast.config.sat_classes import REFUSED, TARGETS, SatClass
+from cogfast.config.values import (
+    KeyProblem,
+    check_keys,
+    check_mapping,
+    cut,
+    is_component_schema,
+    join,
+    json_schema,
+    nearest,
+    unknown_key,
+    validated,
+)
+
+NONE = "torch.nn.Identity"  # upstream's files use it for a component that is left out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """what: name in messages. names: classes in `module`. others: further dotted paths."""
+
+    what: str
+    module: str
+    names: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (*(f"{self.module}.{name}" for name in self.names), *self.others)
+
+
+PLACES: dict[str, Place] = {
+    "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
+    "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),
+    "scaling": Place("scaling", "cogfast.diffusion.denoiser", ("VideoScaling",)),
+    "discretization": Place(
+        "discretization", "cogfast.diffusion.noise_schedule", ("ZeroSNRDDPMDiscretization",)
+    ),
+    "loss_fn": Place("loss", "cogfast.diffusion.loss", ("VideoDiffusionLoss",), (NONE,)),
+    "sigma_sampler": Place(
+        "sigma sampler", "cogfast.diffusion.timestep_sampling", ("DiscreteSampling",)
+    ),
+    "sampler": Place(
+        "sampler",
+        "cogfast.diffusion.sampler",
+        ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler"),
+        (NONE,),
+    ),
+    "guider": Place(
+        "guider", "cogfast.diffusion.guidance", ("VanillaCFG", "DynamicCFG", "IdentityGuider")
+    ),
+    "dyn_thresh": Place(
+        "thresholding",
+        "cogfast.diffusion.guidance",
+        ("NoDynamicThresholding", "StaticThresholding"),
+    ),
+    "first_stage": Place(
+        "first stage",
+        "cogfast.model.autoencoder",
+        ("VideoAutoencoder", "video_autoencoder_from_sat"),
+        ("cogfast.model.wavelet_autoencoder.WaveletAutoencoder", NONE),
+    ),
+    "emb_models": Place(
+        "text encoder", "cogfast.model.text_encoder", ("T5TextEncoder", "ByteTextEncoder"), (NONE,)
+    ),
+    "data": Place(
+        "data set",
+        "cogfast.data.datasets",
+        ("VideoFolder", "VideoManifest", "VideoList", "VideoShards"),
+    ),
+    "optimizer": Place(
+        "optimizer",
+        "torch.optim",
+        (
+            "AdamW",
+            "Adam",
+            "Adafactor",
+            "Adagrad",
+            "Adadelta",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+            "SGD",
+        ),
+        ("cogfast.kernels.fused_ema_adam.FusedEmaAdam",),
+    ),
+}
+
+
+def is_none(node: Mapping | None) -> bool:
+    """Return whether a component is left out of the configuration."""
+    return node is None or node["target"] == NONE
+
+
+def place_of(key: str) -> str:
+    """Return the place of a component by its dotted key: `emb_models` for `a.emb_models[0]`."""
+    return re.sub(r"\[\d+\]$", "", key).rpartition(".")[2].removesuffix("_config")
+
+
+def allowed_path(path: str, place: str) -> str | None:
+    """Return cogfast's class path for a target that its place lists, else None.
+
+    place: "" searches all places.
+    """
+    found = TARGETS[path].path if path in TARGETS else path
+    places = [PLACES[place]] if place in PLACES else [] if place else PLACES.values()
+    return found if any(found in one.paths for one in places) else None
+
+
+def describe_place(path: str, place: str) -> str:
+    """Describe what a place allows, for the error about `path`: the most similar name, or all."""
+    if place and place not in PLACES:
+        return f"cogfast has no class for {place}"
+    known = PLACES[place].paths if place else [p for one in PLACES.values() for p in one.paths]
+    names = {*known, *(name for name, sat in TARGETS.items() if sat.path in known)}
+    hint = nearest(path, names).removeprefix("; ")
+    if not place:
+        return hint or "it is not listed in cogfast/config/components.py"
+    one = PLACES[place]
+    listed = " or ".join((f"{', '.join(one.names)} of {one.module}", *one.others))
+    return f"unknown {one.what}; {hint or f'use {listed}'}"
+
+
+_KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
+_PLAIN = (bool, int, float, str, type(None))
+_SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
+# Additional keys of the entries of conditioner_config.params.emb_models.
+_BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """A constructor argument: its value (possibly a component node) and its dotted key."""
+
+    value: Any
+    key: str
+
+
+def instantiate(
+    node: Mapping, allow_import: Sequence[str] = (), where: str = "", **given: object
+) -> Any:
+    """Build the object that a `{target, params}` node describes.
+
+    where: the node's dotted key, for messages. given: additional arguments.
+    """
+    target, arguments = _arguments(node, where, allow_import, given, {})
+    built = {name: _build(a.value, a.key, allow_import) for name, a in arguments.items()}
+    try:
+        return target(**built, **given)
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if not where or text.startswith(_SECTIONS) or not _is_refusal(error, target):
+            raise
+        raise KeyProblem(where, f"{where}: {text}") from error
+
+
+def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
+    """Return whether the call, the module or a constructor of `target` raised the error.
+
+    Errors from deeper inside need their traceback. `--traceback` shows it for all.
+    """
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    bases = target.__mro__ if inspect.isclass(target) else ()
+    constructors = [getattr(base.__init__, "__code__", None) for base in bases]
+    module = last.f_globals.get("__name__")
+    return module in (__name__, target.__module__) or last.f_code in constructors
+
+
+def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:
+    """Return a node's callable and its checked arguments. Nested components stay nodes."""
+    target, arguments = _arguments(node, "", allow_import, None, {})
+    return target, {name: argument.value for name, argument in arguments.items()}
+
+
+def check_component(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    unused: dict[str, str],
+    given: Collection[str] | None = (),
+) -> None:
+    """Check a component and all components inside it.
+
+    where: its dotted key. given: arguments that the caller will add; None allows missing arguments.
+    unused: receives keys that are accepted but not used, with the reasons.
+    """
+    _, arguments = _arguments(node, where, allow_import, given, unused)
+    for argument in arguments.values():
+        for component, key in _components(argument.value, argument.key):
+            check_component(component, key, allow_import, unused)
+
+
+def is_component(node: object) -> TypeGuard[Mapping]:
+    return isinstance(node, Mapping | DictConfig) and "target" in node
+
+
+def import_target(
+    path: str, key: str, allow_import: Sequence[str] = (), place: str = ""
+) -> Callable:
+    """Import the class or function of a dotted path if it is allowed.
+
+    place: the place of the component (config/components.py); "": any place, for nodes that were checked
+    before. The path is checked first: importing a module runs its code.
+    """
+    allowed = allowed_path(path, place)
+    if allowed is not None:
+        module, _, name = allowed.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    for package in allow_import:
+        if path.startswith(f"{package}."):
+            return _import_allowed(path, key, package)
+    hint = describe_place(path, place)
+    root = path.partition(".")[0]
+    if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
+        hint += f"; classes of your own package need --allow-import {root}"
+    raise KeyProblem(key, f"{key}={cut(path)}: {hint}")
+
+
+def _import_allowed(path: str, key: str, package: str) -> Callable:
+    """Import a class or function that `package` itself defines, not one that it only imports."""
+    # Names such as pkg.__builtins__.eval would lead out of the package.
+    if not all(part.isidentifier() and not part.startswith("__") for part in path.split(".")):
+        raise KeyProblem(key, f"{key}={cut(path)} is not a dotted name of a class or function")
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        # The current folder is not searched: it may be a download.
+        fix = "; add the folder that contains it to PYTHONPATH" if error.name == package else ""
+        raise KeyProblem(key, f"{key}={path}: importing it failed: {error}{fix}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        hint = nearest(name, dir(module))
+        raise KeyProblem(key, f"{key}={path}: {module_name} has no {name}{hint}")
+    home = str(getattr(found, "__module__", None))
+    is_code = inspect.isclass(found) or inspect.isfunction(found)
+    if not is_code or not f"{home}.".startswith(f"{package}."):
+        text = f"{key}={cut(path)} is not a class or function that {package} defines"
+        raise KeyProblem(key, text + (f", but one of {home}" if is_code else ""))
+    return found
+
+
+def _arguments(
+    node: object,
+    where: str,
+    allow_import: Sequence[str],
+    given: Collection[str] | None,
+    unused: dict[str, str],
+) -> tuple[Callable, dict[str, Argument]]:
+    """Return a node's callable and its arguments, with SAT's names translated to cogfast's."""
+    if isinstance(node, DictConfig):
+        node = to_dict(node)
+    if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
+        raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
+    check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
+    path, key = node["target"], join(where, "target")
+    where_params = join(where, "params")
+    params = check_mapping(where_params, node.get("params"))
+    if path in REFUSED:
+        raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
+    sat = TARGETS.get(path)
+    target = import_target(path, key, allow_import, place_of(where))
+    if sat:
+        params = _translate(sat, params, where_params, path, unused)
+    parameters = _parameters(target)
+    hints = _hints(target)
+    arguments: dict[str, Argument] = {}
+    for given_name, value in params.items():
+        name, key = given_name, join(where_params, given_name)
+        if name not in parameters and name.endswith("_config"):
+            name = name.removesuffix("_config")
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if name not in parameters and not takes_any:
+            known = {k: v for k, v in parameters.items() if k not in (given or ())}
+            raise unknown_key(where_params, given_name, _known_names(known, hints, params))
+        if name in (given or ()):
+            raise KeyProblem(key, f"{key} is set by the trainer itself; remove it")
+        if name in arguments:
+            raise KeyProblem(key, f"{key} and {arguments[name].key} both set {name}")
+        arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
+    if given is not None:
+        for name in given:
+            if name not in parameters and not any(
+                p.kind is p.VAR_KEYWORD for p in parameters.values()
+            ):
+                key = join(where, "target")
+                raise KeyProblem(key, f"{key}={path} must accept the argument {name}")
+        _require(target, parameters, {*arguments, *given}, where_params)
+    return target, arguments
+
+
+def _translate(sat: SatClass, params: Mapping, where: str, path: str, unused: dict) -> dict:
+    try:
+        return sat.translate(params, where, path, unused)
+    except KeyProblem:
+        raise
+    except ValueError as error:  # raised without a key
+        raise KeyProblem(where, f"{where}: {error}") from None
+
+
+def _fit(value: object, annotation: object, key: str) -> object:
+    """Check a value. A mapping for a dataclass argument is converted to the dataclass."""
+    is_union = get_origin(annotation) in (typing.Union, types.UnionType)
+    options = get_args(annotation) if is_union else (annotation,)
+    if any(
+        option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
+    ):
+        return value  # the constructor takes the mapping as it is, even if it has a target
+    if _components(value, key) and not all(_is_plain(option) for option in options):
+        return value
+    if dataclasses.is_dataclass(value):  # built by the translation of SAT's params
+        return value
+    is_mapped = isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, options))
+    if not is_mapped:
+        validated(value, annotation, key)
+    for option in options:
+        if (
+            isinstance(option, type)
+            and dataclasses.is_dataclass(option)
+            and isinstance(value, Mapping)
+        ):
+            hints = typing.get_type_hints(option, include_extras=True)
+            check_keys(value, [one.name for one in dataclasses.fields(option)], key)
+            fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
+            try:
+                return option(**fields)
+            except ValueError as error:  # about a combination of fields
+                # In SAT's network_config the fields of the argument `config` are params themselves.
+                where = key.removesuffix(".config")
+                raise KeyProblem(where, f"{where}: {error}") from None
+    if get_origin(annotation) is tuple and isinstance(value, list | tuple):
+        return tuple(value)
+    return value
+
+
+def _is_plain(annotation: object) -> bool:
+    return annotation in _PLAIN or get_origin(annotation) is Annotated
+
+
+def _require(target: Callable, parameters: Mapping, have: set[str], where: str) -> None:
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty
+        if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name not in have:
+            raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
+
+
+def _build(value: object, key: str, allow_import: Sequence[str]) -> object:
+    """Build an argument's value if it is a component or a list of components."""
+    components = _components(value, key)
+    built = [instantiate(node, allow_import, where) for node, where in components]
+    if not built:
+        return value
+    return built[0] if is_component(value) else built
+
+
+def _components(value: object, key: str) -> list[tuple[Any, str]]:
+    """Return the components that a value is or lists, with their dotted keys."""
+    if is_component(value):
+        return [(value, key)]
+    if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
+        return [(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return []
+
+
+def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(target).parameters)
+    except ValueError:  # a C function without a signature: allow any arguments
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _hints(target: Callable) -> dict[str, object]:
+    try:
+        # A dataclass itself, whose hints are found in the modules of its base classes, too.
+        is_plain_class = inspect.isclass(target) and "__dataclass_fields__" not in vars(target)
+        call = target.__init__ if is_plain_class else target
+        return typing.get_type_hints(call, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # annotations imported under TYPE_CHECKING only
+        return {}
+
+
+def takes_component(annotation: object) -> bool:
+    """Whether a value of this annotation is built from target and params."""
+    return is_component_schema(json_schema(annotation))
+
+
+def _known_names(parameters: Mapping, hints: Mapping, params: Mapping) -> list[str]:
+    """Return the keys to suggest, as `foo_config` (SAT's spelling) where a component is expected."""
+    names = []
+    for name in parameters:
+        is_built = takes_component(hints.get(name, Any)) and name not in params
+        if f"{name}_config" in params or is_built:
+            name = f"{name}_config"
+        if name not in ("args", "kwargs", "self"):
+            names.append(name)
+    return names

@@ -1,0 +1,203 @@
+"""Reads JSON from untrusted sources: downloaded folders, other tools, damaged files.
+
+The content is checked against a type before use (config/validation.py). Every failure is a ValueError of
+one line: file, key, value, rule, fix. A dataclass ignores unknown keys; `keys` makes the type of a
+mapping that keeps them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, FailFast, WithJsonSchema
+from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
+
+from cogfast.config.values import KeyProblem, Range, validated
+
+# Limits. The index of a model with a million tensors is smaller than 64 MiB.
+MOST_BYTES = 64 << 20  # of a file
+MOST_NESTED = 32  # levels of lists and mappings
+_MOST_NAME = 1024  # bytes of a relative path
+_MOST_PART = 240  # bytes of one path component; file systems allow 255, and suffixes are added
+_MOST_SHOWN = 100  # characters of a value or a key in a message
+_MOST_BITS = 1024  # of an integer; the largest float has as many
+_TOO_LARGE = "a number beyond the range of floats"
+_AGAIN = "copy it again"
+
+
+def is_inside(value: str) -> bool:
+    """Whether a relative path stays inside its folder: not absolute, no `..`, and no component that is
+    too long for file systems."""
+    # A folder written on one system is read on another: the path must be harmless on both.
+    parts = (PurePosixPath(value), PureWindowsPath(value))
+    is_rooted = any(path.is_absolute() or path.drive or path.root for path in parts)
+    is_up = any(".." in path.parts for path in parts)
+    length = lambda text: len(text.encode("utf-8", "surrogatepass"))
+    is_long = length(value) > _MOST_NAME or max(map(length, parts[0].parts), default=0) > _MOST_PART
+    # "", "." and ".." name folders; a NUL ends a name for the system, not for Python.
+    is_name = bool(value.strip(".")) and "\0" not in value
+    return is_name and not (is_rooted or is_up or is_long)
+
+
+def _inside(value: str) -> str:
+    if not is_inside(value):
+        raise ValueError  # the rule is that of the schema
+    return value
+
+
+Size = Annotated[int, Range(1, 2**24)]  # a width, a length, a number of layers
+InsideName = Annotated[
+    str,
+    AfterValidator(_inside),
+    WithJsonSchema({"type": "string", "format": "that names a file inside the folder"}),
+]
+# An error of each of a million entries would fill the memory.
+InsideNames = Annotated[dict[str, InsideName], FailFast()]
+
+
+def keys(kinds: Mapping[str, Any]) -> Any:
+    """Return the type of a mapping with these keys, and others, which are kept as they are.
+
+    NotRequired[...] marks a key that may be absent.
+    """
+    make: Any = TypedDict  # a type checker wants the keys written out
+    made = make("made", dict(kinds))
+    made.__pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)
+    return made
+
+
+def read_json(
+    path: str | Path, schema: Any = dict[str, Any], fix: str = _AGAIN, most_bytes: int = MOST_BYTES
+) -> Any:
+    """Read the file at `path` and return its content as `schema` describes.
+
+    fix: the end of error messages, what the user can do.
+    """
+    return parse_json(read_limited(path, most_bytes, fix), schema, str(path), fix)
+
+
+def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) -> Any:
+    """Parse JSON text that is part of another file, as read_json does. where: names it in errors."""
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_number)
+        _walk(value)
+    except RecursionError:
+        text = f"its values are nested more than {MOST_NESTED} levels deep"
+        raise _error(where, text, fix) from None
+    except UnicodeDecodeError as error:
+        raise _error(where, f"damaged: byte {error.start} is not UTF-8 text", fix) from None
+    except (
+        ValueError
+    ) as error:  # JSONDecodeError, integers of too many digits, and the errors of the hooks below
+        raise _error(where, f"damaged JSON ({brief(str(error))})", fix) from None
+    return check(value, schema, where, fix, text)
+
+
+def check(
+    value: object, schema: Any, where: str, fix: str = _AGAIN, text: bytes | str | None = None
+) -> Any:
+    """Check a parsed JSON value against a type and convert it. where: names it in errors.
+
+    text: that of the value, if there is one.
+    """
+    try:
+        return validated(value, schema, text=text)
+    except KeyProblem as error:
+        line = _printable(" ".join(str(error).removesuffix("; set it").split()))
+        raise _error(where, line, fix) from None
+
+
+def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
+    """Read a regular file of at most `most_bytes`.
+
+    ValueError for a larger file, a folder, a pipe (which is opened without blocking), or a file of
+    the system that has nothing to read yet, such as /proc/kmsg.
+    """
+    try:
+        # Opening a pipe without a writer would wait forever; for a regular file the flag does nothing.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _error(str(path), "not a regular file", fix)
+            # A byte more than allowed shows a larger file, even one that is still growing.
+            content = file.read(most_bytes + 1)
+            if content is None:
+                raise _error(str(path), "it has no content yet", fix)
+    except OSError as error:
+        raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
+    if len(content) > most_bytes:
+        text = f"larger than {most_bytes} bytes, the limit for this kind of file"
+        raise _error(str(path), text, fix)
+    return content
+
+
+def read_name(path: str | Path) -> str:
+    """Read a file such as `latest`, whose only text is the name of a file or folder beside it."""
+    try:
+        name = read_limited(path, _MOST_NAME).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise _error(str(path), "damaged: not UTF-8 text", _AGAIN) from None
+    return check(name, InsideName, str(path))
+
+
+def brief(text: str) -> str:
+    """Shorten a value or message to one printable line."""
+    # Cut first: the value may have gigabytes.
+    text = " ".join(text[: 4 * _MOST_SHOWN].split())
+    text = _printable(text)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
+def _error(where: str, text: str, fix: str) -> ValueError:
+    return ValueError(f"{where}: {text}; {fix}")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python keeps the last of equal keys; another reader of the file may keep the first.
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {brief(twice)} occurs twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _walk(value: object) -> None:
+    """Refuse what json accepts: deep nesting, infinite numbers (1e999), unpaired surrogates."""
+    # Breadth first with a list per level: recursion would overflow on the nesting it looks for.
+    level: list[Any] = [value]
+    for depth in itertools.count():
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                if not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
+                    raise ValueError("a string with an unpaired surrogate")
+            elif isinstance(item, float):
+                if not math.isfinite(item):
+                    raise ValueError(_TOO_LARGE)
+            elif isinstance(item, int):
+                if item.bit_length() > _MOST_BITS:
+                    raise ValueError(_TOO_LARGE)
+            elif isinstance(item, dict | list):
+                if depth == MOST_NESTED:
+                    raise RecursionError
+                below += item
+                below += item.values() if isinstance(item, dict) else ()
+        if not below:
+            return
+        level = below

@@ -1,0 +1,220 @@
+"""Configuration: load, merge, override, check every key, build objects from target/params.
+
+The files are SAT's YAML with sections `model`, `data`, `args` and `deepspeed`. A later file
+overrides an earlier one, and `key=value` arguments of the command line override all files. The
+file that each value came from is kept for error messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cogfast.config.arguments import PAIRS
+from cogfast.config.components import resolve
+from cogfast.config.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
+from cogfast.config.sections import check_sections, complete_sections, settle_pairs
+from cogfast.config.values import KeyProblem, Problems, cut, one_line
+from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
+
+# OmegaConf raises all of these for input that it cannot merge.
+_OMEGACONF_ERRORS = (
+    OmegaConfBaseException,
+    ValueError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    AssertionError,
+    RecursionError,
+)
+
+
+def load_config(
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    allow_import: Sequence[str] = (),
+    is_of_run: bool = False,
+    settings: Mapping[str, tuple[object, str]] | None = None,
+) -> Config:
+    """Merge the YAML files and the `key=value` overrides, and check every key of the result.
+
+    A `target` may name the classes listed in config/components.py and classes that a package in
+    `allow_import` defines. is_of_run: the files belong to a run, perhaps downloaded; interpolations
+    in them are refused. settings: {dotted key: (value, origin)}, applied between files and overrides;
+    a mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
+    """
+    origins: dict[str, str] = {}
+    merged: DictConfig = OmegaConf.create({})
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing:
+        raise Problems("\n".join(one_line(f"--base {path}: {_where_is(path)}") for path in missing))
+    for path, name in zip(paths, _file_names(paths), strict=True):
+        loaded = read_yaml(Path(path), name, is_plain=is_of_run)
+        _set_origins(origins, dict(_leaves(loaded)), name)
+        try:
+            merged = _merge(merged, loaded)
+            check_interpolations(merged)
+        except _OMEGACONF_ERRORS as error:
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
+    for key, (value, origin) in (settings or {}).items():
+        _set(merged, key, value, origins, origin, merge=False)
+    for override in overrides:
+        _override(merged, override, origins)
+    try:
+        if overrides or settings:
+            check_interpolations(merged)
+        for key in OmegaConf.missing_keys(merged):
+            raise KeyProblem(key, f"{key} has no value (???); set it in a file or with {key}=VALUE")
+        plain = to_dict(merged)
+        check_resolved(plain)
+        complete_sections(plain, origins)
+        unused = check_sections(plain, origins, tuple(allow_import)) | settle_pairs(plain, origins)
+    except OmegaConfBaseException as error:
+        key, what = error.full_key or "", str(error).splitlines()[0]
+        raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None
+    except RecursionError:
+        text = "an interpolation ${...} refers to itself, or values nest too deeply"
+        raise ValueError(f"{paths[-1] if paths else COMMAND_LINE}: {text}") from None
+    except KeyProblem as problem:
+        text = f"{find_origin(origins, problem.key)}: {problem}"
+        raise ValueError(one_line(text)) from None
+    sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
+    return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
+    """Return the configuration with these `key=value` words, which are not checked again.
+
+    A word that sets a key of the deepspeed section sets its pair in `args`, too.
+    """
+    pairs = {f"deepspeed.{inner}": f"args.{name}" for name, inner in PAIRS.items()}
+    merged, origins = OmegaConf.create(config.sections()), dict(config.origins)
+    assert isinstance(merged, DictConfig), "a mapping of sections"
+    for word in words:
+        _override(merged, word, origins, origin)
+        key, equals, text = word.partition("=")
+        if key in pairs:
+            _override(merged, pairs[key] + equals + text, origins, origin)
+    sections = {name: merged[name] for name in SECTIONS}
+    return dataclasses.replace(config, **sections, origins=origins)
+
+
+def data_arguments(config: Config) -> dict[str, Any]:
+    """Return the data set's arguments under cogfast's names, also if the section uses SAT's names.
+
+    {} without a data section.
+    """
+    return resolve(config.data, config.allow_import)[1] if config.data else {}
+
+
+def _where_is(path: str | Path) -> str:
+    """Return what an error says of a file that is missing: where pip has put it, if it is cogfast's."""
+    installed = Path(sys.prefix, "share/cogfast/configs", Path(path).name)
+    if installed.is_file():
+        return f"no such file; did you mean {installed}?"
+    return "no such file; give the path of a YAML file"
+
+
+def _file_names(paths: Sequence[str | Path]) -> list[str]:
+    """File names for messages; the whole path if two files have the same name."""
+    short = [Path(path).name for path in paths]
+    return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
+
+
+def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    merged = OmegaConf.merge(below, above)
+    assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
+    return merged
+
+
+def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, node) of all values. A list is one value, since merging replaces it whole."""
+    for key in node:
+        child = node._get_node(key)  # the node, not its value: interpolations stay unresolved
+        if isinstance(child, DictConfig) and not child._is_none() and len(child):
+            yield from _leaves(child, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", child
+
+
+def _set_origins(origins: dict[str, str], leaves: Mapping[str, object], source: str) -> None:
+    """Record that `source` set these values, and forget the origins of the values they replace."""
+    for key, value in leaves.items():
+        inner = [name for name in origins if name.startswith(key + ".")]
+        # An empty mapping (a leaf that is a DictConfig) replaces nothing in another mapping.
+        if inner and isinstance(value, DictConfig) and not value._is_none():
+            continue
+        # A value that was replaced by a mapping has no origin either.
+        for old in (*inner, *_parents(key)):
+            origins.pop(old, None)
+        origins[key] = source
+
+
+def _parents(key: str) -> Iterator[str]:
+    """Yield "a.b" and "a" for "a.b.c". Stop below a list, whose other items keep its origin."""
+    while "." in key:
+        key, _, name = key.rpartition(".")
+        if name.isdigit():
+            return
+        yield key
+
+
+def _parsed(text: str) -> object:
+    """Return the node that `text` describes as YAML."""
+    parsed = OmegaConf.create(f"value: {text}")
+    assert isinstance(parsed, DictConfig), "a text that begins with a key is a mapping"
+    return parsed._get_node("value")
+
+
+def _override(
+    merged: DictConfig, override: str, origins: dict[str, str], origin: str = COMMAND_LINE
+) -> None:
+    """Apply one `key=value` argument. The value is parsed as YAML; if that fails, it is text."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{origin}: {cut(override)!r} is not key=value")
+    try:
+        # YAML would drop a comment and everything after the first line; keep such a value as text.
+        is_text = not text or text.startswith("#") or " #" in text or "\n" in text
+        check_nesting("" if is_text else text)
+        value = text if is_text else _parsed(text)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        value = text
+    except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
+        raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {error}")) from None
+    # The check takes 10 ms; load_config checks the whole once more after the last override.
+    _set(merged, key, value, origins, origin, is_checked="${" in text)
+
+
+def _set(
+    merged: DictConfig,
+    key: str,
+    value: object,
+    origins: dict[str, str],
+    origin: str,
+    merge: bool = True,
+    is_checked: bool = False,
+) -> None:
+    """Set one dotted key and its origin. is_checked: check the interpolations after it."""
+    try:
+        value = OmegaConf.create(value) if isinstance(value, dict | list) else value
+        OmegaConf.update(merged, key, value, merge=merge, force_add=True)
+        if is_checked:
+            check_interpolations(merged)
+    except _OMEGACONF_ERRORS as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {what}")) from None
+    dotted = key.replace("[", ".").replace("]", "")
+    inner: dict[str, object] = {}
+    if isinstance(value, DictConfig) and len(value):
+        inner = {f"{dotted}.{name}": node for name, node in _leaves(value)}
+    _set_origins(origins, inner or {dotted: value}, origin)

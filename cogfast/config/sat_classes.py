@@ -1,0 +1,232 @@
+"""Maps SAT's class paths and keys to cogfast's.
+
+TARGETS maps class paths. REFUSED lists classes that are not supported and what to use instead.
+UNUSED (sat_unused.py) lists keys that are accepted without effect. Source: CogVideo's sat/ folder
+(tag v1.0 and main) and SwissArmyTransformer's sat/arguments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from cogfast.config.sat_network import (
+    LORA,
+    PATCH_EMBED,
+    POSITION_ROTARY,
+    POSITION_SINCOS,
+    autoencoder_arguments,
+    network_arguments,
+)
+from cogfast.config.sat_unused import UNUSED
+from cogfast.config.values import KeyProblem, join, show
+
+_DIFFUSION = "sgm.modules.diffusionmodules"
+_SCHEDULES = "cogfast.diffusion.noise_schedule"
+_SAMPLERS = "cogfast.diffusion.sampler"
+_GUIDERS = "cogfast.diffusion.guidance"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SatClass:
+    """How a class of SAT translates to cogfast.
+
+    path: cogfast's class. only: params with one legal value. defaults: SAT's defaults where they
+    differ from cogfast's. arguments: translates the params where their nesting differs; called with
+    (params, dotted key of params, dict that receives unused keys and reasons).
+    """
+
+    path: str
+    only: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    arguments: Callable[[Mapping, str, dict], dict] | None = None
+
+    def translate(
+        self, params: Mapping, where: str, sat_path: str, unused: dict[str, str]
+    ) -> dict[str, object]:
+        """Return the params of cogfast's constructor. A key may still be `foo_config` for `foo`."""
+        if self.arguments:
+            return self.arguments(params, where, unused)
+        class_name, kept = sat_path.rpartition(".")[2], dict(self.defaults)
+        for name, value in params.items():
+            key, unused_name = join(where, name), f"{class_name}.{name}"
+            if name in self.only:
+                only = self.only[name]
+                if value != only:
+                    text = f"{key}={show(value)}: only {show(only)} is supported; use it"
+                    raise KeyProblem(key, text)
+            elif unused_name in UNUSED:
+                unused[key] = UNUSED[unused_name]
+            else:
+                kept[name] = value
+        return kept
+
+
+_VIDEO_SCALING = SatClass(path="cogfast.diffusion.denoiser.VideoScaling")
+_TABLE = {"do_append_zero": False, "flip": True}  # the table that idx indexes
+_DENOISER = SatClass(
+    path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
+)
+# Both names of the network take SAT's params.
+NETWORKS = (
+    "dit_video_concat.DiffusionTransformer",
+    "cogfast.model.transformer.DiffusionTransformer",
+)
+_AUTOENCODER = SatClass(
+    path="cogfast.model.autoencoder.video_autoencoder_from_sat", arguments=autoencoder_arguments
+)
+_FUSED_EMA_ADAM = SatClass(path="cogfast.kernels.fused_ema_adam.FusedEmaAdam")
+
+# SAT's data params -> cogfast's
+_RENAMED = {"image_size": "video_size", "num_frames": "max_num_frames", "txt_key": "caption_key"}
+# Params of SAT's streaming data set that have no effect when samples are read by index.
+_STREAM_ONLY = {
+    "seed": "args.seed sets the order",
+    "shuffle_buffer": "the whole data set is shuffled, by index",
+    "nshards": "an epoch reads every sample",
+    "meta_names": "captions are looked for in every .meta.jsonl",
+}
+
+
+def _shard_arguments(
+    params: Mapping[str, object], where: str, unused: dict[str, str]
+) -> dict[str, object]:
+    """Translate the params of SAT's VideoDataset, which streams shards; cogfast reads them by index."""
+    kept: dict[str, object] = {}
+    for name, value in params.items():
+        key = join(where, name)
+        if name in ("path", "include_dirs"):
+            text = f"{key}={show(value)}: args.train_data lists the shards; move it there"
+            raise KeyProblem(key, text)
+        if name in _STREAM_ONLY:
+            unused[key] = _STREAM_ONLY[name]
+        elif _RENAMED.get(name, name) in kept:
+            raise KeyProblem(
+                key, f"{key}: {_RENAMED.get(name, name)} means the same; remove one of them"
+            )
+        else:
+            kept[_RENAMED.get(name, name)] = value
+    return kept
+
+
+TARGETS: dict[str, SatClass] = {
+    **dict.fromkeys(
+        NETWORKS,
+        SatClass(
+            path="cogfast.model.transformer.assemble_transformer", arguments=network_arguments
+        ),
+    ),
+    f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
+    "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
+    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": _VIDEO_SCALING,
+    "cogfast.diffusion.denoiser_scaling.VideoScaling": _VIDEO_SCALING,  # path of earlier versions
+    f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
+        path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
+    ),
+    f"{_DIFFUSION}.sigma_sampling.DiscreteSampling": SatClass(
+        path="cogfast.diffusion.timestep_sampling.DiscreteSampling", only=_TABLE
+    ),
+    f"{_DIFFUSION}.loss.VideoDiffusionLoss": SatClass(
+        path="cogfast.diffusion.loss.VideoDiffusionLoss",
+        only={"block_scale": None, "block_size": None},
+    ),
+    **{
+        f"{_DIFFUSION}.sampling.{name}": SatClass(path=f"{_SAMPLERS}.{name}")
+        for name in ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
+    },
+    **{
+        f"{_DIFFUSION}.guiders.{name}": SatClass(path=f"{_GUIDERS}.{name}")
+        for name in ("VanillaCFG", "DynamicCFG", "IdentityGuider")
+    },
+    **{
+        f"{_DIFFUSION}.sampling_utils.{name}": SatClass(path=f"{_GUIDERS}.{name}")
+        for name in ("NoDynamicThresholding", "StaticThresholding")
+    },
+    "vae_modules.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
+    "vae_modules.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
+    "sgm.models.autoencoder.VideoAutoencoderInferenceWrapper": _AUTOENCODER,
+    "sgm.models.autoencoder.VideoAutoencodingEngine": _AUTOENCODER,
+    "cogfast.model.autoencoder.video_autoencoder_from_sat": _AUTOENCODER,
+    "sgm.modules.encoders.modules.FrozenT5Embedder": SatClass(
+        path="cogfast.model.text_encoder.T5TextEncoder", only={"freeze": True}
+    ),
+    "data_video.SFTDataset": SatClass(
+        path="cogfast.data.datasets.VideoFolder", defaults={"skip_frms_num": 3}
+    ),
+    "data_video.VideoDataset": SatClass(
+        path="cogfast.data.datasets.VideoShards", arguments=_shard_arguments
+    ),
+    # paths of earlier versions of cogfast
+    "cogfast.data.video_shards.VideoShards": SatClass(path="cogfast.data.datasets.VideoShards"),
+    "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
+    "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
+}
+
+_USE_VIDEO_SAMPLER = (
+    "upstream's does not run with a CogVideoX schedule; use "
+    f"{_DIFFUSION}.sampling.VPSDEDPMPP2MSampler, VPODEDPMPP2MSampler or VideoDDIMSampler"
+)
+_INSIDE_NETWORK = "is allowed in network_config.params.modules only; move it there"
+_USE_KL_VAE = "only the 3D VAE of CogVideoX is read; use vae_modules.autoencoder.VideoAutoencoderInferenceWrapper"
+
+# class path -> why it is refused and what to use instead
+REFUSED: dict[str, str] = {
+    **{
+        f"{home}.{name}": (
+            "it scales by sigma, and CogVideoX is noised and sampled by sqrt(alpha_bar); use "
+            f"{_DIFFUSION}.denoiser_scaling.VideoScaling"
+        )
+        for home in (f"{_DIFFUSION}.denoiser_scaling", "cogfast.diffusion.denoiser_scaling")
+        for name in ("EpsScaling", "VScaling", "VScalingWithEDMcNoise", "EDMScaling")
+    },
+    **{
+        f"{home}.{name}": (
+            "no CogVideoX model is sampled with it; use "
+            f"{_DIFFUSION}.sampling_utils.NoDynamicThresholding or StaticThresholding"
+        )
+        for home in (f"{_DIFFUSION}.sampling_utils", _GUIDERS)
+        for name in ("DynamicThresholding", "DynamicThresholdingV1", "DynamicThresholdingV2")
+    },
+    **{
+        f"{_DIFFUSION}.sampling.{name}": _USE_VIDEO_SAMPLER
+        for name in (
+            "EDMSampler",
+            "DDIMSampler",
+            "AncestralSampler",
+            "LinearMultistepSampler",
+            "EulerEDMSampler",
+            "HeunEDMSampler",
+            "EulerAncestralSampler",
+            "SdeditEDMSampler",
+            "DPMPP2SAncestralSampler",
+            "DPMPP2MSampler",
+            "SDEDPMPP2MSampler",
+            "Image2VideoDDIMSampler",
+            "VideoDDPMSampler",
+        )
+    },
+    **dict.fromkeys(
+        (
+            f"{_DIFFUSION}.discretizer.EDMDiscretization",
+            f"{_DIFFUSION}.discretizer.LegacyDDPMDiscretization",
+            f"{_SCHEDULES}.LegacyDDPMDiscretization",
+        ),
+        "its sigmas do not fit the discrete denoiser; use "
+        f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization",
+    ),
+    f"{_DIFFUSION}.denoiser.Denoiser": f"use {_DIFFUSION}.denoiser.DiscreteDenoiser",
+    f"{_DIFFUSION}.loss.StandardDiffusionLoss": f"use {_DIFFUSION}.loss.VideoDiffusionLoss",
+    **{
+        f"{_DIFFUSION}.sigma_sampling.{name}": (
+            "it draws sigmas that the discrete denoiser has no entry for; use "
+            f"{_DIFFUSION}.sigma_sampling.DiscreteSampling"
+        )
+        for name in ("EDMSampling", "PartialDiscreteSampling")
+    },
+    "sgm.models.autoencoder.AutoencoderKL": _USE_KL_VAE,
+    "sgm.models.autoencoder.AutoencodingEngine": _USE_KL_VAE,
+    POSITION_SINCOS: _INSIDE_NETWORK,
+    POSITION_ROTARY: _INSIDE_NETWORK,
+    PATCH_EMBED: _INSIDE_NETWORK,
+    LORA: _INSIDE_NETWORK,
+}

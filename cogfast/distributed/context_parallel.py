@@ -1,0 +1,248 @@
+"""Context parallelism: ranks split the rows of every sample, and attention's heads.
+
+Each rank embeds all rows and keeps S / size of them through the blocks. Before attention, an all-to-all
+exchanges rows for heads: each rank gets all rows of H / size heads; a second one takes the results
+back (DeepSpeed-Ulysses, arXiv:2309.14509). Per block and pass a rank sends 4 (size - 1) / size^2 of
+[B, S, M]; the two all-reduces of tensor parallelism send 4 (size - 1) / size. Weights are replicated,
+and ZeRO shards their gradients and optimizer state over the data- and context-parallel ranks.
+
+Gradients: ZeRO averages over all ranks that hold the same weights. What lies outside of the blocks has
+the whole gradient on each rank, and the average keeps it. Inside the blocks a rank has the sum over
+its rows, so that gradients that enter the blocks are multiplied by `size`, and those that leave them
+are divided by it.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cogfast.distributed.step_clock import wait_for
+from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.kernels.block_kernels import BlockKernels
+from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
+
+_ops = torch.ops._c10d_functional
+
+
+def check_context_parallel_size(
+    size: int,
+    tensor_size: int,
+    config: TransformerConfig,
+    splits_rows: bool = False,
+    num_tokens: int | None = None,
+) -> None:
+    """Check that a context-parallel size fits the model.
+
+    tensor_size: args.model_parallel_size. splits_rows: args.sequence_parallel. num_tokens: text and
+    video tokens of a sample; None: unknown.
+
+    Raises:
+        ValueError: `size` does not divide a rank's heads, LoRA dropout is on, there are fewer tokens
+            than ranks, or splits_rows is set and the ranks do not divide num_tokens.
+    """
+    key, heads = f"args.context_parallel_size={size}", config.num_attention_heads // tensor_size
+    if size < 1 or heads % size:
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        of = f"num_attention_heads={config.num_attention_heads}"
+        if tensor_size > 1:
+            of += f" / args.model_parallel_size={tensor_size} = {heads}"
+        raise ValueError(f"{key} must divide {of}; use {sizes}")
+    if size == 1:
+        return
+    if config.lora_dropout > 0:
+        raise ValueError(
+            f"{key} does not support lora_dropout={config.lora_dropout}: the ranks would drop the same "
+            "entries of different rows; use lora_dropout: 0"
+        )
+    if num_tokens is None:
+        return
+    if num_tokens < size:
+        raise ValueError(f"{key} exceeds the {num_tokens} tokens of a sample; use a smaller size")
+    ranks = size * tensor_size
+    if splits_rows and num_tokens % ranks:
+        raise ValueError(
+            f"args.sequence_parallel=true with {key} splits {num_tokens} text and video tokens between "
+            f"{ranks} ranks, which does not divide them; use sizes that do, another video size, or "
+            "args.sequence_parallel=false"
+        )
+
+
+def rows_of_ranks(num_rows: int, size: int) -> list[int]:
+    """Return how many of num_rows consecutive rows each rank has; they differ by at most one."""
+    ends = [num_rows * (rank + 1) // size for rank in range(size)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _exchange(pieces: Tensor, sent: list[int], received: list[int], group: ParallelGroup) -> Tensor:
+    """Send pieces [N], `sent[i]` numbers to rank i, and return the received ones, in order of ranks."""
+    return wait_for(_ops.all_to_all_single(pieces, received, sent, group.name))
+
+
+def _join(flat: Tensor, rows: list[int], shape: torch.Size) -> Tensor:
+    """Join pieces [B, rows[i], *shape[2:]], which follow each other in `flat`, along dim 1."""
+    batch, per_row = shape[0], shape[2:]
+    if batch == 1:
+        return flat.view(1, -1, *per_row)  # the pieces lie in order already
+    numbers = batch * per_row.numel()
+    pieces = flat.split([numbers * n for n in rows])
+    return torch.cat([piece.view(batch, -1, *per_row) for piece in pieces], dim=1)
+
+
+def _cut(x: Tensor, rows: list[int]) -> Tensor:
+    """Return the inverse of _join: pieces x[:, rows of rank i] after each other, [x.numel()]."""
+    if x.shape[0] == 1:
+        return x.contiguous().view(-1)
+    return torch.cat([piece.reshape(-1) for piece in x.split(rows, dim=1)])
+
+
+def _to_heads(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    """This rank's rows of all heads [B, s, .., H, D] -> all rows of its heads [B, S, .., H / size, D]."""
+    # [size, B, s, .., H / size, D]: the heads of rank i for rank i.
+    pieces = x.unflatten(-2, (group.size, -1)).movedim(-3, 0).contiguous()
+    shape, numbers = pieces.shape[1:], pieces[0].numel()
+    received = [numbers // shape[1] * n for n in rows]
+    return _join(_exchange(pieces.view(-1), [numbers] * group.size, received, group), rows, shape)
+
+
+def _to_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    """Return the inverse of _to_heads."""
+    per_row = x.shape[0] * x.shape[2:].numel()
+    sent = [per_row * n for n in rows]
+    flat = _exchange(_cut(x, rows), sent, [sent[group.rank]] * group.size, group)
+    pieces = flat.view(group.size, x.shape[0], rows[group.rank], *x.shape[2:])
+    return pieces.movedim(0, -3).flatten(-3, -2)
+
+
+def _gather_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    """This rank's rows [B, s, M] -> all rows [B, S, M] on every rank."""
+    missing = max(rows) - x.shape[1]
+    # all_gather takes equal pieces: ranks with one row less send one of zeros with them.
+    padded = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    gathered = _ops.all_gather_into_tensor(padded, group.size, group.name)
+    pieces = wait_for(gathered).unflatten(0, (group.size, -1))
+    if min(rows) == max(rows):
+        return pieces.transpose(0, 1).flatten(1, 2)
+    return torch.cat([piece[:, :n] for piece, n in zip(pieces, rows, strict=True)], dim=1)
+
+
+def _own_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    return x.split(rows, dim=1)[group.rank].contiguous()
+
+
+class _Exchange(torch.autograd.Function):
+    """_to_heads or its inverse. Backward exchanges the gradient the other way."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, rows: list[int], group: ParallelGroup, gathers_rows: bool
+    ) -> Tensor:
+        ctx.rows, ctx.group, ctx.gathers_rows = rows, group, gathers_rows
+        return (_to_heads if gathers_rows else _to_rows)(x, rows, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exchange = _to_rows if ctx.gathers_rows else _to_heads
+        return exchange(grad, ctx.rows, ctx.group), None, None, None
+
+
+class _Enter(torch.autograd.Function):
+    """All rows -> this rank's rows. Backward gathers the gradient and divides it by the group's size."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return _own_rows(x, rows, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grad / ctx.group.size, ctx.rows, ctx.group), None, None
+
+
+class _EnterShared(torch.autograd.Function):
+    """Identity for what all rows use. Backward averages the gradient over the group."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # A sum over ranks in bf16 would round at every addition.
+        whole = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        total = wait_for(_ops.all_reduce(whole, "sum", ctx.group.name))
+        return (total / ctx.group.size).to(grad.dtype), None
+
+
+class _Leave(torch.autograd.Function):
+    """This rank's rows -> all rows. Backward multiplies the gradient by the group's size."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return _gather_rows(x, rows, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_rows(grad, ctx.rows, ctx.group) * ctx.group.size, None, None
+
+
+class ContextParallelRows:
+    """The RowSplit of a transformer (model/transformer.py) over a context-parallel group."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        self.group = group
+        self.rows: list[int] = []  # of each rank, in the forward pass that runs
+
+    def split(
+        self, hidden: Tensor, conditioning: Tensor, num_text: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many of the rows are
+        text."""
+        self.rows = rows = rows_of_ranks(hidden.shape[1], self.group.size)
+        first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
+        # Text rows come first: a rank may have only text rows, or none.
+        own_text = min(max(num_text - first, 0), own)
+        hidden = _Enter.apply(hidden, rows, self.group)
+        return hidden, _EnterShared.apply(conditioning, self.group), own_text
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return all rows [B, S, M] of this rank's rows."""
+        return _Leave.apply(hidden, self.rows, self.group)
+
+    def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
+        """Return kernels whose attention has all rows of this rank's heads."""
+
+        def qk_norm_rope3d(
+            qkv: Tensor,
+            query_norm: Affine | None,
+            key_norm: Affine | None,
+            rotation: Rotation | None,
+            num_text: int,
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            qkv = _Exchange.apply(qkv, self.rows, self.group, True)
+            if rotation is not None:
+                # num_text counts this rank's rows, but here are all.
+                num_text = qkv.shape[1] - rotation.t * rotation.h * rotation.w
+            return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, num_text)
+
+        def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attended = kernels.flash_attention(q, k, v)
+            return _Exchange.apply(attended, self.rows, self.group, False)
+
+        return replace(kernels, qk_norm_rope3d=qk_norm_rope3d, flash_attention=flash_attention)
+
+
+def split_context(transformer: DiffusionTransformer, group: ParallelGroup) -> None:
+    """Let the ranks of a group split the rows of every sample, in place. Call it after `parallelize`."""
+    transformer.row_split = ContextParallelRows(group)
+    transformer.use_kernels(transformer.kernels)

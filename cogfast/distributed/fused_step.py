@@ -1,0 +1,394 @@
+"""Optimizer step of ZeRO stages 1 and 2 in one pass over the weights, without a host sync.
+
+Memory traffic in bytes per parameter of this rank's partition, bf16 and fp16 (fp32): gradient norm 2
+(4), FusedEmaAdam 34 (36), weights written into the all-gather's buffer 2 (4); together 38 (44).
+DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the norm on the host.
+
+The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
+encoder, or only copies and noise for cached latents). The next forward pass waits for all weights.
+Nothing here was timed on a GPU. DeepSpeed reduces the gradients; a rank without others has nothing to
+reduce. Only this file and zero_engine.py use private names of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+
+_NORM_EPS = 1e-6  # DeepSpeed's, and torch's
+# Bytes: lets the kernel load gradients in 16-byte vectors.
+_ALIGNMENT = 16
+
+
+class WeightGather:
+    """Asynchronous all-gather of every rank's partition of the weights, in the training dtype.
+
+    The writer of the weights calls `start`; every reader calls `wait` first.
+
+    zero: DeepSpeed's optimizer of stage 1 or 2. Call `wait` from one thread and one CUDA stream only.
+    With NCCL, the first stream that waits is the only one that is synchronized, and the host does
+    not block; with gloo, the host blocks.
+    """
+
+    def __init__(self, zero) -> None:
+        self.zero = zero
+        self._under_way: list[dist.Work] = []
+
+    def start(self) -> None:
+        self.wait()
+        zero = self.zero
+        wholes, parts = zero.bit16_groups_flat, own_weights(zero)
+        for whole, part, group in zip(wholes, parts, zero.real_dp_process_group, strict=True):
+            # A single rank has all weights already: its part is a view of the whole.
+            if dist.get_world_size(group) > 1:
+                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+                assert work is not None, "an asynchronous collective returns its work"
+                self._under_way.append(work)
+
+    def wait(self) -> None:
+        with CLOCK.waiting():
+            for work in self._under_way:
+                work.wait()
+        self._under_way.clear()
+
+
+def own_weights(zero) -> list[Tensor]:
+    """Return this rank's flat partitions of the weights, in the training dtype, as views."""
+    return [
+        partitions[dist.get_rank(group=group)]
+        for partitions, group in zip(
+            zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True
+        )
+    ]
+
+
+class DeviceLossScaler:
+    """DeepSpeed's loss scaler of fp16, with the scale on the device: no step waits for an overflow.
+
+    Takes the place of `zero.loss_scaler` and has its attributes. Those that depend on overflows are
+    tensors [] instead of numbers.
+
+    scaler: DeepSpeed's DynamicLossScaler, or its LossScaler, whose scale is constant.
+    """
+
+    dynamic: bool
+    # DynamicLossScaler has these as well.
+    cur_iter: int
+    last_overflow_iter: Tensor
+    cur_hysteresis: Tensor
+    scale_factor: float
+    scale_window: int
+    min_scale: float
+    delayed_shift: int
+    consecutive_hysteresis: bool
+
+    def __init__(self, scaler, device: torch.device) -> None:
+        vars(self).update(vars(scaler))
+        self.cur_scale = torch.tensor(float(scaler.cur_scale), device=device)
+        # Whether the scale had to fall below its minimum, where DeepSpeed raises an exception.
+        self._is_spent = torch.zeros((), dtype=torch.bool, device=device)
+        if self.dynamic:
+            for name in ("last_overflow_iter", "cur_hysteresis"):
+                setattr(self, name, torch.tensor(getattr(scaler, name), device=device))
+
+    @property
+    def is_spent(self) -> Tensor:
+        return self._is_spent
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.cur_scale
+
+    def update_scale(self, overflow: Tensor) -> None:
+        """Count a step and change the scale as DynamicLossScaler does; overflow: bool []."""
+        if not self.dynamic:
+            return
+        shrinks = overflow
+        if self.delayed_shift != 1:
+            shrinks = overflow & (self.cur_hysteresis == 1)
+        stable = self.cur_iter - self.last_overflow_iter - 1  # steps since the last overflow
+        grows = (stable > 0) & (stable % self.scale_window == 0) & ~overflow
+        restores = ~overflow if self.consecutive_hysteresis else grows
+        self._is_spent |= shrinks & (self.cur_scale == self.min_scale)
+        smaller = (self.cur_scale / self.scale_factor).clamp(min=self.min_scale)
+        larger = torch.where(grows, self.cur_scale * self.scale_factor, self.cur_scale)
+        self.cur_scale = torch.where(shrinks, smaller, larger)
+        hysteresis = self.cur_hysteresis - (overflow & ~shrinks).long()
+        self.cur_hysteresis = torch.where(restores, self.delayed_shift, hysteresis)
+        self.last_overflow_iter = torch.where(overflow, self.cur_iter, self.last_overflow_iter)
+        self.cur_iter += 1
+
+
+def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why DeepSpeed's own step must be used, or None if FusedStep can replace it."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if type(zero) is not DeepSpeedZeroOptimizer:
+        return f"its optimizer is {type(zero).__name__}"
+    if not isinstance(optimizer, FusedEmaAdam):
+        return f"{type(optimizer).__name__} reads float32 gradients"
+    if zero.cpu_offload:
+        return "the optimizer is offloaded"
+    if not zero.compute_grad_norm:
+        return "compute_grad_norm is false"
+    return None
+
+
+class FusedStep:
+    """Replaces `zero.step`.
+
+    zero: DeepSpeed's optimizer of stage 1 or 2, around a FusedEmaAdam; bf16, fp16 or fp32. gather:
+    the gather of its weights; a step starts it and does not wait for it.
+    """
+
+    def __init__(self, zero, gather: WeightGather) -> None:
+        self.zero, self.optimizer, self.gather = zero, zero.optimizer, gather
+        self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
+        self._flat_gradients: dict[int, Tensor] = {}  # by partition
+        device = self.partitions[0].device  # of the step's stream
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
+            partition.grad_dtype = None  # allows a 16-bit gradient for float32 masters
+            # The optimizer writes the new weights straight into the buffer of the all-gather.
+            self.optimizer.low_precision_copies[partition] = weights.detach()
+        self._counted = list(self._counted_slices())
+        self._starts: dict[tuple[int, int], int] = {}  # by partition and id of the parameter
+        # Buckets that are not contiguous are lists of gradients: nothing is copied.
+        if zero.contiguous_gradients:
+            self._reduce_and_fill = zero.reduce_independent_p_g_buckets_and_remove_grads
+            zero.reduce_independent_p_g_buckets_and_remove_grads = self._fill_bucket
+            if self._is_alone():
+                zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
+                zero.reduce_ipg_grads = self._store_kept
+                zero.setup_buckets = self._begin_backward
+        # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
+        if zero.gradient_accumulation_dtype == zero.dtype:
+            zero.copy_grads_in_partition = self._store_gradient
+        if self.stream is not None and zero.overlap_comm and zero.contiguous_gradients:
+            self._epilogue = zero.independent_gradient_partition_epilogue
+            zero.independent_gradient_partition_epilogue = self._end_backward
+        self.scaler: DeviceLossScaler | None = None
+        if zero.dtype == torch.float16:
+            self.scaler = DeviceLossScaler(zero.loss_scaler, self.partitions[0].device)
+            zero.loss_scaler = self.scaler
+        zero.step = self.step
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update once from the averaged gradients, then release them.
+
+        Stores the norm before clipping in `zero`, and whether the step was skipped in the
+        optimizer's `found_inf`, both on the device.
+        """
+        zero, optimizer = self.zero, self.optimizer
+        self.gather.wait()  # it reads the weights that this step overwrites
+        zero.micro_step_id = -1  # DeepSpeed's value before the first micro-batch of a step
+        gradients = [self._gradient(i) for i in range(len(self.partitions))]
+        norm, divisor = self._norm(gradients), None
+        if self.scaler is not None:
+            # The scale of this step's losses. DeepSpeed's step divides by the updated scale, which
+            # halves the gradient where the scale doubles.
+            divisor = self.scaler.cur_scale
+            norm = norm / divisor
+        zero._global_grad_norm = norm
+        # The norm is the whole model's, so all ranks skip the same steps.
+        overflow = ~norm.isfinite()
+        optimizer.found_inf = overflow.float()
+        if self.scaler is not None:
+            self.scaler.update_scale(overflow)
+        if zero.clip_grad > 0:
+            # At least 1: gradients below the limit keep their norm. On the device, without a sync.
+            excess = ((norm + _NORM_EPS) / zero.clip_grad).clamp(min=1)
+            divisor = excess if divisor is None else excess * divisor
+        if divisor is not None:
+            optimizer.gradient_scale = divisor.reciprocal()
+        for partition, gradient in zip(self.partitions, gradients, strict=True):
+            partition.grad = gradient
+        optimizer.step()
+        # Free the gradients' memory before the next batch is encoded.
+        for i, partition in enumerate(self.partitions):
+            partition.grad = zero.averaged_gradients[i] = zero.all_grad_tensors[i] = None
+        self._flat_gradients.clear()
+        self.gather.start()
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole model's gradient, float32, each element counted once.
+
+        Tensor-parallel ranks own different slices of sharded parameters, and only the first of them
+        counts replicated ones. So one all-reduce over all ranks gives the total.
+        """
+        pieces = [gradients[part].narrow(0, offset, n) for part, offset, n in self._counted]
+        if not pieces:  # this rank owns only padding
+            pieces = [gradients[0].new_zeros(1)]
+        square = sum_of_squares(pieces)
+        with CLOCK.waiting():
+            dist.all_reduce(square)
+        return square.sqrt().float()
+
+    def _counted_slices(self) -> Iterable[tuple[int, int, int]]:
+        """Yield (partition, offset, numel) of the elements that this rank adds to the norm."""
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        for part, group in enumerate(self.zero.bit16_groups):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                is_first = self.zero.model_parallel_rank == 0
+                if mapping is not None and (is_first or is_model_parallel_parameter(parameter)):
+                    where = mapping.hp_fragment_address
+                    yield part, where.start, where.numel
+
+    def _gradient(self, part: int) -> Tensor:
+        """Return the averaged gradient of a partition, flat, in the accumulation dtype."""
+        pieces = self.zero.averaged_gradients[part]
+        flat = getattr(pieces, "flat_partition", None)
+        if flat is not None:
+            return flat
+        partition = self.partitions[part]
+        flat = self._flat_gradients.get(part)
+        if flat is None:
+            flat = torch.empty(partition.shape, dtype=pieces[0].dtype, device=partition.device)
+        start = 0
+        for piece in pieces:
+            place = flat.narrow(0, start, piece.numel())
+            # Pieces are in place already, except padding and parameters without a gradient.
+            if piece.data_ptr() != place.data_ptr():
+                place.copy_(piece.reshape(-1))
+            start += piece.numel()
+        assert start == flat.numel(), f"gradients of {start} in a partition of {flat.numel()}"
+        return flat
+
+    def _fill_bucket(self, parameter: nn.Parameter, part: int) -> None:
+        """Copy a new gradient into the bucket that is reduced next.
+
+        DeepSpeed's own method also serves offloading and experts, and asks twice for the stream:
+        0.1 ms on the host for each parameter, as much as a kernel of the backward pass.
+        """
+        zero, n = self.zero, parameter.numel()
+        bucket = zero.ipg_buckets[zero.get_param_comm_dtype(parameter)]
+        # Only its method reduces a full bucket, and gradients that are larger than a bucket.
+        if not 0 < n <= zero.reduce_bucket_size - bucket.elements:
+            self._reduce_and_fill(parameter, part)
+            return
+        key, gradient = zero.get_param_id(parameter), zero.get_gradient_for_reduction(parameter)
+        assert not zero.params_already_reduced[key], "a gradient is reduced once per backward pass"
+        place = bucket.buffer[bucket.index].narrow(0, bucket.elements, n)
+        place.copy_(gradient.view(-1))
+        gradient.data = place.view_as(gradient)  # frees the memory that autograd allocated
+        if zero.overlap_comm and gradient.is_cuda:
+            # The reduction, on its own stream, waits for these. By index: without one, PyTorch
+            # reads the environment first.
+            bucket.copy_streams.add(torch.cuda.current_stream(gradient.get_device()))
+        bucket.elements += n
+        bucket.grads.append(gradient)
+        bucket.params.append((part, parameter.param_idx_in_group, key))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _is_alone(self) -> bool:
+        """Whether the averaged gradient is the rank's own, bit for bit."""
+        zero = self.zero
+        dtypes = (zero.gradient_accumulation_dtype, zero.communication_data_type)
+        is_one_rank = dist.get_world_size(group=zero.dp_process_group) == 1
+        return is_one_rank and dtypes == (zero.dtype,) * 2 and zero.gradient_predivide_factor == 1
+
+    def _begin_backward(self) -> None:
+        """Do what `zero.setup_buckets` does, without the buckets' memory."""
+        if not self.zero.ready_for_gradients:
+            self.zero.micro_step_id += 1
+            self.zero.ready_for_gradients = True
+
+    def _end_backward(self) -> None:
+        """Run DeepSpeed's end of a backward pass, in which the step's stream waits for the reductions.
+
+        With overlap_comm DeepSpeed's own method makes the host wait for the whole device there.
+        """
+        zero, reduce_rest = self.zero, self.zero.reduce_ipg_grads
+
+        def reduce_and_wait() -> None:
+            reduce_rest()
+            torch.cuda.current_stream().wait_stream(zero.reduction_stream)
+            zero.overlap_comm = False  # what follows reads it for that wait alone
+
+        zero.reduce_ipg_grads = reduce_and_wait
+        try:
+            self._epilogue()
+        finally:
+            zero.reduce_ipg_grads, zero.overlap_comm = reduce_rest, True
+
+    def _keep_gradient(self, parameter: nn.Parameter, part: int) -> None:
+        """Keep a new gradient where it is until there are as many as a bucket holds."""
+        zero = self.zero
+        if not parameter.numel():  # it has no place
+            return
+        key, bucket = zero.get_param_id(parameter), zero.ipg_buckets[zero.communication_data_type]
+        assert not zero.params_already_reduced[key], "a gradient is reduced once per backward pass"
+        bucket.elements += parameter.numel()
+        bucket.params.append((part, parameter.param_idx_in_group, key))  # pyright: ignore[reportAttributeAccessIssue]
+        # Not the first gradient: its partition's memory is allocated when activations are freed.
+        if bucket.elements > zero.reduce_bucket_size:
+            self._store_kept()
+
+    def _store_kept(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Copy the kept gradients to their places, in place of `zero.reduce_ipg_grads`."""
+        zero = self.zero
+        for bucket in zero.ipg_buckets.values():
+            for part, index, key in bucket.params:
+                zero.params_already_reduced[key] = True
+                self._store_gradient(zero.bit16_groups[part][index], part)
+            bucket.clear()
+
+    def _store_gradient(self, parameter: nn.Parameter, part: int) -> None:
+        """Copy a reduced gradient from the bucket to its place in the partition.
+
+        DeepSpeed's own method appends them in order of arrival, last layer first, and has to
+        flatten them later. With accumulation, DeepSpeed adds later micro-batches to the first one's.
+        """
+        zero = self.zero
+        if zero.grads_in_partition is None:  # the first gradient of this micro-batch
+            zero.grads_in_partition = {}
+        if part not in zero.grads_in_partition:
+            buffer, front = self._make_buffer(part)
+            zero.grads_in_partition[part] = buffer, front
+            flat = buffer.narrow(0, front, self.partitions[part].numel())
+            self._flat_gradients.setdefault(part, flat)
+        buffer, front = zero.grads_in_partition[part]
+        gradient = zero.get_gradient_for_reduction(parameter)
+        place = buffer.narrow(0, front + self._start(part, parameter), parameter.numel())
+        place.copy_(gradient.reshape(-1))
+        # The gradient moves out of the bucket, which is used again, as in DeepSpeed's method.
+        gradient.data = place.view_as(gradient)
+
+    def _make_buffer(self, part: int) -> tuple[Tensor, int]:
+        """Allocate memory for a partition's gradients; also return the partition's offset in it.
+
+        The first and last parameter may extend into other ranks' partitions.
+        """
+        zero, first = self.zero, self.zero.params_in_partition[part][0]
+        last = zero.params_in_partition[part][-1]
+        aligned = _ALIGNMENT // zero.dtype.itemsize
+        # Rounded up to whole vectors, so that the partition itself is aligned.
+        front = -(self._start(part, first) // aligned) * aligned
+        end = max(self.partitions[part].numel(), self._start(part, last) + last.numel())
+        device = zero.bit16_groups_flat[part].device
+        # This may run on DeepSpeed's stream of reductions. The step frees the memory, for the next
+        # forward pass: allocated on its stream, it needs neither more memory nor a wait.
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            buffer = torch.empty(front + end, dtype=zero.dtype, device=device)
+        if self.stream is not None:
+            torch.cuda.current_stream(device).wait_stream(self.stream)
+        return buffer, front
+
+    def _start(self, part: int, parameter: nn.Parameter) -> int:
+        """Return a parameter's offset in this rank's partition; negative if it starts before it."""
+        start = self._starts.get((part, id(parameter)))
+        if start is None:
+            rank = dist.get_rank(group=self.zero.real_dp_process_group[part])
+            key = self.zero.get_param_id(parameter)
+            start = self.zero.grad_partition_insertion_offset[part][rank][key]
+            start -= self.zero.grad_start_offset[part][rank][key]
+            self._starts[part, id(parameter)] = start
+        return start

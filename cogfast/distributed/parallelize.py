@@ -1,0 +1,245 @@
+"""Apply tensor parallelism to a built transformer: each rank keeps its shard of every block.
+
+Modulation layers are sharded too, and their outputs gathered. They have 12 M x 512 weights per
+block, 793 of 5B's 5570 million; replicated on two ranks they would waste 7.9 GB each (20 bytes per
+weight with gradients, master weights, moments and EMA). The gather moves 12 M numbers per sample and
+block, 74 kB for 5B in bf16, against 109 MB for each all-reduce of a block's activations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._decomp import global_decomposition_table
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from cogfast.distributed.sequence_parallel import (
+    RowGatheringLinear,
+    RowScatteringLinear,
+    SequenceParallelBlock,
+)
+from cogfast.distributed.tensor_parallel import (
+    ColumnParallelLinear,
+    ColumnParallelLora,
+    GatheredLinear,
+    ParallelGroup,
+    ParallelLinear,
+    ParallelLora,
+    RowParallelLinear,
+    RowParallelLora,
+    SharedHeadNorm,
+)
+from cogfast.model.attention import Attention, HeadNorm
+from cogfast.model.block import Block
+from cogfast.model.config import TransformerConfig
+from cogfast.model.lora import LoraLinear
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+# Limit on the compiled graphs of a block. Training, held-out loss and sampling differ in gradients,
+# batch size and sizes of one. PyTorch's limit is 8, and with fullgraph the ninth graph is an error.
+_MOST_GRAPHS = 64
+_HIDDEN_FROM_DYNAMO = (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+    checkpoint,
+)
+_HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
+
+
+def check_model_parallel_size(
+    size: int, config: TransformerConfig, splits_rows: bool = False, num_tokens: int | None = None
+) -> None:
+    """Check that a tensor-parallel size fits the model.
+
+    splits_rows: args.sequence_parallel. num_tokens: text and video tokens of a sample; None: unknown.
+
+    Raises:
+        ValueError: `size` does not divide the heads, LoRA dropout is on, or splits_rows is set while
+            `size` is 1 or does not divide num_tokens.
+    """
+    heads = config.num_attention_heads
+    if size < 1 or heads % size:
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"args.model_parallel_size={size} must divide num_attention_heads={heads}; use {sizes}"
+        )
+    if size > 1 and config.lora_dropout > 0:
+        raise ValueError(
+            f"args.model_parallel_size={size} does not support lora_dropout={config.lora_dropout}: "
+            "the shards of a layer would drop other entries than the whole layer; use lora_dropout: 0"
+        )
+    if splits_rows and size == 1:
+        raise ValueError(
+            "args.sequence_parallel=true splits rows between tensor-parallel ranks, but "
+            "args.model_parallel_size=1; set that to 2 or more, or sequence_parallel to false"
+        )
+    if splits_rows and num_tokens is not None and num_tokens % size:
+        raise ValueError(
+            f"args.sequence_parallel=true splits {num_tokens} text and video tokens between "
+            f"args.model_parallel_size={size} ranks, which does not divide them; use a size "
+            "that does, another video size, or args.sequence_parallel=false"
+        )
+
+
+def parallelize(
+    transformer: DiffusionTransformer, group: ParallelGroup, splits_rows: bool = False
+) -> None:
+    """Replace the linears of every block by this rank's shards, in place. Parameter names stay.
+
+    A transformer on the meta device stays there, so that the whole model is never in memory.
+    splits_rows: split the sequence between the ranks outside of the linears (sequence_parallel.py).
+    """
+    check_model_parallel_size(group.size, transformer.config)
+    if group.size == 1:
+        return
+    # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if splits_rows:
+        column, row = RowGatheringLinear, RowScatteringLinear
+    last = len(transformer.blocks) - 1
+    for i, block in enumerate(transformer.blocks):
+        assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
+        _parallelize_attention(block.attention, group, column, row)
+        block.set_submodule("fc1", _cut_columns(block.get_submodule("fc1"), group, column))
+        block.set_submodule("fc2", _cut_rows(block.get_submodule("fc2"), group, row))
+        linear = block.modulation.linear
+        gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
+        block.set_submodule("modulation.linear", gathered)
+        if splits_rows:
+            # The new block takes over the modules of the old one, so parameter names stay.
+            transformer.blocks[i] = SequenceParallelBlock(block, group, i == 0, i == last)
+    _mark(transformer)
+
+
+def _parallelize_attention(
+    attention: Attention,
+    group: ParallelGroup,
+    column: type[ColumnParallelLinear],
+    row: type[RowParallelLinear],
+) -> None:
+    # Cut within each of q, k and v, so that a rank has the same heads of all three.
+    qkv = _cut_columns(attention.get_submodule("qkv"), group, column, num_parts=3)
+    attention.set_submodule("qkv", qkv)
+    attention.set_submodule("out", _cut_rows(attention.get_submodule("out"), group, row))
+    attention.query_norm = _shared(attention.query_norm, group)
+    attention.key_norm = _shared(attention.key_norm, group)
+
+
+def _cut_columns(
+    linear: nn.Module,
+    group: ParallelGroup,
+    column: type[ColumnParallelLinear],
+    num_parts: int = 1,
+) -> nn.Module:
+    """Return this rank's shard of a linear by outputs, with its adapters if it has any."""
+    if isinstance(linear, LoraLinear):
+        return ColumnParallelLora(linear, column(linear.original, group, num_parts))
+    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
+    return column(linear, group, num_parts)
+
+
+def _cut_rows(linear: nn.Module, group: ParallelGroup, row: type[RowParallelLinear]) -> nn.Module:
+    """Return this rank's shard of a linear by inputs, with its adapters if it has any."""
+    if isinstance(linear, LoraLinear):
+        return RowParallelLora(linear, row(linear.original, group))
+    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
+    return row(linear, group)
+
+
+def _shared(norm: HeadNorm | None, group: ParallelGroup) -> HeadNorm | None:
+    # A norm that has no weights has no gradient to sum.
+    if norm is None or not norm.elementwise_affine:
+        return norm
+    return SharedHeadNorm(norm, group)
+
+
+def find_shards(transformer: nn.Module) -> dict[str, Shard]:
+    """Return {parameter name: this rank's shard} of all sharded parameters."""
+    return {
+        f"{path}.{name}": shard
+        for path, module in transformer.named_modules()
+        if isinstance(module, ParallelLinear | ParallelLora)
+        for name, shard in module.shards.items()
+    }
+
+
+def count_trained(transformer: DiffusionTransformer) -> int:
+    """Return the number of trained elements of the whole model, over all shards."""
+    shards = find_shards(transformer)
+    trained = {n: p.shape for n, p in transformer.named_parameters() if p.requires_grad}
+    return sum(math.prod(shards[n].shape if n in shards else s) for n, s in trained.items())
+
+
+def _mark(transformer: DiffusionTransformer) -> None:
+    """Mark sharded parameters for DeepSpeed's gradient norm and for checkpoints."""
+    shards = find_shards(transformer)
+    for name, parameter in transformer.named_parameters():
+        # DeepSpeed counts parameters without tensor_model_parallel once per tensor-parallel group.
+        if name in shards:
+            marked: Any = parameter  # Any: gets attributes
+            marked.tensor_model_parallel, marked.shard = True, shards[name]
+
+
+def allocate(transformer: DiffusionTransformer, device: torch.device) -> None:
+    """Allocate a transformer that was built, and possibly parallelized, on the meta device."""
+    # Not by to_empty, whose empty_like of a meta tensor imports sympy.
+    transformer._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    _mark(transformer)  # the parameters are new objects
+
+
+def run_without_dynamo(is_without: bool = True) -> None:
+    """Let torch call optimizers, checkpointing and ops on the meta device without importing
+    torch._dynamo.
+
+    torch hides these functions from torch.compile and imports its compiler for that when one is
+    first called, which takes 1.6 s of a start. A run that compiles nothing needs none of it.
+    """
+    functions = [*_HIDDEN_FROM_DYNAMO]
+    for decompositions in global_decomposition_table.values():
+        functions += decompositions.values()
+    for hidden in _hidden_from_dynamo(functions):
+        # torch's cache of the hidden function; None is an empty one.
+        hidden.__dict__["__dynamo_disable"] = hidden if is_without else None
+
+
+def _hidden_from_dynamo(functions: Iterable[object]) -> Iterator[FunctionType]:
+    """Yield what torch._disable_dynamo wraps, within any number of other wrappers."""
+    seen: set[FunctionType] = set()
+    waiting = [*functions]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        held = inspect.getclosurevars(function).nonlocals
+        if function.__code__ is _HIDING:
+            yield held["fn"]
+        waiting += held.values()
+
+
+def compile_blocks(transformer: DiffusionTransformer) -> None:
+    """Compile every block in place. Parameter names stay.
+
+    All blocks share their graphs: a static one for the first shape, and a dynamic one for all later
+    shapes. fullgraph makes a graph break an error. A block with a selective checkpointing policy is
+    compiled once more, with the checkpoint inside (activation_checkpointing.py).
+    """
+    run_without_dynamo(False)
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    for block in transformer.blocks:
+        block.compile(fullgraph=True, dynamic=None)
+    logger.info("args.compile: blocks are compiled as they first run")

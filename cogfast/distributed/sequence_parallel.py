@@ -1,0 +1,257 @@
+"""Sequence parallelism: tensor parallelism whose ranks split the rows between the linears.
+
+Norms and residuals then run on S / size rows per rank, and keep that much less memory for backward.
+A column-parallel linear all-gathers its input rows, a row-parallel one reduce-scatters its products:
+together they send as many bytes as the all-reduce that they replace. Backward additionally gathers
+each column-parallel linear's input again, for the gradient of its weight.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cogfast.distributed.step_clock import wait_for
+from cogfast.distributed.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelGroup,
+    RowParallelLinear,
+    share_vectors,
+)
+from cogfast.kernels.block_kernels import BlockKernels
+from cogfast.kernels.qk_norm_rope3d import Rotation
+from cogfast.model.block import Block
+
+_ops = torch.ops._c10d_functional
+
+
+def _start_gather(rows: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to gather rows [B, S / size, N] -> [size * B, S / size, N], not yet complete."""
+    return _ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
+
+
+def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
+    """Wait for `_start_gather` and join its result -> [B, S, N]."""
+    # Ranks are joined along dim 0, but their rows follow each other along dim 1.
+    pieces = wait_for(gathered).unflatten(0, (group.size, -1))
+    return pieces.transpose(0, 1).flatten(1, 2)
+
+
+def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to reduce-scatter x [B, S, N] -> this rank's rows [B, S / size, N], not yet complete."""
+    pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+
+
+def _own_rows(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.chunk(group.size, 1)[group.rank]
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return _own_rows(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient of its own rows only.
+        return _joined(_start_gather(grad, ctx.group), ctx.group), None
+
+
+class _JoinRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return _joined(_start_gather(x, group), group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # The gradient of all rows is replicated: each rank takes its own.
+        return _own_rows(grad, ctx.group).contiguous(), None
+
+
+class _GatherRows(_JoinRows):
+    """All-gather the rows; backward sums the gradients, because each rank computes a share."""
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return wait_for(_start_scatter(grad, ctx.group)), None
+
+
+class _ScatterSum(_SplitRows):
+    """Reduce-scatter the rows; backward gathers the gradients of all rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return wait_for(_start_scatter(x, group))
+
+
+class _GatheringLinear(torch.autograd.Function):
+    """x W^T + b of all ranks' rows x.
+
+    Keeps only this rank's rows: backward gathers x again while it computes dx, and reduce-scatters dx
+    while it computes dW.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ParallelGroup
+    ) -> Tensor:
+        # A frozen weight's gradient is not computed, so its input is not kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.group = group
+        return F.linear(_joined(_start_gather(x, group), group), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x, weight), group = ctx.saved_tensors, ctx.group
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        dx = dw = db = None
+        # The collectives run beside the matmuls and are waited for when their result is needed.
+        gathered = _start_gather(x, group) if needs_dw else None
+        if needs_dx:
+            # Each rank has a part of the sum over the outputs: a reduce-scatter adds and splits it.
+            dx = _start_scatter(grad @ weight, group)
+        rows = grad.flatten(0, -2)
+        if gathered is not None:
+            dw = rows.T @ _joined(gathered, group).flatten(0, -2)
+        if needs_db:
+            db = rows.sum(0)
+        return None if dx is None else wait_for(dx), dw, db, None
+
+
+class RowGatheringLinear(ColumnParallelLinear):
+    """Column-parallel linear: this rank's rows [B, S / size, in] -> all rows [B, S, out / size]."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return _GatherRows.apply(x, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return self.product(self.enter(x))
+        bias = self.bias if self.adds_bias else None
+        return _GatheringLinear.apply(x, self.weight, bias, self.group)
+
+
+class RowScatteringLinear(RowParallelLinear):
+    """Row-parallel linear: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
+
+    Does not add the bias.
+    """
+
+    def leave(self, product: Tensor) -> Tensor:
+        return _ScatterSum.apply(product, self.group)
+
+
+class SequenceParallelBlock(Block):
+    """A block whose ranks have S / size rows each between the linears.
+
+    The first block splits its input by rows, and the last one joins its output.
+    """
+
+    def __init__(self, whole: Block, group: ParallelGroup, is_first: bool, is_last: bool) -> None:
+        nn.Module.__init__(self)  # takes over the modules of `whole` instead of making new ones
+        self.group, self.is_first, self.is_last = group, is_first, is_last
+        self.modulation = whole.modulation
+        self.attention_norm, self.attention = whole.attention_norm, whole.attention
+        self.mlp_norm, self.fc1, self.fc2 = whole.mlp_norm, whole.fc1, whole.fc2
+        self.kernels = whole.kernels
+
+    @property
+    def kernels(self) -> BlockKernels:
+        """Kernels for this rank's rows. Attention has all rows of its heads, so its kernels stay."""
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, kernels: BlockKernels) -> None:
+        self._kernels = _of_own_rows(kernels, self.group)
+
+    def forward(
+        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
+    ) -> Tensor:
+        if self.is_first:
+            self._check_rows(hidden.shape[1])
+            hidden = _SplitRows.apply(hidden, self.group)
+        hidden = super().forward(hidden, conditioning, num_text, rotation)
+        return _JoinRows.apply(hidden, self.group) if self.is_last else hidden
+
+    def _check_rows(self, num_rows: int) -> None:
+        if num_rows % self.group.size:
+            raise ValueError(
+                f"{num_rows} text and video tokens cannot be split evenly between "
+                f"args.model_parallel_size={self.group.size} ranks; use a size that divides them, "
+                "another video size, or args.sequence_parallel=false"
+            )
+
+
+def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:
+    """Adapt the kernels of norms and residuals to this rank's rows of the sequence.
+
+    They get the number of text rows among this rank's rows, and the gradients of their parameters are
+    summed over the group. (GatheredLinear sums the gradients of the modulation.)
+    """
+
+    def own_text(hidden: Tensor, num_text: int) -> int:
+        # Text rows come first: a rank may have only text rows, or none.
+        num_rows = hidden.shape[1]
+        return min(max(num_text - group.rank * num_rows, 0), num_rows)
+
+    def shared(*vectors: Tensor | None) -> list[Tensor | None]:
+        # All are None if no norm is affine.
+        given = [v for v in vectors if v is not None]
+        if not any(v.requires_grad for v in given):
+            return list(vectors)
+        copies = share_vectors(given, group)
+        # The kernels expect the parameters' dtype; float32 is for the sum of the gradients.
+        return [copy.to(v.dtype) for copy, v in zip(copies, given, strict=True)]
+
+    def adaptive_layernorm(
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shift: Tensor,
+        scale: Tensor,
+        num_text: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        count, (weight, bias) = own_text(hidden, num_text), shared(weight, bias)
+        return kernels.adaptive_layernorm(hidden, weight, bias, shift, scale, count, eps)
+
+    def residual_adaptive_layernorm(
+        hidden: Tensor,
+        branch: Tensor,
+        branch_bias: Tensor | None,
+        gate: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shift: Tensor,
+        scale: Tensor,
+        num_text: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
+        weight, bias = shared(weight, bias)
+        return kernels.residual_adaptive_layernorm(
+            hidden, branch, branch_bias, gate, weight, bias, shift, scale, count, eps
+        )
+
+    def gated_residual(
+        hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
+    ) -> Tensor:
+        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
+        return kernels.gated_residual(hidden, branch, branch_bias, gate, count)
+
+    return replace(
+        kernels,
+        adaptive_layernorm=adaptive_layernorm,
+        residual_adaptive_layernorm=residual_adaptive_layernorm,
+        gated_residual=gated_residual,
+    )

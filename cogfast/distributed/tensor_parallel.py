@@ -1,0 +1,311 @@
+"""Tensor-parallel linears and the collectives between them.
+
+Column-parallel: each rank has a shard of the outputs, and backward all-reduces the input's gradient.
+Row-parallel: each rank has a shard of the inputs, and forward all-reduces the product. Between the
+two, activations are sharded by heads or by the MLP's width; elsewhere they are replicated, bit for
+bit. The gradient of a replicated parameter that only sees sharded activations is all-reduced, by
+`copy_to_group`.
+
+The collectives are PyTorch's functional ones, which torch.compile and torch.utils.checkpoint see as
+ordinary ops.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cogfast.distributed.step_clock import wait_for
+from cogfast.kernels.quantized.quantized_linear import quantized_linear
+from cogfast.model.attention import DeferredBiasLinear, HeadNorm
+from cogfast.model.lora import LoraLinear
+from cogfast.model.weights.shard import Shard
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroup:
+    """A group of `size` processes that share the work on a sample; `rank` is this process's rank in it."""
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup
+
+    @property
+    def name(self) -> str:
+        """The group's name in the functional collectives."""
+        return self.process_group.group_name
+
+    def shard(self, shape: torch.Size, dim: int, num_parts: int = 1) -> Shard:
+        """Return this rank's shard of a parameter of `shape`, cut along `dim`."""
+        return Shard(tuple(shape), dim, num_parts, self.rank, self.size)
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        # A view, since autograd needs a tensor of its own for this node.
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return wait_for(_ops.all_reduce(grad, "sum", ctx.name)), None
+
+
+class _SumOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, name: str) -> Tensor:
+        # Not in place: selective checkpointing may keep the product from before the sum.
+        return wait_for(_ops.all_reduce(x, "sum", name))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ParallelGroup, sums_gradient: bool) -> Tensor:
+        ctx.group, ctx.sums_gradient = group, sums_gradient
+        # Gathered along dim 0, but columns belong side by side.
+        pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
+        return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        if not ctx.sums_gradient:
+            return grad.chunk(group.size, -1)[group.rank], None, None
+        pieces = grad.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
+        scattered = _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+        return wait_for(scattered), None, None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x W^T + b whose backward sums dx over the group while it computes dW."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
+        # A frozen weight's gradient is not computed, so its input is not kept, as in F.linear.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.name = name
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            # In place, since nothing else uses the product; torch.compile needs the pure op.
+            start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
+            dx = start(grad @ weight, "sum", ctx.name)
+        # dW and db are computed while the all-reduce runs.
+        rows = grad.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            dw = rows.T @ x.flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0)
+        return None if dx is None else wait_for(dx), dw, db, None
+
+
+def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
+    return _CopyToGroup.apply(x, group.name)
+
+
+def sum_over_group(x: Tensor, group: ParallelGroup) -> Tensor:
+    """All-reduce forward, identity backward: the gradient is replicated already."""
+    return _SumOverGroup.apply(x, group.name)
+
+
+def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Return the largest of the ranks' numbers in each place, without a gradient."""
+    return wait_for(_ops.all_reduce(x, "max", group.name))
+
+
+def gather_columns(x: Tensor, group: ParallelGroup, sums_gradient: bool = False) -> Tensor:
+    """All-gather columns [B, N / size] -> [B, N].
+
+    sums_gradient: reduce-scatter the gradient in backward; otherwise it is replicated, and each rank
+    takes its part.
+    """
+    return _GatherColumns.apply(x, group, sums_gradient)
+
+
+def share_vectors(vectors: Sequence[Tensor], group: ParallelGroup) -> Sequence[Tensor]:
+    """Return copies of replicated parameters [N], in float32, for sharded work.
+
+    Backward sums all their gradients in one all-reduce.
+    """
+    both = torch.stack(tuple(vectors))
+    # A sum over ranks in bf16 would round at every addition.
+    both = both.to(torch.promote_types(both.dtype, torch.float32))
+    return copy_to_group(both, group).unbind()
+
+
+def take_share(parameter: Tensor, shard: Shard) -> nn.Parameter:
+    """Copy this rank's shard of a parameter, so that the whole parameter can be freed."""
+    if parameter.is_meta:
+        # torch.cat on the meta device imports torch._dynamo, which takes seconds.
+        share = parameter.new_empty(shard.share_shape)
+        return nn.Parameter(share, parameter.requires_grad)
+    # A clone, since a view would keep the whole parameter in memory.
+    share = shard.of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(share, parameter.requires_grad)
+
+
+class ParallelLinear(nn.Module):
+    """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
+
+    By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
+    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of a weight
+    of 8 bits (train/memory/quantized_base.py).
+    """
+
+    scale: Tensor | None
+
+    def __init__(
+        self, whole: nn.Linear, group: ParallelGroup, dim: int, num_parts: int = 1
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.adds_bias = not isinstance(whole, DeferredBiasLinear)
+        self.shards = {"weight": group.shard(whole.weight.shape, dim, num_parts)}
+        self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
+        self.register_buffer("scale", None, persistent=False)
+        self.bias = whole.bias
+        if dim == 0:
+            self.shards["bias"] = group.shard(whole.bias.shape, 0, num_parts)
+            self.bias = take_share(whole.bias, self.shards["bias"])
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply with the local shard, without communication."""
+        # A deferred bias, sharded or whole, goes to the kernel behind the linear.
+        bias = self.bias if self.adds_bias else None
+        if self.scale is not None:
+            return quantized_linear(x, self.weight, self.scale, bias)
+        return F.linear(x, self.weight, bias)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out]."""
+
+    def __init__(self, whole: nn.Linear, group: ParallelGroup, num_parts: int = 1) -> None:
+        super().__init__(whole, group, 0, num_parts)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Enter the column-parallel region: identity forward, all-reduce backward."""
+        return copy_to_group(x, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return self.product(self.enter(x))
+        bias = self.bias if self.adds_bias else None
+        return _ColumnLinear.apply(x, self.weight, bias, self.group.name)
+
+
+class GatheredLinear(ColumnParallelLinear):
+    """Column-parallel linear with a gathered output: replicated [B, in] -> [B, out].
+
+    sums_gradient: the ranks use the output on different rows (sequence parallelism), so that its
+    gradients must be summed.
+    """
+
+    def __init__(self, whole: nn.Linear, group: ParallelGroup, sums_gradient: bool = False) -> None:
+        super().__init__(whole, group)
+        self.sums_gradient = sums_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_columns(super().forward(x), self.group, self.sums_gradient)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
+
+    def __init__(self, whole: nn.Linear, group: ParallelGroup) -> None:
+        assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
+        super().__init__(whole, group, 1)
+
+    def leave(self, product: Tensor) -> Tensor:
+        """Leave the row-parallel region: all-reduce the partial products."""
+        return sum_over_group(product, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.product(x))
+
+
+class ParallelLora(LoraLinear):
+    """A shard of a linear with LoRA adapters.
+
+    Matrices B are cut as the linear's outputs, or matrices A as its inputs; the other matrices are
+    replicated. shards: {name of a cut matrix: its shard}.
+    """
+
+    def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
+        nn.Module.__init__(self)
+        self.group, self.original = original.group, original
+        self.scaling, self.dropout, self.num_parts = whole.scaling, whole.dropout, whole.num_parts
+        self.kernels = whole.kernels
+        self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
+        self.shards: dict[str, Shard] = {}
+
+    def _cut(self, name: str, matrices: nn.ParameterDict, dim: int) -> nn.ParameterDict:
+        shards = {part: self.group.shard(matrix.shape, dim) for part, matrix in matrices.items()}
+        # Checkpoints and loaders ask for these: a rank reads and writes its part of each matrix.
+        self.shards |= {f"{name}.{part}": shard for part, shard in shards.items()}
+        return nn.ParameterDict({part: take_share(matrices[part], shards[part]) for part in shards})
+
+
+class ColumnParallelLora(ParallelLora):
+    """Column-parallel LoRA linear: one all-reduce of the input's gradient for linear and adapters."""
+
+    def __init__(self, whole: LoraLinear, original: ColumnParallelLinear) -> None:
+        super().__init__(whole, original)
+        self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        original = self.original
+        assert isinstance(original, ColumnParallelLinear), "__init__ sets it"
+        x = original.enter(x)
+        # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
+        a = copy_to_group(self.joined_a(), self.group)
+        return self.adapt(original.product(x), x, a, list(self.matrix_B.values()))
+
+
+class RowParallelLora(ParallelLora):
+    """Row-parallel LoRA linear: one all-reduce for the products of linear and adapters."""
+
+    def __init__(self, whole: LoraLinear, original: RowParallelLinear) -> None:
+        super().__init__(whole, original)
+        self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        original = self.original
+        assert isinstance(original, RowParallelLinear), "__init__ sets it"
+        # B is replicated but sees only this rank's part of A x: sum its gradients.
+        b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
+        return original.leave(self.adapt(original.product(x), x, self.joined_a(), b))
+
+
+class SharedHeadNorm(HeadNorm):
+    """HeadNorm with replicated weights, applied to this rank's heads."""
+
+    def __init__(self, whole: HeadNorm, group: ParallelGroup) -> None:
+        nn.Module.__init__(self)
+        self.group, self.eps = group, whole.eps
+        self.normalized_shape, self.elementwise_affine = whole.normalized_shape, True
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        weight, bias = share_vectors((self.weight, self.bias), self.group)
+        return weight, bias

@@ -1,0 +1,561 @@
+"""DeepSpeed ZeRO around the transformer, and named access to its sharded state.
+
+ZeRO flattens the trainable parameters into a few float32 vectors, of which every rank owns a part
+("partition"). `ZeroEngine` maps partitions to parameters: a `Slice` says which elements of a
+parameter this rank owns and where they are in its partition. Checkpoints, EMA evaluation and resume
+use nothing else of DeepSpeed. Only this file and fused_step.py use private names of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.deepspeed_keys import stage_and_sums
+from cogfast.config.merged_config import to_dict
+from cogfast.distributed.fused_step import (
+    FusedStep,
+    WeightGather,
+    own_weights,
+    reason_for_stock_step,
+)
+from cogfast.distributed.process_groups import ModelParallelUnit
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, read_moment
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+# DeepSpeed's collectives, all methods of one object
+_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+_COLLECTIVES += ("all_gather", "broadcast")
+_MOVED = 1 << 24  # elements that move from host memory to the device at a time
+_NEVER = 2**31  # steps between DeepSpeed's log lines
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, start + numel) of a flattened parameter, at `offset` in partition `part`.
+
+    For a parameter sharded by tensor parallelism, elements of this rank's flattened shard.
+    """
+
+    parameter: str
+    start: int
+    numel: int
+    part: int
+    offset: int
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Return this rank's shard of a parameter; None if it is not sharded (set by `parallelize`)."""
+    return getattr(parameter, "shard", None)
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3."""
+    shard = shard_of(parameter)
+    if shard is not None:
+        return list(shard.shape)
+    return list(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def deepspeed_config(config: Config, args: TrainArguments) -> dict:
+    """Return the `deepspeed` section as DeepSpeed expects it, for an optimizer that cogfast builds.
+
+    Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
+    stage 0 is a different one and gives different losses.) `stage_and_sums` says which other runs do.
+    """
+    section = to_dict(config.deepspeed)
+    for handled_here in ("optimizer", "scheduler", "train_batch_size"):
+        section.pop(handled_here, None)
+    section["train_micro_batch_size_per_gpu"] = args.batch_size
+    section["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    section.setdefault("steps_per_print", _NEVER)
+    # DeepSpeed's throughput timer adds two host-device syncs per micro-batch and is never printed.
+    section.setdefault("timers", {"throughput": {"enabled": False}})
+    section.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1.0
+    # DeepSpeed refuses an optimizer that it does not know, and with offload any but its own.
+    section["zero_allow_untested_optimizer"] = True
+    section["zero_force_ds_cpu_optimizer"] = False
+    for name, is_on in (("bf16", args.bf16), ("fp16", args.fp16)):
+        section[name] = {**(section.get(name) or {}), "enabled": is_on}
+    zero = section.setdefault("zero_optimization", {})
+    zero["stage"], sum_dtype = stage_and_sums(section, args)
+    if zero["stage"] != args.zero_stage:
+        logger.warning(
+            "ZeRO stage %d runs as stage %d: the same update with sharded %s",
+            args.zero_stage,
+            zero["stage"],
+            "state" if zero["stage"] == 1 else "state and float32 sums of gradients",
+        )
+    if args.bf16 and zero["stage"] < 3:
+        # Non-finite steps are skipped on the device instead (_guard_non_finite_steps).
+        section["bf16"]["check_grad_overflow"] = False
+    data_types = section.get("data_types") or {}
+    if sum_dtype != data_types.get("grad_accum_dtype"):
+        section["data_types"] = {**data_types, "grad_accum_dtype": sum_dtype}
+        logger.info(
+            "the gradients of %d micro-batches are accumulated in float32, which takes up to 2 more "
+            "bytes per trained parameter, divided by the data-parallel ranks "
+            "(deepspeed.data_types.grad_accum_dtype: bf16 keeps them in bf16)",
+            args.gradient_accumulation_steps,
+        )
+    return section
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, which every engine imports, without preparing its compiled functions.
+
+    Its module calls torch.compile, which imports TorchInductor: 1.4 s. cogfast builds the optimizer
+    itself, so that nothing calls these functions.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_with_torch = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_with_torch
+
+
+def _fit_stage_3_to_checkpointing() -> None:
+    """Change two things of DeepSpeed's ZeRO-3 that selective activation checkpointing does not allow.
+
+    Its linears add the bias to the product in place. Checkpointing keeps that product, so that
+    recomputation would add the bias a second time and give wrong gradients.
+
+    Its hooks gather and release weights among the operations of a block. Checkpointing counts all
+    operations, and recomputation gathers others than the forward pass, which is an error.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+    )
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    watching = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return input.matmul(weight.t())
+        rows = input.reshape(-1, input.shape[-1])
+        return torch.addmm(bias, rows, weight.t()).view(*input.shape[:-1], -1)
+
+    LinearFunctionForZeroStage3.forward = staticmethod(forward)
+
+    def unwatched(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def run(*args: Any, **options: Any) -> Any:
+            modes = _get_current_dispatch_mode_stack()
+            is_watched = any(isinstance(mode, watching) for mode in modes)
+            with _disable_current_modes() if is_watched else contextlib.nullcontext():
+                return method(*args, **options)
+
+        return run
+
+    hooks: Any = PartitionedParameterCoordinator
+    # A second engine in the process finds them changed.
+    if not hasattr(hooks.fetch_sub_module, "is_unwatched"):
+        for name in ("fetch_sub_module", "release_sub_module"):
+            method = unwatched(getattr(hooks, name))
+            method.__dict__["is_unwatched"] = True
+            setattr(hooks, name, method)
+
+
+class _TimedWork:
+    """A collective that DeepSpeed started."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, *args: object) -> object:
+        with CLOCK.waiting():
+            return self.work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _timed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the clock of the step see a collective of DeepSpeed, or another wait for one."""
+
+    @functools.wraps(run)
+    def call(*args: object, **named: object) -> Any:
+        with CLOCK.waiting():
+            work = run(*args, **named)
+        return None if work is None else _TimedWork(work)
+
+    return call
+
+
+def _time_collectives(zero: Any, options: dict) -> None:
+    """Time DeepSpeed's waits for other ranks. options: of zero_optimization."""
+    from deepspeed.comm import comm
+
+    backend: Any = comm.cdb
+    for name in _COLLECTIVES:
+        if name not in vars(backend):  # an earlier engine has done it
+            setattr(backend, name, _timed(getattr(backend, name)))
+    overlaps = options.get("overlap_comm", options["stage"] == 3)  # DeepSpeed's default
+    if overlaps and torch.cuda.is_available():
+        # The device has nothing left to compute, and waits for the stream of the reductions.
+        epilogue = zero.overlapping_partition_gradients_reduce_epilogue
+        zero.overlapping_partition_gradients_reduce_epilogue = _timed(epilogue)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    """Round float32 values [N] to the training dtype; those in host memory move a part at a time."""
+    size = source.numel() if source.device == out.device else _MOVED
+    for values, place in zip(source.split(max(1, size)), out.split(max(1, size)), strict=True):
+        place.copy_(values.to(out.device))
+
+
+class ZeroEngine:
+    """The transformer under DeepSpeed: forward, backward, step, and the sharded state by name.
+
+    transformer: on the device, in its training dtype. optimizer: over its parameter groups.
+    config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
+    data-parallel groups; None without tensor parallelism. use_stock_step: use DeepSpeed's own step of
+    stages 1 and 2 even where FusedStep could replace it. timeout_s: how long a collective waits.
+    tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
+
+    `step` returns while the new weights are still being gathered. A forward pass, `publish`,
+    `weights` and `whole` wait for them; call `wait_for_weights` before any other read. Master
+    weights and optimizer state can be read without waiting.
+    """
+
+    def __init__(
+        self,
+        transformer: DiffusionTransformer,
+        optimizer: torch.optim.Optimizer,
+        config: dict,
+        mpu: ModelParallelUnit | None = None,
+        use_stock_step: bool = False,
+        timeout_s: int | None = None,
+    ) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
+        import deepspeed
+
+        # Building DeepSpeed's shared-memory op takes 18 s, and gloo does not need it. Reading the
+        # table instead of replacing it would probe all of DeepSpeed's ops with a compiler.
+        ops: Any = deepspeed.ops  # the module makes the table when it is first read
+        ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        _import_muon()
+        if config["zero_optimization"]["stage"] == 3:
+            _fit_stage_3_to_checkpointing()
+        deepspeed.init_distributed(
+            dist_backend=torch.distributed.get_backend(), dist_init_required=False, verbose=False
+        )
+        self.transformer = transformer
+        self.optimizer: Any = optimizer  # a fused one also has found_inf
+        self.tensor_rank, self.data_rank = 0, torch.distributed.get_rank()
+        if mpu is not None:
+            self.tensor_rank = mpu.get_model_parallel_rank()
+            self.data_rank = mpu.get_data_parallel_rank()
+        deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep an earlier engine's
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=transformer,
+            optimizer=optimizer,
+            config=config,
+            mpu=mpu,
+            dist_init_required=False,
+        )
+        if mpu is None and timeout_s is not None:
+            # The group that DeepSpeed makes has torch's default of 10 or 30 minutes.
+            group: Any = self.engine.data_parallel_group
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        self.zero: Any = self.engine.optimizer  # one of many classes, whose private names are used
+        self.stage = config["zero_optimization"]["stage"]
+        # Steps skipped for non-finite gradients, since the start and in a row; on the device, so that
+        # counting needs no sync.
+        self.num_skipped = torch.zeros((), device=self.engine.device)
+        self.num_skipped_in_a_row = torch.zeros((), device=self.engine.device)
+        self.found_inf: Tensor | None = None  # whether the current step is skipped
+        # Parameters are compared by identity: DeepSpeed keeps the Parameter objects and replaces their data.
+        names = {id(p): name for name, p in transformer.named_parameters()}
+        if self.stage == 3:
+            self.parts = self.zero.fp32_partitioned_groups_flat
+            self.slices = list(self._stage3_slices(names))
+        else:
+            self.parts = self.zero.single_partition_of_fp32_groups
+            self.slices = list(self._stage12_slices(names))
+        _time_collectives(self.zero, config["zero_optimization"])
+        self._gather = WeightGather(self.zero) if self.stage < 3 else None
+        # Every forward pass waits, also those of evaluations.
+        transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
+        self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
+        if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
+            self._guard_non_finite_steps()
+        self.allocate_state([])  # activations would cut the device's memory into pieces
+
+    def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+        return self.engine(*inputs, **named)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Norm of the last step's gradient before clipping, over all ranks, on the device.
+
+        Negative or not finite if the step was skipped.
+        """
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(float("nan") if norm is None else norm, dtype=torch.float32)
+
+    @property
+    def is_loss_scale_spent(self) -> Tensor:
+        """Whether fp16's loss scale was at its minimum when gradients overflowed; on the device."""
+        if self.is_step_fused and self.engine.fp16_enabled():
+            return self.zero.loss_scaler.is_spent
+        return torch.zeros_like(self.num_skipped)  # DeepSpeed's own step raises an exception
+
+    def backward(self, loss: Tensor) -> None:
+        with CLOCK.part("backward"):
+            self.engine.backward(loss)
+
+    def step(self, lr: float) -> None:
+        """Update weights and EMA with learning rate `lr` if gradient accumulation is complete.
+
+        With non-finite gradients on any rank it changes nothing and counts a skipped step.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Asked before the step, which counts the micro-batch.
+        is_update = self.engine.is_gradient_accumulation_boundary()
+        with CLOCK.part("optimizer"):
+            self.engine.step()
+            if not is_update:
+                return
+            if self.is_step_fused:
+                self._count_skipped(self.optimizer.found_inf)
+            elif self.stage == 3 or self.engine.fp16_enabled():
+                self._count_skipped(float(self.zero.overflow))  # on the host already
+
+    def wait_for_weights(self) -> None:
+        """Wait until the last step's weights are gathered. Every rank calls this before it exits."""
+        if self._gather is not None:
+            self._gather.wait()
+
+    def _count_skipped(self, is_skipped: Tensor | float) -> None:
+        self.num_skipped += is_skipped
+        # No branch, which would synchronize with the host; a finite step resets the number to 0.
+        self.num_skipped_in_a_row = (self.num_skipped_in_a_row + 1) * is_skipped
+
+    def _fuse_step(self) -> bool:
+        """Replace DeepSpeed's step by FusedStep, or log why that is not possible."""
+        reason = reason_for_stock_step(self.zero, self.optimizer)
+        if reason is None:
+            assert self._gather is not None, "stages 1 and 2 gather weights"
+            FusedStep(self.zero, self._gather)
+        else:
+            logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
+        return reason is None
+
+    def _guard_non_finite_steps(self) -> None:
+        """Make the optimizer skip steps with non-finite gradients, through a device scalar.
+
+        DeepSpeed computes the global norm just before the optimizer's step and returns -1 for a
+        non-finite one. In bf16 and fp32 nothing else stops such a step.
+        """
+        global_norm = self.zero.scaled_global_norm
+
+        def scaled_global_norm(norm_type: int = 2) -> Tensor:
+            norm = global_norm(norm_type)
+            found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
+            if self._is_fused:
+                self.optimizer.found_inf = found_inf
+            self.found_inf = found_inf
+            self._count_skipped(found_inf)
+            return norm
+
+        self.zero.scaled_global_norm = scaled_global_norm
+        if self._is_fused:
+            return  # a fused optimizer reads found_inf on the device
+        update = self.optimizer.step
+
+        def step(closure: None = None) -> None:
+            assert self.found_inf is not None, "the norm is computed before the step"
+            if not self.found_inf.item():  # sync: this optimizer cannot skip on the device
+                update()
+
+        self.optimizer.step = step
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether the optimizer keeps its counters and its decision to skip on the device."""
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return is_fused or isinstance(self.optimizer, FusedEmaAdam)
+
+    def _stage12_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        for part, group in enumerate(self.zero.bit16_groups):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                # None: this rank owns no element of the parameter.
+                if mapping is not None:
+                    at, where = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield Slice(names[id(parameter)], at.start, at.numel, part, where.start)
+
+    def _stage3_slices(self, names: dict[int, str]) -> Iterator[Slice]:
+        rank = torch.distributed.get_rank(group=self.zero.dp_process_group)
+        parameters: Iterator[Any] = self.transformer.parameters()  # Any: DeepSpeed adds attributes
+        for parameter in parameters:
+            place = self.zero.grad_position.get(self.zero.get_param_id(parameter))
+            if place is None:  # frozen
+                continue
+            # DeepSpeed pads every parameter to a multiple of the data-parallel size.
+            part, offset, padded = place
+            numel = min(padded, parameter.ds_numel - rank * padded)
+            if numel > 0:
+                yield Slice(names[id(parameter)], rank * padded, numel, part, offset)
+
+    def state(self, part: int) -> dict:
+        """Return the optimizer's state of one partition: flat float32 tensors and counters."""
+        return self.optimizer.state[self.parts[part]]
+
+    def group_of(self, part: int) -> dict:
+        """Return the optimizer's parameter group of one partition: its rates and other settings."""
+        number = self.zero.sub_group_to_group_id[part] if self.stage == 3 else part
+        return self.optimizer.param_groups[number]
+
+    def state_kinds(self) -> list[str]:
+        """Return the names of the optimizer's per-element state, such as exp_avg and shadow.
+
+        Complete after `allocate_state` or the first step that is not skipped. The result is the same on every rank: a rank that owns only
+        padding has a partition, too.
+        """
+        shape = self.parts[0].shape
+        kept = self.state(0).items()
+        return sorted(k for k, v in kept if isinstance(v, Tensor) and v.shape == shape)
+
+    def set_counter(self, part: int, key: str, value: float) -> None:
+        """Set a scalar of the optimizer's state, such as its step count, from a checkpoint."""
+        device = self.parts[part].device if self._is_fused else "cpu"  # as in torch's optimizers
+        self.state(part)[key] = torch.tensor(value, device=device)
+
+    def view(self, piece: Slice, kind: str) -> Tensor:
+        """Return a slice's "master" weights or a kind of optimizer state, float32 [numel].
+
+        It is a view, except of 8-bit moments.
+        """
+        if kind == "master":
+            return self.parts[piece.part].detach().narrow(0, piece.offset, piece.numel)
+        self.wait_for_ema()
+        return read_moment(self.state(piece.part), kind, piece.offset, piece.numel)
+
+    def allocate_state(self, kinds: list[str]) -> None:
+        """Allocate the optimizer's state before its first step; kinds: of other optimizers."""
+        self.wait_for_ema()
+        is_swapped = getattr(self.zero, "swap_optimizer", False)  # stage 3's state on NVMe
+        for part in self.parts:
+            if isinstance(self.optimizer, FusedEmaAdam):
+                if not is_swapped:
+                    self.optimizer.state_of(part)
+                continue
+            for kind in kinds:
+                self.optimizer.state[part][kind] = torch.zeros_like(part, requires_grad=False)
+
+    @contextmanager
+    def filled(self, part: int, kind: str) -> Iterator[Tensor]:
+        """Yield a flat float32 tensor for the "master" weights or a kind of optimizer state of a
+        partition, which takes over its values at the end of the block."""
+        if kind == "master" or largest_key(kind) not in self.state(part):
+            yield (self.parts[part] if kind == "master" else self.state(part)[kind]).detach()
+            return
+        values = torch.zeros(self.parts[part].shape)
+        yield values
+        CodedMoment.of(self.state(part), kind).encode(values)
+
+    def wait_for_ema(self) -> None:
+        """Wait, on the host, until the EMA is that of the last step, if it is in host memory."""
+        if isinstance(self.optimizer, FusedEmaAdam) and self.optimizer.other_ema is not None:
+            self.optimizer.other_ema.wait()
+
+    @torch.no_grad()
+    def publish(self, kind: str = "master") -> None:
+        """Copy the "master" weights or the EMA ("shadow") into the model, on all ranks."""
+        self.wait_for_weights()
+        if kind == "shadow":
+            self.wait_for_ema()
+        sources = [p if kind == "master" else self.state(i)[kind] for i, p in enumerate(self.parts)]
+        if self.stage == 3:
+            # Parameters that are still gathered would keep their old values.
+            self.zero._partition_all_parameters()
+            for i, source in enumerate(sources):
+                _copy(source, self.zero.fp16_partitioned_groups_flat[i].data)
+                self.zero._unflatten_partitioned_parameters(i)
+            # Every rank keeps the parameters below stage 3's persistence threshold whole.
+            if small := self.zero.persistent_parameters:
+                small[0].all_gather(small)
+            return
+        for weights, source in zip(own_weights(self.zero), sources, strict=True):
+            _copy(source, weights.data)
+        assert self._gather is not None, "stages 1 and 2 gather weights"
+        self._gather.start()
+        self._gather.wait()
+
+    @contextmanager
+    def weights(self, kind: str) -> Iterator[None]:
+        """Use the weights of `kind` ("master" or "shadow") in the model within the block.
+
+        After an error the master weights do not come back: the other ranks would not join their gather.
+        """
+        if kind == "master":
+            self.wait_for_weights()
+            yield
+            return
+        self.publish(kind)
+        yield
+        self.publish("master")
+
+    @contextmanager
+    def whole(self, parameter: nn.Parameter, is_written: bool = False) -> Iterator[Tensor]:
+        """Gather a frozen parameter's values, which ZeRO-3 partitions too. Every rank must call it.
+
+        is_written: rank 0's changes are sent to all ranks at the end of the block.
+        """
+        self.wait_for_weights()
+        if self.stage < 3:
+            # Stages 1 and 2 keep every parameter whole on each rank.
+            yield parameter.data
+            return
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0 if is_written else None):
+            yield parameter.data
+
+    def loss_scaler_state(self) -> dict:
+        """Return fp16's loss scale and its counters as plain numbers; {} for other dtypes."""
+        scaler = getattr(self.zero, "loss_scaler", None)
+        if scaler is None or not self.engine.fp16_enabled():
+            return {}
+        numbers = {k: v for k, v in vars(scaler).items() if not k.startswith("_")}
+        for key, value in numbers.items():
+            if isinstance(value, Tensor):
+                numbers[key] = value.item()  # sync: only read when a checkpoint is saved
+        return {k: v for k, v in numbers.items() if isinstance(v, (int, float, bool))}
+
+    def load_loss_scaler_state(self, state: dict) -> None:
+        """Continue with a checkpoint's dynamic loss scale; the configuration decides its settings."""
+        if not (state.get("dynamic") and self.loss_scaler_state().get("dynamic")):
+            return
+        for key in {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"} & state.keys():
+            value, old = state[key], getattr(self.zero.loss_scaler, key)
+            if isinstance(old, Tensor):  # DeviceLossScaler's
+                value = torch.full_like(old, value)
+            setattr(self.zero.loss_scaler, key, value)

@@ -1,0 +1,272 @@
+"""`cogfast sample`: generates videos with a run folder, a checkpoint or the weights of args.load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.merged_config import to_dict
+from cogfast.config.values import counted
+from cogfast.core.device_memory import free_memory
+from cogfast.core.files import WriteError, write_text
+from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.autoencoder import DecodePlan
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.formats.run_checkpoint import RunFiles
+from cogfast.model.weights.vae.image_scale import scale_of_run
+from cogfast.sample.flags import check_negative_prompt
+from cogfast.sample.generate import Prompt, VideoMaker, write_samples
+from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
+from cogfast.sample.sizes import read_image, sampled_sizes
+from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
+from cogfast.train.encode import Encoder
+from cogfast.train.preflight.attention_choice import choose_for_sampling
+from cogfast.train.preflight.check import check_sample, log_unused
+from cogfast.train.preflight.dry_build import warn_of_different_schedules
+from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
+from cogfast.train.run.folder import git
+from cogfast.train.video_size import LatentSize, warn_of_other_positions
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def sample(
+    config: Config,
+    prompts: Sequence[str],
+    images: Sequence[Path | None],
+    out: Path,
+    seeds: Sequence[int],
+    weights: str | None,
+    ema: bool | None,
+    loras: Sequence[LoraOverlay] = (),
+) -> list[Path]:
+    """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
+
+    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. With one seed, video n (from
+    0) has that seed + n, which reproduces it from its prompt alone; with several, each prompt gets a
+    video of each seed, and the file names say it.
+    weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
+    those of args.load; None: those of runs that have any. loras: adapters to merge.
+    """
+    args = TrainArguments.from_config(config)
+    if not args.compile:
+        run_without_dynamo()
+    check_sample(config, weights, has_images=any(image is not None for image in images))
+    check_negative_prompt(config)
+    _refuse_results(out)
+    sizes = sampled_sizes(config, args, images)
+    # Before the model is built, so that a wrong path costs no time.
+    adapters = open_loras(loras, ema)
+    groups = start_processes(
+        args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+    )
+    # The cheap parts first; weights of 11 GB are read below.
+    diffusion = assemble_diffusion(config)
+    if groups.is_main:
+        log_unused(config)
+        warn_of_different_schedules(diffusion)
+        if weights is None:
+            warn_of_image_scale(config)
+        _warn_of_scale_of_loras(config, loras)
+    # If there is no run, --ema reads the averaged weights of args.load.
+    source = args.load if weights is None and ema else weights
+    # Rounded and offloaded weights are for training; adapters are merged into the original ones.
+    whole = dataclasses.replace(args, quantize_base="none", offload_blocks=0)
+    transformer = assemble_transformer(
+        config, whole, groups, source, ema, allow_missing=args.force_inference
+    ).eval()
+    add_loras(transformer, adapters)
+    run = None if weights is None else find_run_checkpoint(Path(weights))
+    manifest = {} if run is None else read_manifest(run)
+    if manifest and groups.is_main:
+        warn_of_other_positions(transformer.config, sizes, manifest)
+    stored = manifest.get("attention_backend")
+    attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
+    transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
+    encoder = assemble_encoder(config, args, transformer, groups)
+    plan = None if args.only_save_latents else _limit_decoding(encoder, args, groups, sizes)
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
+    num_copies, at_a_time = (
+        (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
+    )
+    if len(seeds) > 1:
+        if num_copies > 1:
+            raise ValueError(
+                f"args.batch_size={num_copies} (--num-videos) and {len(seeds)} seeds (--seed) both set the "
+                "number of videos per prompt; give one of them"
+            )
+        num_copies = len(seeds)
+    given = list(zip(prompts, images, sizes, strict=True))
+    resize = data_arguments(config).get("resize", "crop")
+    wanted = []
+    for i in range(len(given) * num_copies):
+        text, image, size = given[i // num_copies]
+        pixels = None if image is None else read_image(image, _pixels(size), resize)
+        is_named = len(seeds) > 1
+        seed = seeds[i % num_copies] if is_named else seeds[0] + i
+        wanted.append(Prompt(i, text, seed, pixels, size=size, is_named_by_seed=is_named))
+    maker = VideoMaker(
+        transformer,
+        diffusion,
+        encoder,
+        sizes[0],
+        device=groups.device,
+        negative_prompt=args.negative_prompt,
+    )
+    if ema is None:
+        ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
+    settings = {"weights": weights or args.load, "ema": ema}
+    settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
+    if args.negative_prompt is not None:
+        settings["negative_prompt"] = args.negative_prompt
+    settings |= _settings(config, args, maker, plan)
+    rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
+    try:
+        # Before the first video, so that a run that fails has its settings, too.
+        groups.on_main(lambda: _write_settings(out, settings | {"prompts": rows}))
+        files = write_samples(
+            out,
+            maker,
+            wanted,
+            groups,
+            # The videos of one call have one size.
+            at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
+            latents_only=args.only_save_latents,
+        )
+    except (OSError, WriteError) as error:
+        kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
+        raise RuntimeError(
+            f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
+            "and sample again into another folder (--out)"
+        ) from None
+    if args.only_save_latents:
+        logger.info(
+            "wrote %s to %s", counted(len(files), "file of latents", "files of latents"), out
+        )
+    else:
+        logger.info("wrote %s and contact_sheet.png to %s", counted(len(files), "video"), out)
+    groups.close()
+    return files
+
+
+def _refuse_results(out: Path) -> None:
+    """Raise ValueError if an earlier call has written into `out`: its prompts and seeds would be lost."""
+    # The settings alone are of a call that was interrupted before its first video.
+    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors")]
+    has_settings = (out / "settings.json").exists() and samples
+    if has_settings or (out / "prompts.json").exists():
+        name = "settings.json" if has_settings else "prompts.json"
+        raise ValueError(
+            f"--out {out}: has the samples of an earlier call ({name}); give another folder with --out"
+        )
+
+
+def _warn_of_scale_of_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+    """Warn of adapters that were trained with another scale of the first frame than this one."""
+    model = ModelArguments.from_config(config)
+    for lora in loras if model.noised_image_input else ():
+        trained = scale_of_run(Path(lora.path))
+        if trained is not None and trained[0] != model.image_latent_scale:
+            logger.warning(
+                "--lora %s was trained with model.image_latent_scale=%s, and this samples with %s; add "
+                "model.image_latent_scale=%s",
+                lora.path,
+                trained[0],
+                model.image_latent_scale,
+                trained[0],
+            )
+
+
+def _limit_decoding(
+    encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
+) -> DecodePlan:
+    """Set the first stage to decode in tiles if the largest video needs too much memory.
+
+    The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
+    same tiles.
+    """
+    asked = args.vae_memory_gib
+    budget = (
+        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
+    )
+    # One plan for all videos, since a plan decides the numbers that come out.
+    largest = max(sizes, key=lambda size: size.height * size.width)
+
+    def limit() -> DecodePlan | None:
+        # Only these ranks decode: the others need no first stage.
+        if not groups.is_first_of_model:
+            return None
+        return encoder.first_stage.limit_decode_memory(
+            budget, largest.num_frames, *_pixels(largest)
+        )
+
+    plan = groups.broadcast(groups.on_all(limit))
+    assert plan is not None, "rank 0 decodes"
+    needed = plan.num_bytes / _GIB
+    if plan.num_bytes > budget and asked is not None:
+        raise ValueError(
+            f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
+            f"{_pixels(largest)[0]}x{_pixels(largest)[1]} takes {needed:.2f} GiB in the smallest "
+            "tiles; raise it, or save only latents (args.only_save_latents=true)"
+        )
+    if plan.tile is not None:
+        logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
+    if plan.num_bytes > budget:
+        logger.warning("%.1f GiB are free, but decoding needs about %.1f", budget / _GIB, needed)
+    return plan
+
+
+def _pixels(size: LatentSize) -> tuple[int, int]:
+    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
+
+
+def _settings(
+    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+) -> dict[str, Any]:
+    """Return all settings that affect the result, for all prompts."""
+    plain = to_dict(config.model)
+    size = maker.size
+    return {
+        "dtype": args.precision,
+        "num_steps": maker.sampler.num_steps,
+        "sampler": plain["sampler_config"],
+        "denoiser": plain["denoiser_config"],
+        "channels": size.channels,
+        "frames": size.frames,
+        "num_frames": size.num_frames,
+        "fps": size.fps,
+        "scale_factor": maker.encoder.scale_factor,
+        "image_scale": maker.encoder.image_scale if maker.encoder.image_input else None,
+        "decode_tile": plan.tile if plan is not None else None,
+        "model_parallel_size": args.model_parallel_size,
+        "context_parallel_size": args.context_parallel_size,
+        "versions": {
+            **{name: version(name) for name in ("torch", "diffusers", "transformers")},
+            "commit": git("rev-parse", "HEAD"),
+        },
+    }
+
+
+def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
+    assert prompt.size is not None, "every prompt gets a size"
+    rows, columns = _pixels(prompt.size)
+    found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
+    return found if image is None else found | {"image": str(image)}
+
+
+def _write_settings(out: Path, settings: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    write_text(out / "settings.json", text + "\n")

@@ -1,0 +1,131 @@
+"""The plain options of `cogfast sample`, such as --steps, as values of the configuration's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from cogfast.config import Config
+from cogfast.config.components import is_none
+from cogfast.config.merged_config import COMMAND_LINE, to_dict
+from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.values import show
+
+_GUIDERS = "cogfast.diffusion.guidance"
+_SAMPLER = "model.sampler_config.params"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFlags:
+    """The values of the options that were given; None: not given."""
+
+    steps: int | None = None
+    guidance: float | None = None
+    negative_prompt: str | None = None
+    frames: int | None = None  # of the video, not of its latents
+    size: tuple[int, int] | None = None  # rows, columns
+    fps: int | None = None
+    num_videos: int | None = None  # per prompt
+
+    def apply(self, config: Config) -> Config:
+        """Return the configuration with the keys that the options stand for, and their origins.
+
+        It is complete and checked: guidance and frames depend on its sampler and on its model.
+        """
+        model, args, origins = to_dict(config.model), to_dict(config.args), dict(config.origins)
+
+        def put(section: dict[str, Any], key: str, value: object, flag: str) -> None:
+            # Two words of one command line that disagree are a mistake.
+            if origins.get(key) == COMMAND_LINE:
+                raise ValueError(f"{flag} and {key} on the command line set the same; keep one")
+            section[key.rpartition(".")[2]] = value
+            for inner in [name for name in origins if name.startswith(f"{key}.")]:
+                del origins[inner]
+            origins[key] = flag
+
+        if self.steps is not None:
+            sampler = _params(model, f"--steps {self.steps}")
+            before, guider = sampler.get("num_steps"), sampler.get("guider_config") or {}
+            put(sampler, f"{_SAMPLER}.num_steps", self.steps, "--steps")
+            own = guider.get("params") or {}
+            # A guider with another number of steps keeps it: it was set on its own.
+            if "num_steps" in own and own["num_steps"] == before:
+                key = f"{_SAMPLER}.guider_config.params.num_steps"
+                put(own, key, self.steps, "--steps")
+        if self.guidance is not None:
+            sampler = _params(model, f"--guidance {self.guidance:g}")
+            key, value = self._guider(sampler.get("guider_config"))
+            # Either the whole guider is replaced, or the scale in its params.
+            node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
+            put(node, key, value, "--guidance")
+        if self.frames is not None:
+            put(args, "args.sampling_num_frames", self._latent_frames(config), "--frames")
+        if self.size is not None:
+            put(args, "args.sampling_image_size", list(self.size), "--size")
+        if self.fps is not None:
+            put(args, "args.sampling_fps", self.fps, "--fps")
+        if self.negative_prompt is not None:
+            put(args, "args.negative_prompt", self.negative_prompt, "--negative-prompt")
+        if self.num_videos is not None:
+            # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
+            # prompt. The settings of a model folder have it already.
+            if args["mode"] != "inference":
+                put(args, "args.mode", "inference", "--num-videos")
+            put(args, "args.batch_size", self.num_videos, "--num-videos")
+        return dataclasses.replace(
+            config,
+            model=OmegaConf.create(model),
+            args=OmegaConf.create(args),
+            origins=origins,
+        )
+
+    def _guider(self, node: Mapping[str, Any] | None) -> tuple[str, object]:
+        """Return the key that --guidance sets, and its value. node: the configured guider."""
+        key, scale = f"{_SAMPLER}.guider_config", self.guidance
+        if scale == 1:
+            # The conditional estimate alone, at half the cost.
+            return key, {"target": f"{_GUIDERS}.IdentityGuider"}
+        if node is None or node["target"].endswith(".IdentityGuider"):
+            return key, {"target": f"{_GUIDERS}.VanillaCFG", "params": {"scale": scale}}
+        if "scale" not in (node.get("params") or {}):
+            raise ValueError(
+                f"--guidance {scale:g}: {node['target']} has no param scale; set its params as key=value"
+            )
+        return f"{key}.params.scale", scale
+
+    def _latent_frames(self, config: Config) -> int:
+        """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
+        from cogfast.core.shapes import num_latent_frames
+        from cogfast.train.video_size import frames_problem
+
+        assert self.frames is not None, "called for --frames"
+        network = transformer_arguments(config.model.network_config.params)
+        problem = frames_problem(network, self.frames, "--frames")
+        if problem is not None:
+            raise ValueError(problem)
+        latent_frames = num_latent_frames(self.frames)
+        return latent_frames + -latent_frames % network["patch_size"].t
+
+
+def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
+    """Return the params of the sampler, which `flag` changes."""
+    node = model.get("sampler_config")
+    if node is None or is_none(node):
+        raise ValueError(f"{flag}: model.sampler_config is missing; sampling needs one")
+    return node.setdefault("params", {})
+
+
+def check_negative_prompt(config: Config) -> None:
+    """Raise ValueError if args.negative_prompt is set and the sampler has no guidance to use it."""
+    prompt = config.args.get("negative_prompt")
+    guider = (to_dict(config.model)["sampler_config"].get("params") or {}).get("guider_config")
+    if prompt is None or (guider and not guider["target"].endswith(".IdentityGuider")):
+        return
+    raise ValueError(
+        f"args.negative_prompt={show(prompt)} is the text of guidance's unconditional half, but there "
+        "is no guidance; give --guidance 6, or leave it out"
+    )

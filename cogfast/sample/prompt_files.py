@@ -1,0 +1,126 @@
+"""Reads prompt files (a prompt or prompt@@image per line, as in SAT) and lists of images.
+
+The module imports no torch: the command line reads prompts before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.json_files import MOST_BYTES, read_limited
+from cogfast.config.values import counted
+
+_NO_FILE = "no such file; set it to a text file, or to null"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """A prompt that the user gave for evaluations. image: the first frame, for image-to-video."""
+
+    text: str
+    image: Path | None = None
+
+
+def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
+    """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their images.
+
+    Raises ValueError if a file cannot be read, an image is missing or the numbers differ.
+    """
+    texts = list(args.eval_prompts)
+    images: list[Path | None] = [None] * len(texts)
+    if args.eval_prompt_file is not None:
+        texts, images = _read_prompt_file(Path(args.eval_prompt_file))
+    if args.eval_images is not None:
+        if any(images):
+            raise ValueError(
+                f"args.eval_images={args.eval_images}, but the lines of args.eval_prompt_file have images "
+                "(prompt@@image), too; remove those, or set args.eval_images=null"
+            )
+        images = _read_images(Path(args.eval_images), len(texts))
+    return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
+
+
+def missing_files(args: TrainArguments) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each missing file of prompts or images of evaluations."""
+    for name in ("eval_prompt_file", "eval_images") if args.has_evaluation else ():
+        key, value = f"args.{name}", getattr(args, name)
+        if value is not None and not Path(value).is_file():
+            yield key, f"{key}={value}: {_NO_FILE}"
+
+
+def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:
+    """Return the prompt and the image of each line; the image of a plain prompt is "".
+
+    name: of the file or option, for errors.
+    """
+    pairs = [line.partition("@@")[::2] for line in lines]
+    for prompt, _ in pairs:  # Python decodes argument bytes that are not UTF-8 as surrogates
+        text = prompt.strip()
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{name}: {text[:80]!r} is not valid text; write it in UTF-8")
+    return [(prompt.strip(), image.strip()) for prompt, image in pairs]
+
+
+def utf8_lines(data: bytes, name: str) -> list[str]:
+    """Return the lines of a text file, without their ends. name: of the file, for errors."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: not UTF-8; save the prompts as UTF-8") from None
+    return re.split(r"\r\n|\r|\n", text)  # str.splitlines also splits within prompts
+
+
+def _read_prompt_file(path: Path) -> tuple[list[str], list[Path | None]]:
+    key = f"args.eval_prompt_file={path}"
+    pairs = split_prompts([line for _, line in _lines(path, key)], key)
+    if not pairs:
+        raise ValueError(f"{key} has no prompt; write one per line")
+    without = [prompt for prompt, image in pairs if not image]
+    # All or none: a model takes an image with every prompt or with no prompt.
+    if 0 < len(without) < len(pairs):
+        raise ValueError(
+            f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
+            f"{without[0][:80]!r} has no image; give every prompt an image, or none"
+        )
+    images = [_find_image(image, path, key) if image else None for _, image in pairs]
+    return [prompt for prompt, _ in pairs], images
+
+
+def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
+    key = f"args.eval_images={path}"
+    images: list[Path | None] = [
+        _find_image(line.strip(), path, f"{key} line {number}")
+        for number, line in _lines(path, key)
+    ]
+    if len(images) != num_prompts:
+        raise ValueError(
+            f"{key} names {counted(len(images), 'image')} for {counted(num_prompts, 'prompt')}; name one for each prompt of "
+            "args.eval_prompt_file or args.eval_prompts, in their order"
+        )
+    return images
+
+
+def _lines(path: Path, key: str) -> list[tuple[int, str]]:
+    """Return the lines of a file that are not blank, each with its number."""
+    if not path.is_file():
+        raise ValueError(f"{key}: {_NO_FILE}")
+    data = read_limited(path, MOST_BYTES, f"change {key}")
+    # Numbers count blank lines, as an editor shows them.
+    lines = utf8_lines(data, key)
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _find_image(name: str, listing: Path, where: str) -> Path:
+    """Return the path of an image, relative to the file that lists it or to the current folder."""
+    # Beside the list first, so that a folder with list and images can be moved.
+    for path in (listing.parent / name, Path(name)):
+        if path.is_file():
+            return path
+    raise ValueError(
+        f"{where}: {name[:200]}: no such file; give a path relative to {listing.parent} or to the "
+        "folder in which the command runs"
+    )

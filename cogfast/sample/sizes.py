@@ -1,0 +1,106 @@
+"""Determines the size of each sampled video from arguments, data section, image or model, and reads
+the images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.sat_network import transformer_arguments
+from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
+from cogfast.data.video.clip import read_pixels, resize_picture
+from cogfast.data.video.settings import checked_size
+from cogfast.data.video.transform import Resize
+from cogfast.model.config import Family, TransformerConfig
+from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
+
+
+def sampled_sizes(
+    config: Config, args: TrainArguments, images: Sequence[Path | None]
+) -> list[LatentSize]:
+    """Return the size of each prompt's video.
+
+    In this order: args.sampling_image_size; for 1.5-I2V the aspect ratio of the image, with the short
+    side of the data section; the data section's size; the model's. ValueError for a size that the
+    model does not support.
+    """
+    network = transformer_arguments(config.model.network_config.params)
+    data = data_arguments(config)
+    patch: PatchSize = network["patch_size"]
+    channels = args.latent_channels or network["out_channels"]
+    fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
+    if args.sampling_num_frames is not None:  # in latent frames, including padding
+        # 1.5 pads to whole patches in front; these latent frames are not in the video.
+        surplus = (args.sampling_num_frames - 1) % patch.t
+        num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
+    elif "max_num_frames" in data:
+        num_frames = data["max_num_frames"]
+        check_frames(config, network, num_frames, "data.params.max_num_frames")
+    else:
+        num_frames = network["num_frames"]
+    sizes = []
+    for image in images:
+        height, width = _pixels(config, args, network, data, image)
+        rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
+        sizes.append(LatentSize.of_video(channels, num_frames, rows, columns, patch.t, fps))
+    return sizes
+
+
+def _pixels(
+    config: Config, args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
+) -> tuple[int, int]:
+    given = data.get("video_size")
+    key, size = "args.sampling_image_size", args.sampling_image_size
+    if size is None and image is not None and network["patch_size"].joins_frames:
+        # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
+        short_side = min(given if given is not None else _published_size(network))
+        height, width = _fit_image(image, network["patch_size"], short_side)
+        problem = size_problem(network, height, width, f"--image {image}: video size")
+        if problem is not None:
+            raise ValueError(f"{problem}, or set {key}")
+        return height, width
+    if size is None and given is not None:
+        key, size = "data.params.video_size", checked_size(given)
+    if size is None:
+        held = [network[n] * SPATIAL_COMPRESSION for n in ("latent_height", "latent_width")]
+        if network["patch_size"].joins_frames:  # 1.5's position table is larger than its videos
+            held = map(min, held, _published_size(network))
+        return tuple(held)
+    height, width = map(int, size)
+    check_size(config, network, height, width, key)
+    return height, width
+
+
+def _published_size(network: dict[str, Any]) -> tuple[int, int]:
+    return Family.of_config(TransformerConfig(**network)).member.video_size
+
+
+def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
+    """Scale the image's size to `short_side` pixels, rounded to whole patches."""
+    height, width, _ = open_image(path).shape
+    # Pixels of one token: sides must be multiples of these.
+    rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
+    scale = short_side / min(height, width)
+    return round(height * scale / rows) * rows, round(width * scale / columns) * columns
+
+
+def open_image(path: Path, name: str = "--image") -> Tensor:
+    """Read the pixels of an image, uint8 [H, W, 3]. name: of the option or key, for errors."""
+    try:
+        if not path.is_file():
+            raise ValueError("no such file")
+        return read_pixels(str(path))
+    except ValueError as error:
+        raise ValueError(f"{name} {path}: {error}") from None
+
+
+def read_image(
+    path: Path, size: tuple[int, int], resize: Resize = "crop", name: str = "--image"
+) -> Tensor:
+    """Read an image as [3, H, W] in [-1, 1], resized as the training clips are."""
+    return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1

@@ -1,0 +1,371 @@
+"""Metrics of a run: log lines, metrics.jsonl, TensorBoard, W&B and loss.png."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import resource
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.files import WriteError, set_aside, write_text, write_whole
+from cogfast.core.slot_random import SlotRandom
+from cogfast.data.video.reader import open_video
+from cogfast.data.video.writer import preview_gif
+from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.plan.gpus import peak_flops
+from cogfast.plan.trace import train_flops
+from cogfast.sample.generate import SampledVideo
+from cogfast.train.run.folder import tensorboard_folder
+from cogfast.train.run.log_files import LogFile, TensorBoardFile
+from cogfast.train.run.loss_curve import draw_losses
+from cogfast.train.run.page.metrics_table import read_metrics
+from cogfast.train.run.page.page import RunPage
+from cogfast.train.run.terminal import open_bar
+from cogfast.train.run.wandb_run import WandbRun
+from cogfast.train.video_size import SampleSize
+from cogfast.train.watchers.watcher import Watcher
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Return memory in GiB: on a GPU the peaks since the start, on a CPU resident memory."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux: use the peak, which macOS reports in bytes
+        return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30}
+    return {"memory_rss_gib": pages * resource.getpagesize() / 2**30}
+
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.98  # decay per step of the loss's running mean, about 50 steps
+_PAGE_SECONDS = 30.0  # between two pages that log lines write, at least
+_PAGE_SHARE = 0.01  # of a run's time that log lines spend on its page, at most
+_SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
+
+
+class BandLosses:
+    """Sums training losses by band of timesteps, on the device. Bands are those of the held-out loss.
+
+    loss: the run's loss; one of a user's own class draws timesteps that are not known here.
+    """
+
+    def __init__(self, num_bands: int, loss: object, device: torch.device) -> None:
+        self.num_bands = num_bands
+        self.sampler = loss.sigma_sampler if isinstance(loss, VideoDiffusionLoss) else None
+        self.sums = torch.zeros(2, num_bands, device=device)  # of losses, and their number
+
+    def add(self, rng: SlotRandom, losses: Tensor) -> None:
+        """Add the losses [B] of a micro-batch whose draws are those of `rng`. No host sync."""
+        if self.sampler is None:
+            return
+        losses = losses.detach().float()
+        # A draw is a function of its key: these are the timesteps that the loss has drawn.
+        bands = self.sampler.sample(rng) * self.num_bands // self.sampler.num_idx
+        is_finite = losses.isfinite()
+        self.sums[0].index_add_(0, bands, losses.where(is_finite, 0.0))
+        self.sums[1].index_add_(0, bands, is_finite.float())
+
+    def named(self, sums: Sequence[float]) -> dict[str, float | None]:
+        """Return the means by key, None for a band without samples. sums: those of all ranks."""
+        totals, numbers = sums[: self.num_bands], sums[self.num_bands :]
+        pairs = enumerate(zip(totals, numbers, strict=True))
+        return {f"train_loss_band_{i}": s / n if n else None for i, (s, n) in pairs}
+
+
+class Metrics(Watcher):
+    """Collects a run's numbers on the device and reads them only at logging steps.
+
+    Rank 0 writes; the other ranks only take part in the means.
+    """
+
+    def __init__(
+        self,
+        args: TrainArguments,
+        folder: Path,
+        groups: ProcessGroups,
+        engine: ZeroEngine,
+        size: SampleSize,
+        bands: BandLosses,
+        *,
+        start_step: int,
+        num_steps: int,
+        samples_per_step: int,
+    ) -> None:
+        self.folder, self.groups, self.engine = folder, groups, engine
+        self.config = engine.transformer.config
+        self.size, self.bands, self.log_interval = size, bands, args.log_interval
+        self.num_steps, self.samples_per_step = num_steps, samples_per_step
+        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the timed steps
+        self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
+        self.num_unlogged_steps = self.num_unlogged_losses = 0  # since the last line
+        self.running_loss = math.nan  # until the first line
+        self.has_logged = False  # the first line's data wait includes the start of the workers
+        self.history: list[dict] = []
+        self.lines = LogFile(folder / "metrics.jsonl")
+        self.is_drawn = True  # whether the last attempt to write loss.png succeeded
+        self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
+        self.tensorboard = self.wandb = self.progress = None
+        CLOCK.restart()
+        if groups.is_main:
+            self.history = _history_until(start_step, folder / "metrics.jsonl")
+            running = [line["loss_running"] for line in self.history if line.get("loss_running")]
+            self.running_loss = running[-1] if running else math.nan
+            project = args.wandb_project_name if args.wandb else None
+            self._open_writers(start_step, tensorboard_folder(folder, args), project)
+
+    def _open_writers(self, start_step: int, tensorboard: Path, wandb_project: str | None) -> None:
+        # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
+        purge_step = start_step + 1 if start_step else None
+        self.tensorboard = TensorBoardFile(tensorboard, purge_step)
+        if wandb_project is not None:
+            self.wandb = WandbRun(self.folder, wandb_project)
+        self.progress = open_bar("training", self.num_steps)
+
+    def close(self, error: BaseException | None) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.wandb is not None:
+            self.wandb.finish(has_failed=error is not None)
+        if self.history:
+            self.write_page(is_active=False)
+
+    def before_step(self, step: int) -> None:
+        is_logged = self._is_logged(step + 1)
+        CLOCK.begin_step(step, self.groups.device, is_logged)
+
+    def _is_logged(self, step: int) -> bool:
+        return step == self.num_steps or step % self.log_interval == 0
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Add one micro-batch's loss, on the device.
+
+        Non-finite losses are left out of the mean, since one of them would hide all other losses of
+        the interval.
+        """
+        loss = loss.detach().float()
+        is_finite = loss.isfinite()
+        self.num_unlogged_losses += 1
+        # There is no branch, which would need the loss on the host in every step.
+        self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
+
+    def after_step(self, step: int) -> dict | None:
+        """Count the step, and log a line if one is due. All samples of a step have as many tokens."""
+        if CLOCK.num_steps == 0:  # it has been restarted
+            self.timed_tokens, self.timed_flops = 0, 0.0
+        CLOCK.num_steps += 1
+        self.timed_tokens += self.size.num_tokens
+        self.timed_flops += train_flops(self.config, self.size.num_tokens)
+        self.num_unlogged_steps += 1
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step)
+        if not self._is_logged(step):
+            return None
+        with CLOCK.part("log"):
+            return self._log(step)
+
+    def _log(self, step: int) -> dict:
+        """Write the line of `step`, and return it on every rank."""
+        engine = self.engine
+        groups, size = self.groups, self.groups.data_size
+        # Gather every rank's wait: the slowest rank holds up all others in collectives. One slot per
+        # rank turns the sum into a gather.
+        waits = self.loss_sum.new_zeros(size)
+        waits[groups.data_rank].fill_(CLOCK.data_seconds)  # an assignment would wait for a copy
+        parts = [self.loss_sum / size, self.bands.sums.flatten(), waits]
+        # All ranks of one model have the same losses: its first rank gives them.
+        if not groups.is_first_of_model:
+            parts = [torch.zeros_like(part) for part in parts]
+        sums = groups.sum(torch.cat(parts))
+        # Equal on all ranks already, so they are not summed.
+        numbers = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
+        parts.append(torch.stack([number.to(sums) for number in numbers]))
+        packed = iter(torch.cat([sums, parts[-1]]).tolist())  # sync: one per interval
+        (total, number), bands, waits, (norm, skipped, in_a_row) = (
+            [*islice(packed, len(part))] for part in parts
+        )
+        seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
+        loss = total / number if number else math.nan
+        if math.isfinite(loss):
+            # Per step, so that the running mean does not depend on the log interval.
+            keep = _SMOOTHING**self.num_unlogged_steps
+            # The mean begins at the first loss, without a bias towards zero.
+            before = self.running_loss if math.isfinite(self.running_loss) else loss
+            self.running_loss = keep * before + (1 - keep) * loss
+        per_second = num_timed * self.samples_per_step / seconds
+        of_interval = self.samples_per_step / seconds
+        # Per device: the ranks of one model share the work of a sample.
+        flops = of_interval * self.timed_flops / self.groups.world_size
+        peak = peak_flops(self.groups.device)
+        line = {
+            "step": step,
+            "loss": loss,
+            "loss_running": self.running_loss,
+            "lr": engine.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
+            "step_ms": 1000 * seconds / num_timed,
+            "data_wait_ms": 1000 * max(waits) / num_timed,
+            **dataclasses.asdict(CLOCK.take()),
+            "samples_per_s": per_second,
+            "tokens_per_s": of_interval * self.timed_tokens,
+            "model_tflops": flops / 1e12,
+            "mfu": None if peak is None else flops / peak,
+            "skipped": int(skipped),
+            "skipped_in_a_row": int(in_a_row),
+            "nonfinite_losses": self.num_unlogged_losses * size - round(number * size),
+            **memory_gib(self.groups.device),
+            **self.bands.named(bands),
+        }
+        self.loss_sum.zero_()
+        self.bands.sums.zero_()
+        self.num_unlogged_steps = self.num_unlogged_losses = 0
+        self.write(step, line)
+        self._log_line(step, line)
+        if time.perf_counter() >= self.next_page:
+            self.write_page()
+        CLOCK.restart()
+        return line
+
+    def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
+        """Write the held-out losses, if any, and restart the step timer."""
+        if losses:
+            self.write(step, {"step": step, **losses})
+            named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
+            logger.info("step %d/%d  %s", step, self.num_steps, named)
+        self.draw()
+        CLOCK.restart()
+
+    def write(self, step: int, line: dict) -> None:
+        """Write numbers to metrics.jsonl, TensorBoard and W&B, on rank 0."""
+        if not self.groups.is_main:
+            return
+        self.history.append(line)
+        text = json.dumps({k: _plain(v) for k, v in line.items()})
+        self.lines.append(text.encode() + b"\n")
+        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
+        assert self.tensorboard is not None, "rank 0 opens the writers"
+        self.tensorboard.add(step, numbers)
+        if self.wandb is not None:
+            self.wandb.log(step, numbers)
+
+    def add_videos(self, step: int, videos: Sequence[SampledVideo]) -> None:
+        """Copy sampled videos to TensorBoard, as small GIFs, and to W&B. A failure is logged."""
+        assert self.tensorboard is not None, "rank 0 opens the writers"
+        try:
+            for video in videos:
+                gif, size = _preview(video.path)
+                self.tensorboard.add_gif(step, f"samples/{video.name}", gif, size, video.text)
+        # A picture in a log is worth no run: whatever the libraries raise is logged.
+        except Exception as error:
+            logger.warning(
+                "step %d: the samples are not in TensorBoard (%s); training continues", step, error
+            )
+        if self.wandb is not None:
+            self.wandb.log_videos(step, [(video.path, video.text) for video in videos])
+
+    def _log_line(self, step: int, line: dict) -> None:
+        parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
+        parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
+        wait, whole = line["data_wait_ms"], line["step_ms"]
+        of_step, exposed = f"{wait:.0f} data", line["exposed_communication"]
+        if exposed is not None and self.groups.world_size > 1:
+            of_step += f", {100 * exposed:.0f}% communication"
+        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({of_step})"]
+        parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
+        if line["mfu"] is not None:
+            parts += [f"MFU {100 * line['mfu']:.1f}%"]
+        parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
+        # An estimate from the last interval alone: it follows changes of the speed at once.
+        parts += [f"{timedelta(seconds=round((self.num_steps - step) * whole / 1000))} left"]
+        if line["skipped"]:
+            parts += [f"{line['skipped']} non-finite steps skipped"]
+        if wait > _SLOW_DATA * whole and self.has_logged:
+            parts += ["waiting for data: raise args.num_workers"]
+        self.has_logged = True
+        text = "  ".join(parts)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], note=f"loss {line['loss_running']:.4f}")
+        logger.info(text)
+
+    def draw(self) -> None:
+        """Draw loss.png and write the run's page."""
+        self.draw_loss()
+        self.write_page()
+
+    def write_page(self, is_active: bool = True) -> None:
+        """Write the run's page, on rank 0. is_active: the page reloads itself."""
+        start = time.perf_counter()
+        if self.groups.is_main:
+            self.page.write(self.history, is_active)
+        end = time.perf_counter()
+        self.next_page = end + max(_PAGE_SECONDS, (end - start) / _PAGE_SHARE)
+
+    def draw_loss(self) -> None:
+        """Draw loss.png; a failure is logged."""
+        lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
+        if not self.groups.is_main or not lines:
+            return
+        draw = partial(draw_losses, self.history, self.folder.name)
+        try:
+            write_whole(self.folder / "loss.png", draw)
+        # A picture is worth no run: whatever matplotlib or a full disk raises is logged.
+        except Exception as error:
+            # Once if it stays so, not at every drawing.
+            if self.is_drawn:
+                logger.warning("loss.png is not drawn (%s); training continues", error)
+            self.is_drawn = False
+        else:
+            self.is_drawn = True
+
+
+def _preview(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """Return a small GIF of a video file, and its rows and columns."""
+    reader = open_video(str(path))
+    try:
+        return preview_gif(reader.read(range(len(reader))), reader.fps)
+    finally:
+        reader.close()
+
+
+def _plain(value: object) -> object:
+    """Replace NaN and infinities by None: JSON does not have them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _history_until(step: int, path: Path) -> list[dict]:
+    """Return the lines up to `step`, where the run resumes, and remove later ones from the file.
+
+    A damaged file is renamed; its readable lines are kept.
+    """
+    if not path.exists():
+        return []
+    found = read_metrics(path)
+    # A run that starts again evaluates again before its first step.
+    lines = [line for line in found.lines if line["step"] <= step and step > 0]
+    try:
+        if found.problems:
+            kept = set_aside(path)
+            logger.warning("%s is damaged (%s): renamed to %s", path, found.problems[0], kept.name)
+        # Always, since a line that a crash has cut would swallow the next one.
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    except (OSError, WriteError) as error:
+        logger.warning("%s: cannot remove the lines after step %d (%s)", path, step, error)
+    return lines

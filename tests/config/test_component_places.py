@@ -1,0 +1,219 @@
+"""A `target` names only the classes of its place; nothing else is imported or called."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.config.components import PLACES, import_target, place_of
+from cogfast.config.sat_classes import TARGETS
+from cogfast.train.optimizer import build_optimizer
+from tests.support.tiny_run import write_config
+
+NODES = {  # place -> its dotted key in a configuration
+    "network": "model.network_config",
+    "denoiser": "model.denoiser_config",
+    "scaling": "model.denoiser_config.params.scaling_config",
+    "discretization": "model.sampler_config.params.discretization_config",
+    "loss_fn": "model.loss_fn_config",
+    "sigma_sampler": "model.loss_fn_config.params.sigma_sampler_config",
+    "sampler": "model.sampler_config",
+    "guider": "model.sampler_config.params.guider_config",
+    "dyn_thresh": "model.sampler_config.params.guider_config.params.dyn_thresh_config",
+    "first_stage": "model.first_stage_config",
+    "emb_models": "model.conditioner_config.params.emb_models[0]",
+    "data": "data",
+}
+HOSTILE = [
+    "torch.os.system",
+    "torch.jit.load",
+    "torch.cuda.init",
+    "torch.__loader__.load_module",
+    "torch.hub.load",
+    "torch.load",
+    "torch.utils.cpp_extension.load",
+    "torch.sys.exit",
+    "torch.nn.Linear",
+    "torch.optim.Optimizer",
+    "torch.nn.Identity.__class__",
+    "cogfast.train.trainer.Trainer",
+    "cogfast.train.run.folder.git",
+    "cogfast.__main__.main",
+    "cogfast.train.run.folder.subprocess.run",
+    "cogfast.config.load_config",
+    "cogfast.model.transformer.DiffusionTransformer.__init__",
+    "cogfast.core.shapes.torch.os.system",
+    "os.system",
+    "subprocess.Popen",
+    "builtins.eval",
+    "shutil.rmtree",
+    "antigravity",
+    "this.x",
+    "sgm.os.system",
+    "sat.ops.torch.os.system",
+    "data_video.SFTDataset.find",
+    ".x",
+    "a..b",
+    "x.",
+]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "base.yaml", tmp_path)
+
+
+@pytest.mark.parametrize("path", HOSTILE)
+def test_each_place_refuses_what_its_list_lacks(base: Path, path: str) -> None:
+    """The message names the key, the path and what the place takes; no module is imported."""
+    before = set(sys.modules)
+    for key in NODES.values():
+        with pytest.raises(ValueError) as raised:
+            load_config([base], [f"{key}.target={path}"])
+        text = str(raised.value)
+        assert f"{key}.target={path}" in text.replace("'", "")
+        assert "; use " in text or "did you mean" in text
+        assert len(text) <= 400 and "\n" not in text
+    root = path.partition(".")[0]
+    new = {name for name in set(sys.modules) - before if name.split(".")[0] == root}
+    assert not new or root in ("torch", "cogfast")
+
+
+def test_a_class_of_one_place_does_not_go_to_another(base: Path) -> None:
+    paths = {name: place.paths[0] for name, place in PLACES.items()}
+    for i, (place, key) in enumerate(NODES.items()):
+        for path in [paths[list(NODES)[i - 1]], paths["optimizer"]]:
+            if path not in PLACES[place].paths:
+                what = "only dit_video" if place == "network" else f"unknown {PLACES[place].what}"
+                with pytest.raises(ValueError, match=rf"{path}'?: {what}"):
+                    load_config([base], [f"{key}.target={path}"])
+
+
+@pytest.mark.parametrize("kind", ["torch.os.system", "torch.optim.Optimizer", "torch.nn.Identity"])
+def test_the_optimizers_type_is_of_the_list(base: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"deepspeed.optimizer.type={kind}: unknown optimizer; "):
+        load_config([base], [f"deepspeed.optimizer.type={kind}"])
+
+
+def test_every_listed_class_exists_and_is_ours_or_torchs() -> None:
+    for name, place in PLACES.items():
+        for path in place.paths:
+            found = import_target(path, "target", place=name)
+            assert inspect.isclass(found) or inspect.isfunction(found), path
+            assert found.__module__.split(".")[0] in ("cogfast", "torch"), path
+    for sat in TARGETS.values():
+        assert any(sat.path in place.paths for place in PLACES.values()), sat.path
+
+
+def test_listed_optimizers_are_built() -> None:
+    for name in PLACES["optimizer"].names:
+        weight = torch.nn.Parameter(torch.zeros(2, 2))
+        optimizer = build_optimizer({"type": f"torch.optim.{name}"}, [{"params": [weight]}])
+        weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        assert torch.isfinite(weight).all() and (weight != 0).all(), name
+
+
+def test_place_of_a_key() -> None:
+    assert place_of("model.conditioner_config.params.emb_models[0]") == "emb_models"
+    assert {place_of(key) for key in NODES.values()} == set(PLACES) - {"optimizer"}
+
+
+MINE = """
+import os
+import os.path
+from subprocess import run
+from pathlib import Path
+from .clips import Clips
+from . import clips
+instance = Clips
+size = 3
+"""
+CLIPS = (
+    "import os\nclass Clips:\n    def __init__(self, data_dir, size: int = 1): self.size = size\n"
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder = tmp_path / "my_clips_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(MINE)
+    (folder / "clips.py").write_text(CLIPS)
+    (folder / "__main__.py").write_text("raise SystemExit('the package was run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "os.path.join",
+        "clips.os.system",
+        "run",
+        "Path",
+        "size",
+        "__main__.x",
+        "__loader__.load_module",
+        "clips.Clips.__init__",
+        "instance.__class__",
+        "nothing",
+        "clips",
+        "__builtins__.eval",
+        "__name__",
+    ],
+)
+def test_an_allowed_package_gives_only_what_it_defines(base, package, name) -> None:
+    key, path = "data.target", f"{package}.{name}"
+    with pytest.raises(ValueError, match=rf"{key}={path}") as raised:
+        load_config([base], [f"data={{target: {path}, params: null}}"], [package])
+    assert "\n" not in str(raised.value)
+
+
+def test_an_allowed_package_by_its_modules(base, package) -> None:
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(base), {"data": None}), base)
+    for path in (f"{package}.Clips", f"{package}.clips.Clips"):
+        arguments = [f"data={{target: {path}, params: {{size: 3}}}}"]
+        assert load_config([base], arguments, [package]).data.target == path
+        with pytest.raises(ValueError, match=rf"own package need --allow-import {package}"):
+            load_config([base], arguments)
+        with pytest.raises(ValueError, match=r"--allow-import my_clips_package"):
+            load_config([base], arguments, [package.removesuffix("_package")])
+    arguments = ["data={target: my_clips_package.clips.Clips}"]
+    assert load_config([base], arguments, [f"{package}.clips"]).data.target.endswith("Clips")
+
+
+def test_a_file_cannot_allow_an_import(base, package, capsys) -> None:
+    """A run's own training_config.yaml, say: only the command line of the call counts."""
+    text = base.read_text().replace("data_video.SFTDataset", f"{package}.Clips")
+    base.write_text(text)
+    for extra in ("allow_import", "args.allow_import", "data.allow_import"):
+        arguments = ["train", "--dry-run", "--base", str(base), f"{extra}=[{package}]"]
+        assert main(arguments) == 2
+        assert "unknown key" in capsys.readouterr().err or extra == "data.allow_import"
+    assert main(["train", "--dry-run", "--base", str(base), "--allow-import", package]) == 2
+    assert "unknown key data.params" in capsys.readouterr().err
+
+
+def test_a_downloaded_run_does_not_run_commands(base, tmp_path, capsys) -> None:
+    """`cogfast sample RUN` reads the run's own configuration: a command in it is not executed."""
+    run, mark = tmp_path / "run", tmp_path / "mark"
+    run.mkdir()
+    config = OmegaConf.load(base)
+    command = {"target": "torch.os.system", "params": {"command": f"touch {mark}"}}
+    for key in ("sampler_config", "denoiser_config.params.scaling_config"):
+        hostile = OmegaConf.create(OmegaConf.to_yaml(config))
+        OmegaConf.update(hostile, f"model.{key}", command, merge=False)
+        (run / "training_config.yaml").write_text(OmegaConf.to_yaml(hostile))
+        assert main(["sample", str(run), "--prompt", "x", "--out", str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"training_config.yaml: model.{key}.target=torch.os.system: unknown s" in line
+    assert not mark.exists()

@@ -1,0 +1,400 @@
+"""Merging, overrides, origins, and building objects from target and params."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from cogfast.config import Config, instantiate, load_config, resolve
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.values import KeyProblem, counted
+from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
+
+MODELS = (
+    "cogvideox_2b",
+    "cogvideox_2b_lora",
+    "cogvideox_5b",
+    "cogvideox_5b_lora",
+    "cogvideox_5b_i2v",
+    "cogvideox_5b_i2v_lora",
+    "cogvideox1.5_5b",
+    "cogvideox1.5_5b_i2v",
+)
+
+
+def values(config: Config) -> dict:
+    return {n: OmegaConf.to_container(s, resolve=True) for n, s in config.sections().items()}
+
+
+def leaves(node: object, key: str = "") -> dict[str, object]:
+    if isinstance(node, dict) and node:
+        pairs = [leaves(v, f"{key}.{k}" if key else str(k)) for k, v in node.items()]
+        return {k: v for pair in pairs for k, v in pair.items()}
+    return {key: node}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("second", ["sft", "inference"])
+@pytest.mark.parametrize("model", MODELS)
+def test_upstreams_files_load_unchanged(sat_configs, model, second):
+    files = [sat_configs / f"{model}.yaml", sat_configs / f"{second}.yaml"]
+    config = load_config(files)
+    loaded = leaves(values(config))
+    moved = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+    for file in files:
+        for key, value in leaves(yaml.safe_load(file.read_text())).items():
+            section, _, name = key.rpartition(".")
+            if key.endswith("zero_optimization.cpu_offload"):
+                assert key not in loaded  # false, DeepSpeed's default
+                continue
+            if section == "deepspeed" and name in moved:
+                key = f"deepspeed.fp16.{name}"
+            # yaml reads 1e-8 as text, which is why SAT's files go through OmegaConf
+            expected = float(value) if isinstance(value, str) and value.startswith("1e-") else value
+            assert loaded[key] == expected, key
+            assert config.origins[key] == file.name, key
+    # A dry run is YAML with an origin at every value.
+    text = config.describe()
+    assert OmegaConf.to_container(OmegaConf.create(text)) == values(config)
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert " is accepted and not used: " in line
+        elif not line.rstrip().endswith((":", ": {}", "-")):
+            assert line.rpartition("  # ")[2] in (*(f.name for f in files), "default"), line
+
+
+def test_saved_configuration_loads_to_the_same(sat_configs, tmp_path):
+    files = [sat_configs / "cogvideox_5b_i2v_lora.yaml", sat_configs / "sft.yaml"]
+    config = load_config(files, ["args.train_iters=7", "data.params.video_size=[64,96]"])
+    saved = write(tmp_path, "training_config.yaml", config.to_yaml())
+    again = load_config([saved])
+    assert values(again) == values(config)
+    assert again.to_yaml() == config.to_yaml()
+    assert again.unused == config.unused
+
+
+def test_later_file_wins_and_the_command_line_over_all(tmp_path):
+    first = write(tmp_path, "a.yaml", "args: {train_iters: 1, seed: 1, train_data: [x, y]}")
+    second = write(tmp_path, "b.yaml", "args: {train_iters: 2, train_data: [z], lr: 1e-3}")
+    config = load_config([first, second], ["args.lr=0.5", "deepspeed.bf16.enabled=true"])
+    assert (config.args.train_iters, config.args.seed, config.args.lr) == (2, 1, 0.5)
+    assert config.args.train_data == ["z"]
+    assert config.deepspeed.bf16.enabled is True
+    origins = [config.origins[f"args.{k}"] for k in ("train_iters", "seed", "lr", "epochs")]
+    assert origins == ["b.yaml", "a.yaml", "command line", "default"]
+    assert config.origins["deepspeed.bf16.enabled"] == "command line"
+
+
+def test_override_of_a_list_entry(sat_configs):
+    key = "model.conditioner_config.params.emb_models[0].params.max_length"
+    config = load_config([sat_configs / "cogvideox_2b.yaml"], [f"{key}=17"])
+    entry = config.model.conditioner_config.params.emb_models[0]
+    assert entry.params.max_length == 17
+    assert entry.input_key == "txt"
+    line = next(t for t in config.describe().splitlines() if "max_length" in t)
+    assert line.endswith("# command line")
+
+
+def test_override_values_are_yaml_or_else_text():
+    overrides = ["args.load={a: folder}/x", "args.lr=1e-4", "args.epochs=null", "args.save=a=b"]
+    config = load_config([], [*overrides, "args.experiment_name=run #7", "args.summary_dir=#a\nb"])
+    assert (config.args.experiment_name, config.args.summary_dir) == ("run #7", "#a\nb")
+    assert config.args.load == "{a: folder}/x"
+    assert config.args.lr == 1e-4
+    assert config.args.epochs is None
+    assert config.args.save == "a=b"
+
+
+def test_files_with_one_name_are_distinguished(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    one = write(tmp_path / "one", "c.yaml", "args: {seed: 1}")
+    two = write(tmp_path / "two", "c.yaml", "args: {train_iters: 1}")
+    config = load_config([one, two])
+    assert config.origins["args.seed"] == str(one)
+    assert config.origins["args.train_iters"] == str(two)
+
+
+def test_interpolations_are_resolved_before_saving(tmp_path):
+    file = write(tmp_path, "a.yaml", "args: {train_iters: 8, save_interval: '${args.train_iters}'}")
+    config = load_config([file], ["args.train_iters=12"])
+    assert config.args.save_interval == 12
+    assert "${" not in config.to_yaml()
+
+
+def test_loss_scaling_moves_to_where_deepspeed_reads_it(sat_configs, tmp_path):
+    config = load_config([sat_configs / "sft.yaml"])
+    assert "loss_scale" not in config.deepspeed
+    expected = {"loss_scale": 0, "loss_scale_window": 400, "hysteresis": 2, "min_loss_scale": 1}
+    assert config.deepspeed.fp16 == {"enabled": False, **expected}
+    own = write(tmp_path, "own.yaml", "deepspeed: {hysteresis: 2, fp16: {hysteresis: 9}}")
+    assert load_config([own]).deepspeed.fp16 == {"hysteresis": 9}
+
+
+def test_cpu_offload_becomes_what_deepspeed_replaced_it_by(tmp_path):
+    file = write(tmp_path, "a.yaml", "deepspeed: {zero_optimization: {cpu_offload: true}}")
+    config = load_config([file])
+    assert config.deepspeed.zero_optimization == {"offload_optimizer": {"device": "cpu"}}
+    assert config.origins["deepspeed.zero_optimization.offload_optimizer.device"] == "a.yaml"
+
+
+def test_checkpoint_activations_of_args_reaches_the_network(sat_configs):
+    file = sat_configs / "cogvideox_2b.yaml"
+    inner = lambda c: c.model.network_config.params.transformer_args.checkpoint_activations
+    assert inner(load_config([file])) is True
+    assert inner(load_config([file], ["args.checkpoint_activations=false"])) is False
+
+
+def test_deepspeed_section_sets_args(sat_configs):
+    config = load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"])
+    args = TrainArguments.from_config(config)
+    assert (args.batch_size, args.gradient_accumulation_steps, args.zero_stage) == (2, 1, 2)
+    assert (args.lr, args.weight_decay, args.precision) == (1e-5, 1e-4, "bf16")
+    assert (args.train_iters, args.eval_interval, args.experiment_name) == (
+        1000,
+        100,
+        "lora-disney",
+    )
+    alone = TrainArguments.from_config(load_config([], ["args.batch_size=9", "args.fp16=true"]))
+    assert (alone.batch_size, alone.precision, alone.train_iters) == (9, "fp16", 10000)
+    by_epochs = TrainArguments.from_config(load_config([], ["args.epochs=3"]))
+    assert (by_epochs.train_iters, by_epochs.epochs) == (None, 3)
+
+
+def test_sampling_reads_its_own_batch_size_and_precision(sat_configs):
+    files = [sat_configs / "cogvideox1.5_5b.yaml", sat_configs / "inference.yaml"]
+    args = TrainArguments.from_config(load_config(files))
+    assert (args.mode, args.batch_size, args.precision) == ("inference", 1, "bf16")
+    assert (args.sampling_image_size, args.sampling_num_frames) == ([768, 1360], 22)
+
+
+def test_model_arguments(sat_configs):
+    model = ModelArguments.from_config(load_config([sat_configs / "cogvideox1.5_5b_i2v.yaml"]))
+    assert (model.scale_factor, model.noised_image_input) == (0.7, True)
+    assert (model.noised_image_all_concat, model.noised_image_dropout) == (False, 0.05)
+    assert model.not_trainable_prefixes == ["first_stage_model", "conditioner"]
+    lora = ModelArguments.from_config(load_config([sat_configs / "cogvideox_2b_lora.yaml"]))
+    assert lora.not_trainable_prefixes == ["all"]
+
+
+def test_unused_keys_are_listed_with_reasons(sat_configs):
+    config = load_config([sat_configs / "cogvideox1.5_5b_i2v.yaml", sat_configs / "sft.yaml"])
+    assert "SAT's code does not read it" in config.unused["model.augmentation_dropout"]
+    assert {"args.no_load_rng"} <= set(config.unused)
+    assert "deepspeed.zero_optimization.load_from_fp32_weights" in config.unused
+
+
+@pytest.mark.parametrize(
+    "home", ["sgm.modules.diffusionmodules.sampling_utils", "cogfast.diffusion.guidance"]
+)
+def test_thresholdings_that_no_shipped_file_names_are_refused(sat_configs, home: str):
+    files = [sat_configs / name for name in ("cogvideox_5b.yaml", "inference.yaml")]
+    key = "model.sampler_config.params.guider_config.params.dyn_thresh_config"
+    fine, text = (
+        f"{key}={{target: {home}.StaticThresholding}}",
+        "no CogVideoX model is sampled with",
+    )
+    assert load_config(files, [fine]).model.sampler_config
+    for name in ("DynamicThresholding", "DynamicThresholdingV1", "DynamicThresholdingV2"):
+        with pytest.raises(ValueError, match=f"{name}: {text} it; use .*StaticThresholding"):
+            load_config(files, [f"{key}={{target: {home}.{name}}}"])
+
+
+def test_instantiate_builds_nested_components_first():
+    threshold = {"target": "cogfast.diffusion.guidance.StaticThresholding"}
+    node = {"target": "cogfast.diffusion.guidance.VanillaCFG", "params": {"dyn_thresh": threshold}}
+    guider = instantiate(node, scale=3.0)
+    assert (type(guider), guider.scale) == (VanillaCFG, 3.0)
+    assert type(guider.thresholding) is StaticThresholding
+    assert isinstance(instantiate({"target": "torch.nn.Identity"}), torch.nn.Identity)
+
+
+def test_denoiser_of_sats_file_has_upstreams_table(sat_configs, golden):
+    for model, shift in (("cogvideox_2b", "3.0"), ("cogvideox_5b", "1.0")):
+        node = load_config([sat_configs / f"{model}.yaml"]).model.denoiser_config
+        denoiser = instantiate(node)
+        table = load_file(golden / "diffusion" / "tables.safetensors")[f"shift{shift}.n1000_flip"]
+        torch.testing.assert_close(denoiser.table.values.float(), table, atol=1e-7, rtol=0)
+
+
+def test_resolve_gives_the_callable_and_unbuilt_parts(sat_configs):
+    node = load_config([sat_configs / "cogvideox_2b.yaml"]).model.sampler_config
+    target, arguments = resolve(node)
+    assert target.__name__ == "VPSDEDPMPP2MSampler"
+    assert arguments["num_steps"] == 50
+    assert arguments["guider"]["params"] == {"scale": 6, "exp": 5, "num_steps": 50}
+    assert "verbose" not in arguments
+
+
+def test_allow_import_opens_a_package(tmp_path, monkeypatch):
+    write(
+        tmp_path,
+        "my_clips.py",
+        "class Clips:\n    def __init__(self, data_dir, size: int): self.size = size\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write(tmp_path, "a.yaml", "data: {target: my_clips.Clips, params: {size: 3}}")
+    config = load_config([file], allow_import=["my_clips"])
+    assert instantiate(config.data, config.allow_import, data_dir="x").size == 3
+    with pytest.raises(ValueError, match=r"a.yaml: data.target=my_clips.Clips.*--allow-import my"):
+        load_config([file])
+    with pytest.raises(ValueError, match="unknown key data.params.siz; did you mean size"):
+        load_config([file], ["data.params={siz: 3}"], ["my_clips"])
+    with pytest.raises(ValueError, match="No module named 'absent'; add the folder .* PYTHONPATH"):
+        load_config([file], ["data.target=absent.Clips"], ["absent"])
+
+
+# First file, second file, overrides, and how the message starts.
+ORIGINS = {
+    "kept by an override": ("args: {load: {x: 1}}", "", ["args.load={}"], "a.yaml: args.load="),
+    "below what a file replaced": (
+        "args: {load: x}",
+        "args: {load: {y: 1}}",
+        [],
+        "b.yaml: args.load=",
+    ),
+    "beside an empty section": (
+        "args: {}",
+        "",
+        ["args.zz.y=1"],
+        "command line: unknown key args.zz",
+    ),
+    "kept beside a merged mapping": (
+        "deepspeed: {fp16: {zz: 1}}",
+        "",
+        ["deepspeed.fp16={enabled: false}"],
+        "a.yaml: unknown key deepspeed.fp16.zz",
+    ),
+    "with brackets in it": ("args: {'zz[0]': 1}", "", [], r"a.yaml: unknown key args.zz\[0\]"),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_a_refusal_names_who_set_the_key(tmp_path, case):
+    first, second, overrides, expected = ORIGINS[case]
+    files = [write(tmp_path, "a.yaml", first), write(tmp_path, "b.yaml", second)]
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        load_config(files, overrides)
+
+
+def test_a_moved_value_keeps_its_origin_beside_an_override(tmp_path):
+    text = "deepspeed: {loss_scale: 3, zero_optimization: {cpu_offload: true}}"
+    overrides = ["deepspeed.zero_optimization={stage: 1}", "deepspeed={gradient_clipping: 1.0}"]
+    origins = load_config([write(tmp_path, "a.yaml", text)], overrides).origins
+    assert origins["deepspeed.zero_optimization.offload_optimizer.device"] == "a.yaml"
+    assert origins["deepspeed.fp16.loss_scale"] == "a.yaml"
+    assert origins["deepspeed.zero_optimization.stage"] == "command line"
+
+
+PARTS = """
+import torch
+
+class Part(torch.nn.Module):
+    def __init__(self, size: int = 1, guider=None):
+        super().__init__()
+        if size == 0:
+            raise ValueError("size=0 must be positive")
+        if size == 1:
+            self.check(size)
+        if size == 2:
+            raise TypeError("size=2 is no size")
+        if size == 3:
+            None + size
+        if size == 4:
+            torch.nn.Linear("a", size)
+        if size == 5:
+            raise ValueError("data.params.size=5 is too large")
+
+    def check(self, size):
+        raise ValueError("size=1 is odd")
+
+class Wider(Part):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+"""
+# The params of a component, and the type and message of the error.
+CONSTRUCTORS = {
+    "its own check": ({"size": 0}, KeyProblem, "data: size=0 must be positive"),
+    "a check of its module": ({"size": 1}, KeyProblem, "data: size=1 is odd"),
+    "a check of types": ({"size": 2}, KeyProblem, "data: size=2 is no size"),
+    "a wrong operation": ({"size": 3}, KeyProblem, "data: unsupported operand"),
+    "an error of another package": ({"size": 4}, TypeError, "argument .size."),
+    "a message with a key": ({"size": 5}, ValueError, "^data.params.size=5 is too large$"),
+    "a component inside": (
+        {"size": 6, "guider_config": {"target": "my_parts.Part", "params": {"size": 0}}},
+        KeyProblem,
+        r"^data\.params\.guider_config: size=0 must be positive$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTORS)
+def test_errors_of_a_constructor_name_the_key(tmp_path, monkeypatch, case):
+    params, kind, message = CONSTRUCTORS[case]
+    write(tmp_path, "my_parts.py", PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(kind, match=message) as caught:
+        instantiate({"target": "my_parts.Part", "params": params}, ["my_parts"], "data")
+    assert type(caught.value) is kind
+
+
+def test_arguments_that_a_signature_hides_are_refused_with_the_key(tmp_path, monkeypatch):
+    write(tmp_path, "my_parts.py", PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for params, message in (
+        ({"siz": 6}, "unexpected keyword argument 'siz'"),
+        ({"size": 0}, "size=0 must"),
+    ):
+        with pytest.raises(KeyProblem, match=f"^model.first_stage_config: .*{message}"):
+            instantiate(
+                {"target": "my_parts.Wider", "params": params},
+                ["my_parts"],
+                "model.first_stage_config",
+            )
+
+
+def test_the_first_stage_and_the_text_encoder_name_their_keys(sat_configs, tmp_path):
+    """Their own checks of what they are built with."""
+    keys = "model.first_stage_config", "model.conditioner_config.params.emb_models[0]"
+    nodes = (
+        {
+            "target": "cogfast.model.wavelet_autoencoder.WaveletAutoencoder",
+            "params": {"ckpt_path": str(tmp_path)},
+        },
+        {
+            "target": "cogfast.model.text_encoder.T5TextEncoder",
+            "params": {"model_dir": str(tmp_path)},
+        },
+    )
+    for key, node in zip(keys, nodes, strict=True):
+        with pytest.raises(KeyProblem) as caught:
+            instantiate(node, (), key)
+        assert str(caught.value).startswith(f"{key}: ") and str(tmp_path) in str(caught.value)
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    found = [counted(number, "video") for number in (0, 1, 2)]
+    assert found == ["0 videos", "1 video", "2 videos"]
+    assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
+
+
+def test_a_missing_file_of_configs_is_where_pip_has_put_it(tmp_path, monkeypatch):
+    installed = tmp_path / "share/cogfast/configs/sft.yaml"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    with pytest.raises(ValueError) as raised:
+        load_config(["configs/nowhere.yaml", "nowhere/configs/sft.yaml"])
+    first, second = str(raised.value).splitlines()
+    assert first == "--base configs/nowhere.yaml: no such file; give the path of a YAML file"
+    assert second == f"--base nowhere/configs/sft.yaml: no such file; did you mean {installed}?"

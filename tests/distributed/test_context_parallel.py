@@ -1,0 +1,145 @@
+"""Ranks that split the rows of a sample compute the output and the gradients of one process.
+
+test_layouts trains with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cogfast.distributed.context_parallel import check_context_parallel_size, rows_of_ranks
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
+from cogfast.train.memory.activation_checkpointing import Policy
+from tests.support.tiny_run import launch_ranks
+from tests.support.tiny_transformers import FAMILY, randomize
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str = "5b"
+    batch: int = 1
+    grid: tuple[int, int, int] = (3, 2, 4)  # frames, rows and columns of tokens
+    policy: Policy = "none"
+    dtype: torch.dtype = torch.float32
+    is_compiled: bool = False
+
+    def num_tokens(self) -> int:
+        t, h, w = self.grid
+        return FAMILY[self.family].text_length + t * h * w
+
+
+CASES = {
+    "even": Case(),
+    "batch of 2": Case(batch=2),
+    "odd": Case(grid=(3, 3, 5)),
+    "odd, batch of 2": Case(batch=2, grid=(3, 3, 5), policy="full"),
+    "2b": Case("2b", batch=2, grid=(3, 4, 6)),
+    "1.5 i2v": Case("1.5_5b_i2v", grid=(2, 3, 3), policy="attention_kept"),
+    "few video rows": Case(grid=(1, 1, 2)),  # the first rank has text rows only
+    "bf16": Case(dtype=torch.bfloat16, batch=2, grid=(3, 3, 5), policy="pointwise"),
+    "compiled": Case(is_compiled=True, batch=2),
+}
+QUICK = [name for name in CASES if name != "compiled"]
+
+
+def model_of(name: str) -> DiffusionTransformer:
+    case = CASES[name]
+    transformer = assemble_transformer(replace(FAMILY[case.family], num_layers=2))
+    randomize(transformer, seed=0)
+    return transformer.to(case.dtype).train()
+
+
+def loss_of(transformer: DiffusionTransformer, name: str) -> dict[str, Tensor]:
+    """Return the output and the gradients by parameter, in float32."""
+    case, config = CASES[name], transformer.config
+    patch, (t, h, w) = config.patch_size, case.grid
+    draw = torch.Generator().manual_seed(1)
+    size = (t * patch.t, h * patch.h, w * patch.w)
+    image = config.in_channels - config.out_channels
+    latents = torch.randn(case.batch, config.in_channels - image, *size, generator=draw)
+    image_latents = torch.randn(case.batch, image, *size, generator=draw) if image else None
+    width = config.text_hidden_size
+    text = torch.randn(case.batch, config.text_length, width, generator=draw)
+    timesteps = torch.tensor([3.0, 700.0])[: case.batch]
+    output = transformer(latents, timesteps, text, image_latents).float()
+    (output * torch.randn(output.shape, generator=draw)).sum().backward()
+    named = transformer.named_parameters()
+    gradients = {n: p.grad.float() for n, p in named if p.grad is not None}
+    return {"output": output.detach(), **gradients}
+
+
+def check(folder: Path, name: str) -> None:
+    expected, found = loss_of(model_of(name), name), torch.load(folder / f"{name}.pt")
+    found.pop("sent")
+    assert found.keys() == expected.keys()
+    tolerance = 2e-5 if CASES[name].dtype == torch.float32 else 3e-2
+    for key, value in expected.items():
+        if CASES[name].family == "2b" and key.endswith("key_norm.bias"):
+            continue  # without rotation its gradient is zero but for rounding
+        assert value.norm() > 0, key
+        assert (found[key] - value).norm() <= tolerance * value.norm(), key
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    launch_ranks(2, "tests/support/ranks/context_parallel_ranks.py", str(folder), *QUICK)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_equal_one(of_two: Path, name: str) -> None:
+    check(of_two, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["even", "batch of 2", "2b"])
+def test_bytes_of_all_to_alls(of_two: Path, name: str) -> None:
+    """docs/scaling.md: 4 (c-1)/c^2 U per block, in forward and in backward."""
+    case, config = CASES[name], FAMILY[CASES[name].family]
+    unit = case.batch * case.num_tokens() * config.hidden_size * 4
+    expected = 2 * 2 * 4 * (2 - 1) / 2**2 * unit  # 2 blocks, 2 passes
+    assert torch.load(of_two / f"{name}.pt")["sent"] == expected
+
+
+@pytest.mark.soak
+def test_compiled_blocks(tmp_path: Path) -> None:
+    launch_ranks(2, "tests/support/ranks/context_parallel_ranks.py", str(tmp_path), "compiled")
+    check(tmp_path, "compiled")
+
+
+def test_cases_have_odd_rows_and_ranks_without_video() -> None:
+    assert CASES["odd"].num_tokens() % 2 == 1
+    few = CASES["few video rows"]
+    assert rows_of_ranks(few.num_tokens(), 2)[0] <= FAMILY[few.family].text_length
+
+
+@pytest.mark.parametrize(("rows", "size"), [(10, 1), (10, 3), (17776, 8), (5, 4), (3, 3)])
+def test_rows_are_shared_out(rows: int, size: int) -> None:
+    found = rows_of_ranks(rows, size)
+    assert len(found) == size and sum(found) == rows
+    assert max(found) - min(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        ((4, 1), {}, "context_parallel_size=4 must divide num_attention_heads=6; use 1, 2, 3, 6"),
+        ((3, 3), {}, r"num_attention_heads=6 / args.model_parallel_size=3 = 2; use 1, 2"),
+        ((0, 1), {}, "context_parallel_size=0 must divide"),
+        ((2, 1), {"lora_rank": 4, "lora_dropout": 0.1}, "does not support lora_dropout=0.1"),
+        ((3, 1, False, 2), {}, "exceeds the 2 tokens of a sample"),
+        ((3, 2, True, 32), {}, "splits 32 text and video tokens between 6 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments: tuple, changes: dict, message: str) -> None:
+    size, tensor_size, *others = arguments
+    config = replace(FAMILY["5b"], num_attention_heads=6, hidden_size=96, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_context_parallel_size(size, tensor_size, config, *others)

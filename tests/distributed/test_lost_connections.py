@@ -1,0 +1,106 @@
+"""A rank ends with its torchrun, and knows a connection that another rank has broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogfast.distributed.lost_ranks import is_of_another_rank
+from tests.support.tiny_run import ROOT, launch_ranks
+
+STARTING = """
+import sys, time
+import cogfast.__main__ as command
+
+def train(arguments):
+    print("imports", "torch" in sys.modules, flush=True)
+    time.sleep(60)
+
+command._COMMANDS["train"] = train
+command.main(["train"])
+"""
+
+
+def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) -> None:
+    """Before it imports torch, and so before it can wait for the store."""
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])",
+            STARTING,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "1", "RANK": "3"},
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "errors").open("w"),
+        text=True,
+    )
+    assert launcher.stdout.readline() == "imports False\n"
+    launcher.kill()
+    assert launcher.stdout.read() == ""  # to its end, when the rank has closed it, too
+    assert (tmp_path / "errors").read_text() == ""
+
+
+LOST = {
+    "closed": "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:1",
+    "closed, without its place": "Connection closed by peer [127.0.0.1]:28102",
+    "reset": "[../pair.cc:537] Read error [127.0.0.1]:26025: Connection reset by peer.",
+    "late": "[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "late pair": "Application timeout caused pair closure",
+    "of a step": "[enforce fail at /pytorch/third_party/gloo/gloo/allreduce.cc:12] ptr != nullptr",
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_broken_connection_is_of_another_rank(case: str) -> None:
+    """The cause is found if a library wrapped the error or raised another one while it cleaned up."""
+    error = RuntimeError(LOST[case])
+    assert is_of_another_rank(error)
+    wrapped = RuntimeError("cannot reduce the gradients")
+    wrapped.__cause__ = error
+    assert is_of_another_rank(wrapped)
+    try:
+        try:
+            raise error
+        finally:
+            {}["a handle that is gone"]
+    except KeyError as met:
+        assert is_of_another_rank(met)
+
+
+def test_errors_of_this_rank_are_its_own() -> None:
+    import torch.distributed as dist
+
+    assert is_of_another_rank(dist.DistBackendError("NCCL error: remote process exited"))
+    own = (
+        RuntimeError("CUDA out of memory"),
+        OSError(32, "Broken pipe"),
+        ValueError("closed by peer.mp4 is no video"),
+    )
+    assert not any(map(is_of_another_rank, own))
+
+
+ONE_IS_LATE = """
+import sys, time, torch
+import torch.distributed as dist
+from cogfast.distributed.process_groups import start_processes
+groups = start_processes(timeout_s=2)
+if groups.is_main:
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        print("ends:", error, flush=True)
+dist.barrier(groups.control)
+"""
+
+
+def test_a_collective_waits_as_long_as_it_is_given() -> None:
+    """Decisions, whose group has its own limit, still work after that."""
+    done = launch_ranks(2, "-c", ONE_IS_LATE)
+    assert re.search(r"ends: .*(timed? ?out|timeout).*2000 ?ms", done, re.IGNORECASE), done

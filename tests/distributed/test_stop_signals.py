@@ -1,0 +1,175 @@
+"""A command that is signalled ends in one line, by the signal, whatever its main thread does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tests.support.tiny_run import ROOT
+
+# A command that prints "ready" and then runs BODY.
+COMMAND = """
+import hashlib, os, sys, time
+import cogfast.__main__ as command
+from cogfast.distributed.stop_signals import StopSignals
+
+def work(arguments):
+    try:
+        os.write(1, b"ready\\n")  # what print writes may come again when a signal interrupts it
+        {body}
+    finally:
+        print("removed", flush=True)
+
+command._COMMANDS["convert"] = work
+sys.argv = ["cogfast", "convert"]
+sys.exit(command.main())
+"""
+SLEEP = "time.sleep(60)"
+# A call that neither a signal nor another thread ends.
+BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
+# The process does as training: it listens for itself, and ends some time after the first signal.
+SAVING = """
+        with StopSignals(lambda reason: reason) as signals:
+            os.write(1, b"listens\\n")
+            while not signals.received:
+                time.sleep(0.01)
+            print("saving", flush=True)
+            time.sleep({seconds})
+        time.sleep(0.2)
+"""
+LINE = "the target was not written, and partly written files were removed\n"
+
+
+_processes: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """Kill what a failed test leaves: one of the commands keeps a core busy."""
+    yield
+    for process in _processes:
+        process.kill()
+        process.wait()
+    _processes.clear()
+
+
+def started(body: str, prefix: Sequence[str] = (), **environment: str) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-c", COMMAND.format(body=body)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _processes.append(process)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_command_ends_in_one_line_by_the_signal(number: signal.Signals) -> None:
+    """The command first removes its unfinished files; a second signal does not interrupt that."""
+    process = started(SLEEP)
+    process.send_signal(number)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=30)
+    assert (printed, errors) == ("removed\n", f"cogfast: ended by {number.name}; {LINE}")
+    assert process.returncode == -number
+
+
+def test_a_signal_that_is_repeated_late_leaves_the_last_line() -> None:
+    """Slurm signals each process twice; the second one comes while the last line is written."""
+    again = "command.tell_torchrun = lambda text: os.kill(os.getpid(), 15); "
+    process = started(again + SLEEP)
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=30)
+    assert (printed, errors) == ("removed\n", f"cogfast: ended by SIGTERM; {LINE}")
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_shell_sees_the_status_of_a_signal() -> None:
+    shell = started(SLEEP, prefix=["bash", "-c", '"$@"; echo $?', "-"])
+    (command,) = psutil.Process(shell.pid).children()
+    command.send_signal(signal.SIGINT)
+    assert shell.communicate(timeout=30)[0] == "removed\n130\n"
+
+
+def test_other_ranks_are_quiet() -> None:
+    process = started(SLEEP, RANK="1")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("removed\n", "")
+
+
+def test_signals_ignored_at_the_start_stay_ignored() -> None:
+    """nohup ignores SIGHUP; a shell script ignores SIGINT in processes that it starts in background."""
+    process = started("time.sleep(1)", prefix=["nohup"])
+    process.send_signal(signal.SIGHUP)
+    printed, errors = process.communicate(timeout=30)
+    assert (printed, process.returncode) == ("removed\n", 0)
+    assert "SIGHUP" not in errors
+
+
+def test_a_main_thread_that_does_not_listen_is_ended() -> None:
+    """It may wait for another rank in C++: it is ended after some seconds, or at the second Ctrl-C."""
+    patient, hasty = started(BUSY), started(BUSY)
+    time.sleep(0.5)  # they say that they are ready just before the call
+    patient.send_signal(signal.SIGTERM)
+    hasty.send_signal(signal.SIGINT)
+    time.sleep(1.3)
+    hasty.send_signal(signal.SIGINT)
+    assert hasty.communicate(timeout=30)[1] == f"cogfast: ended at once by a second SIGINT; {LINE}"
+    assert patient.communicate(timeout=30)[1] == f"cogfast: ended by SIGTERM; {LINE}"
+    assert (hasty.returncode, patient.returncode) == (128 + 2, 128 + 15)
+
+
+SECOND = {
+    "Ctrl-C twice": ([signal.SIGINT, 1.3, signal.SIGINT], True),
+    "Ctrl-C twice at torchrun": ([signal.SIGINT, 1.3, signal.SIGTERM], True),
+    "one Ctrl-C that comes twice": ([signal.SIGINT, 0.05, signal.SIGINT], False),
+    "the scheduler and torchrun": ([signal.SIGTERM, 1.3, signal.SIGTERM], False),
+    "a closed terminal": ([signal.SIGHUP, 1.3, signal.SIGHUP, signal.SIGTERM], False),
+    "ahead of the time limit and at it": ([signal.SIGUSR1, 1.3, signal.SIGTERM], False),
+    "Ctrl-C while it saves for the scheduler": ([signal.SIGTERM, 1.3, signal.SIGINT], False),
+}
+
+
+def test_the_second_ctrl_c_ends_a_save_and_no_other_signal() -> None:
+    with ThreadPoolExecutor(len(SECOND)) as pool:  # each spends its time in sleeps
+        list(pool.map(lambda case: check_second(*case), SECOND.values()))
+
+
+def check_second(sent: list[signal.Signals | float], is_ended: bool) -> None:
+    process = started(SAVING.format(seconds=60 if is_ended else 2.5))
+    assert process.stdout.readline() == "listens\n"
+    for step in sent:
+        if isinstance(step, float):
+            time.sleep(step)
+        else:
+            process.send_signal(step)
+    printed, errors = process.communicate(timeout=30)
+    if is_ended:
+        assert (printed, errors) == ("saving\n", "ended at once by a second SIGINT\n"), sent
+        assert process.returncode > 128
+    else:
+        assert (printed, errors, process.returncode) == ("saving\nremoved\n", "", 0), sent
+
+
+def test_a_signal_after_the_save_changes_nothing() -> None:
+    """The work is done: the exit status stays 0, which a scheduler may look at."""
+    process = started(SAVING.format(seconds=0).replace("sleep(0.2)", "sleep(1.5)"))
+    assert process.stdout.readline() == "listens\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30) == ("removed\n", "")
+    assert process.returncode == 0

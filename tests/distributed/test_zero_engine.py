@@ -1,0 +1,245 @@
+"""ZeroEngine: accumulation, skipped steps, weight decay, and no host-device syncs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.slot_random import SlotRandom
+from cogfast.data.batches import to_device
+from cogfast.distributed.process_groups import use_expandable_segments
+from cogfast.distributed.zero_engine import deepspeed_config
+from cogfast.train.assembly import assemble_batches
+from cogfast.train.optimizer import parameter_groups
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import losses, run_folder, write_config
+
+MICRO, ACCUMULATION = (
+    f"deepspeed.{key}" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+)
+STAGE = "deepspeed.zero_optimization.stage"
+
+
+def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
+    base = write_config(folder / "base.yaml", data, **args)
+    return Trainer(load_config([base], overrides, allow_import=["tests"]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_optimizers_state_is_allocated_before_the_first_step(
+    tmp_path: Path, data: Path, stage: int
+) -> None:
+    """Activations cut a GPU's memory into pieces that are smaller than the state."""
+    engine = make(tmp_path, data, f"{STAGE}={stage}").engine
+    for part, weights in enumerate(engine.parts):
+        state = engine.state(part)
+        assert torch.equal(state["shadow"], weights) and state["shadow"] is not weights
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            assert not state[kind].any() and state[kind].numel() in (weights.numel(), 1)
+
+
+class Driver:
+    """Stands for CUDA's driver."""
+
+    def __init__(self, has_virtual_memory: bool) -> None:
+        self.value = has_virtual_memory
+
+    def cuInit(self, flags: int) -> None:
+        assert flags == 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> None:
+        device._obj.value = index
+
+    def cuDeviceGetAttribute(self, out: Any, attribute: int, device: ctypes.c_int) -> None:
+        assert (attribute, device.value) == (102, 3)
+        out._obj.value = self.value
+
+
+SEGMENTS = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("has_virtual_memory", "setting", "expected"),
+    [
+        (True, {}, SEGMENTS),
+        (False, {}, None),
+        (None, {}, None),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+        (True, {"PYTORCH_ALLOC_CONF": ""}, ""),
+    ],
+    ids=["default", "a virtual GPU", "no driver", "the user's", "the user's, new name"],
+)
+def test_expandable_segments_are_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+    has_virtual_memory: bool | None,
+    setting: dict[str, str],
+    expected: str | None,
+) -> None:
+    def load(name: str) -> Driver:
+        if has_virtual_memory is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return Driver(has_virtual_memory)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    # All changes of the environment are undone at the end of the test.
+    monkeypatch.setattr(os, "environ", {**setting})
+    use_expandable_segments(3)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int) -> None:
+    """4 samples at once and 2 times 2 have the same losses and gradient norms."""
+    found = []
+    for name, arguments in (
+        ("whole", [f"{MICRO}=4"]),
+        ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"]),
+    ):
+        trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *arguments, train_iters=6)
+        trainer.train()
+        found.append(losses(run_folder(tmp_path / name / "runs")))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ((f"{ACCUMULATION}=5",), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: null}"), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.data_types={grad_accum_dtype: bf16}"), "bf16"),
+        ((f"{ACCUMULATION}=4",), None),
+        ((f"{ACCUMULATION}=5", f"{STAGE}=3"), "fp32"),
+        ((f"{ACCUMULATION}=5", "deepspeed.bf16.enabled=false"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_long_sums_of_bf16_gradients_are_in_float32(
+    tmp_path: Path, data: Path, arguments: tuple[str, ...], dtype: str | None, caplog
+) -> None:
+    base = write_config(tmp_path / "base.yaml", data)
+    arguments = ("deepspeed.bf16={enabled: true}", *arguments)
+    config = load_config([base], arguments, allow_import=["tests"])
+    with caplog.at_level("INFO", logger="cogfast"):
+        section = deepspeed_config(config, TrainArguments.from_config(config))
+    found = section.get("data_types") or {}
+    assert found.get("grad_accum_dtype") == dtype
+    assert ("accumulated in float32" in caplog.text) == (dtype == "fp32")
+
+
+def test_long_sums_of_bf16_gradients_are_those_of_stage_2(
+    tmp_path: Path, data: Path, caplog
+) -> None:
+    """DeepSpeed's own optimizers of the stages 0 and 1 add 8 micro-batches up in bf16."""
+    found, arguments = {}, ("deepspeed.bf16={enabled: true}", f"{MICRO}=1", f"{ACCUMULATION}=8")
+    for stage in range(4):
+        trainer = make(tmp_path / str(stage), data, *arguments, f"{STAGE}={stage}", train_iters=1)
+        trainer.train()
+        found[stage] = (
+            trainer.engine.grad_norm.item(),
+            losses(run_folder(tmp_path / str(stage) / "runs")),
+        )
+        is_logged = f"ZeRO stage {stage} runs as stage 2: the same update" in caplog.text
+        assert is_logged == (stage < 2)
+    assert found[0] == found[1] == found[2]
+    assert found[3][0] == pytest.approx(found[2][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_skipped_steps_count_updates_not_micro_batches(
+    tmp_path: Path, data: Path, stage: int
+) -> None:
+    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
+    dataset["params"]["num_bad"] = 8  # all
+    arguments = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
+    trainer = make(tmp_path, data, *arguments, dataset=dataset, train_iters=3)
+    with pytest.raises(RuntimeError, match="trained nothing: all 3 steps had non-finite gradients"):
+        trainer.train()
+    assert trainer.engine.num_skipped.item() == 3
+    assert trainer.engine.num_skipped_in_a_row.item() == 3
+
+
+def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
+    trainer = make(tmp_path, data, "deepspeed.gradient_clipping=0.01")
+    batches = assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, tmp_path, 0)
+    with batches:
+        batch = to_device(next(batches), "cpu")
+    transformer, rng = trainer.engine.transformer, SlotRandom(1234, 0, range(4), 4)
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
+    given = trainer.encoder(batch, rng)
+    loss = trainer.diffusion.loss(transformer, trainer.diffusion.denoiser, *given, rng).mean()
+    plain = torch.autograd.grad(loss, parameters)
+    wanted = torch.stack([g.square().sum() for g in plain]).sum().sqrt()
+    trainer.engine.backward(trainer.compute_loss(batch))
+    trainer.engine.step(1e-3)
+    torch.testing.assert_close(trainer.engine.grad_norm, wanted, rtol=1e-5, atol=0)
+
+
+def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
+    tmp_path: Path, data: Path
+) -> None:
+    base = OmegaConf.load(write_config(tmp_path / "base.yaml", data, weight_decay=0.25))
+    del base.deepspeed.optimizer.params.weight_decay
+    OmegaConf.save(base, tmp_path / "without.yaml")
+    for arguments, wanted in (([], 0.25), (["deepspeed.optimizer.params.weight_decay=0.5"], 0.5)):
+        trainer = Trainer(load_config([tmp_path / "without.yaml"], arguments))
+        decayed, undecayed = trainer.engine.optimizer.param_groups
+        assert decayed["weight_decay"] == wanted
+        assert undecayed["weight_decay"] == 0
+    assert "weight_decay" not in parameter_groups(trainer.engine.transformer)[0]
+
+
+class Waits:
+    """Counts, per caller, the ops that would make the host wait for a GPU."""
+
+    METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+    # A GPU run does not pass there, or the tensor lies on the CPU in any case.
+    EXCLUDED = ("fused_ema_adam.py", "batches.py", "/torch/")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        for name in self.METHODS:
+            monkeypatch.setattr(Tensor, name, self.counted(name, getattr(Tensor, name)))
+
+    def counted(self, name: str, method):
+        def call(tensor: Tensor, *args: object, **named: object) -> object:
+            code = sys._getframe(1).f_code
+            if not any(part in code.co_filename for part in self.EXCLUDED):
+                self.seen.append(f"{name} in {Path(code.co_filename).name} {code.co_name}")
+            return method(tensor, *args, **named)
+
+        return call
+
+
+@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+def test_steps_between_logging_never_wait_for_the_device(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Neither cogfast nor DeepSpeed reads a tensor's value in a step or waits for the device, except
+    code for the CPU (readers, FusedEmaAdam's CPU branch); a log line reads once."""
+    import deepspeed
+
+    arguments = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
+    trainer = make(tmp_path, data, *arguments, family=family, train_iters=6, log_interval=1000)
+    _ = trainer.encoder.first_stage  # its file is read before the steps
+    waits = Waits(monkeypatch)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: waits.seen.append("synchronize"))
+    trainer.train()
+    first = "__float__ in video_size.py note"  # the frame rate of the first batch
+    last = "__int__ in trainer.py _train"  # whether all steps were skipped
+    assert (waits.seen.count(first), waits.seen.count(last)) == (1, 1)
+    seen = [where for where in waits.seen if where not in (first, last)]
+    lines = [where for where in seen if where == "tolist in metrics.py _log"]
+    assert len(lines) == 1  # of step 6, the last
+    saving = ("checkpoint", "safetensors", "tensor_stream", "tensorboard", "log_files")
+    assert [w for w in seen if w not in lines and not any(s in w for s in saving)] == []

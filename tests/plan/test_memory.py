@@ -1,0 +1,230 @@
+"""The predicted memory of a run: PyTorch's allocator, ZeRO's state against its rules, encoders against
+diffusers and transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from cogfast.__main__ import main
+from cogfast.config import Config, load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.plan.encoders import T5_XXL, t5_numel
+from cogfast.plan.memory import (
+    GIB,
+    choose_policies,
+    plan_memory,
+    setup_of,
+    training_phase,
+)
+from cogfast.plan.text import describe_plan
+from cogfast.plan.zero import num_trained
+from cogfast.train.memory.activation_checkpointing import LADDER
+from tests.support.tiny_run import ROOT
+
+CONFIGS = ROOT / "configs"
+CACHED = ("args.latent_cache=cache", "args.activation_checkpointing=full")
+
+
+def config_of(name: str, *words: str, lora: bool = False) -> tuple[Config, TrainArguments]:
+    files = [CONFIGS / f"cogvideox{name}.yaml", CONFIGS / "sft.yaml"]
+    files[1:1] = [CONFIGS / "lora.yaml"] if lora else []
+    config = load_config(files, ["args.train_data=[clips]", *words])
+    return config, TrainArguments.from_config(config)
+
+
+def plan_of(name: str, *words: str, lora: bool = False, card: int | None = None, gpus: int = 1):
+    config, args = config_of(name, *words, lora=lora)
+    return plan_memory(setup_of(config, args, gpus), card)
+
+
+INT8, BLOCKS = "args.quantize_base=int8", "args.offload_blocks=42"
+MOVED = "args.offload_activations=true"
+STATE = "args.optimizer_moments=8bit args.ema_device=cpu"
+TENSOR, CONTEXT = "args.model_parallel_size=2", "args.context_parallel_size=2"
+ZERO3 = "deepspeed.zero_optimization.stage=3"
+# GiB that PyTorch's allocator counted on a CUDA runtime that computes nothing (docs/small_cards.md and
+# docs/diagnostics.md), for one or two ranks: batch size 1, cached latents, bf16, attention_backend=flash.
+ALLOCATOR = [
+    ("_5b", True, "full", INT8, 1, 13.98),
+    ("_5b", True, "full", BLOCKS, 1, 9.26),
+    ("_5b", True, "full", MOVED, 1, 15.27),
+    ("_5b", True, "full", f"{INT8} {BLOCKS} {MOVED} {STATE}", 1, 4.07),
+    ("1.5_5b", True, "full", f"{INT8} {BLOCKS}", 1, 18.94),
+    ("_5b", False, "full", STATE, 1, 59.04),
+    ("1.5_5b", False, "full", f"{STATE} {MOVED}", 1, 59.87),
+    ("_2b", False, "full", "", 1, 34.92),
+    ("_2b", False, "attention_kept", "", 1, 35.90),
+    ("_2b", False, "pointwise", "", 1, 50.51),
+    ("_2b", False, "none", "", 1, 67.11),
+    ("_2b", True, "full", "", 1, 7.59),
+    ("_5b", True, "pointwise", "", 1, 61.63),
+    ("_5b", True, "none", "", 1, 70.00),
+    ("_5b_i2v", False, "none", "", 1, 183.58),
+    ("1.5_5b_i2v", True, "full", "", 1, 29.03),
+    ("_2b", False, "full", "", 2, 22.28),
+    ("_2b", False, "pointwise", "", 2, 39.81),
+    ("_2b", False, "full", ZERO3, 2, 22.19),
+    ("_5b", False, "full", TENSOR, 2, 57.46),
+    ("_5b", False, "full", CONTEXT, 2, 62.40),
+    ("_5b", True, "full", "", 2, 19.88),
+]
+
+
+@pytest.mark.parametrize(("model", "lora", "policy", "words", "ranks", "gib"), ALLOCATOR)
+def test_a_step_takes_what_the_allocator_counted(
+    tmp_path: Path, model: str, lora: bool, policy: str, words: str, ranks: int, gib: float
+) -> None:
+    content: Any = OmegaConf.load(CONFIGS / f"cogvideox{model}.yaml")
+    for key in ("conditioner_config", "first_stage_config"):
+        del content["model"][key]
+    OmegaConf.save(content, tmp_path / "model.yaml")
+    frames, rows, columns = (81, 768, 1360) if model.startswith("1.5") else (49, 480, 720)
+    given = [
+        "args.train_data=[clips]",
+        "args.latent_cache=cache",
+        f"data.params.video_size=[{rows},{columns}]",
+        f"data.params.max_num_frames={frames}",
+        f"args.activation_checkpointing={policy}",
+        "deepspeed.bf16.enabled=true",
+        "deepspeed.fp16.enabled=false",
+        *words.split(),
+    ]
+    files = [tmp_path / "model.yaml", *([CONFIGS / "lora.yaml"] if lora else [])]
+    config = load_config([*files, CONFIGS / "sft.yaml"], given)
+    plan = plan_memory(setup_of(config, TrainArguments.from_config(config), ranks), None)
+    assert plan.step_peak / GIB == pytest.approx(gib, rel=0.006)
+
+
+def test_state_of_the_optimizer_by_stage_and_ranks() -> None:
+    """Counted by hand: 2 + 2 bytes of weights and gradients, 16 of float32 state, for 2B in fp16."""
+    numel = 1_693_775_960
+    plan = plan_of("_2b", *CACHED)
+    parts = dict(plan.phases[0].parts)
+    trained = num_trained(plan.setup.transformer)
+    assert trained == pytest.approx(numel, rel=0.001)
+    assert parts["master weights"] == parts["EMA"] == 4 * trained
+    assert parts["moments"] == 8 * trained
+    step = next(phase for phase in plan.phases if phase.name == "optimizer step")
+    assert step.parts["gradients"] == 2 * trained
+    eight = plan_of("_2b", *CACHED, gpus=8).phases[0].parts
+    assert eight["moments"] == pytest.approx(parts["moments"] / 8, rel=1e-6)
+    assert eight["weights"] == parts["weights"]
+    whole = plan_of("_2b", *CACHED, "deepspeed.zero_optimization.stage=3", gpus=8).phases[0].parts
+    assert whole["weights"] < parts["weights"] / 7
+    adam = "deepspeed.optimizer.type=AdamW"
+    assert plan_of("_2b", *CACHED, adam).phases[0].parts["EMA"] == 0
+
+
+@pytest.mark.parametrize("words", [(), ("args.model_parallel_size=2",)], ids=["whole", "parts"])
+def test_a_larger_policy_takes_more(words: tuple[str, ...]) -> None:
+    config, args = config_of("_5b", "args.latent_cache=cache", *words)
+    setup = setup_of(config, args, 2)
+    totals = [training_phase(setup, (policy,) * 42).total for policy in LADDER]
+    assert totals == sorted(totals) and totals[0] < totals[-1]
+
+
+def test_auto_takes_what_fits_and_no_more() -> None:
+    config, args = config_of("_5b", "args.latent_cache=cache", lora=True)
+    setup = setup_of(config, args, 1)
+    for gib in (20, 30, 60, 79, 139):
+        policies = choose_policies(setup, gib * GIB)
+        total = training_phase(setup, policies).total
+        if set(policies) != {"full"}:
+            assert total <= gib * GIB
+        # One more layer on the next rung would not fit.
+        if set(policies) != {"none"}:
+            rung = LADDER[LADDER.index(policies[0]) + 1]
+            at = max(i for i, policy in enumerate(policies) if policy == policies[0])
+            more = (*policies[:at], rung, *policies[at + 1 :])
+            assert training_phase(setup, more).total > gib * GIB
+    assert set(choose_policies(setup, None)) == {"none"}
+
+
+def test_encoders_count_where_they_are_used() -> None:
+    parts = lambda *words, **kind: dict(plan_of("_5b", *words, **kind).phases[0].parts)
+    t5, vae = 2 * t5_numel(T5_XXL)[0], 2 * 215_583_907
+    assert parts("args.activation_checkpointing=full")["encoders"] == t5 + vae
+    assert parts(*CACHED)["encoders"] == 0
+    # Image-to-video encodes the noised first frame in every step.
+    image = plan_of("_5b_i2v", *CACHED)
+    assert image.phases[0].parts["encoders"] == vae
+    names = [
+        phase.name
+        for phase in plan_of("_5b", *CACHED, "args.eval_interval=5", "args.eval_prompts=[a]").phases
+    ]
+    assert names == ["training", "optimizer step", "evaluation", "decoding"]
+
+
+def test_numbers_of_t5() -> None:
+    """4,762,310,656 is what transformers counts for T5EncoderModel of t5-v1_1-xxl."""
+    assert t5_numel(T5_XXL) == (4_762_310_656, 24 * 10240 * 4096)
+
+
+def test_upstream_files_plan_without_error(sat_configs: Path) -> None:
+    models = sorted(sat_configs.glob("cogvideox*.yaml"))
+    assert len(models) == 8
+    training = [[model, sat_configs / "sft.yaml"] for model in models]
+    for files in (*training, models[:1], [models[0], sat_configs / "inference.yaml"]):
+        text = describe_plan(load_config(files), "h100-80", 1)
+        assert "peak: " in text and max(map(len, text.splitlines())) <= 120
+
+
+def plan_command(*words: str) -> int:
+    return main(
+        ["plan", "--base", str(CONFIGS / "cogvideox_5b.yaml"), str(CONFIGS / "sft.yaml"), *words]
+    )
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture) -> None:
+    assert plan_command("--gpu", "h200", "--gpus", "8", "--tp", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 8 and found["model_parallel_size"] == 2 and found["fits"] is True
+    assert found["peak"] == max(sum(parts.values()) for parts in found["phases"].values())
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("--gpu", "h1000"),
+            "--gpu 'h1000' is not known; did you mean h100",
+        ),
+        (
+            ("--gpu", "h100"),
+            "--gpu 'h100' is not known; did you mean h100-pcie or h100-nvl or h100-80?",
+        ),
+        (
+            ("--gpu", "mine"),
+            "--gpu 'mine' is not known; use b200, h200, .* 4090, or its memory in GiB",
+        ),
+        (("--gpus", "3", "--tp", "2"), "model_parallel_size=2 must divide the number of ranks, 3"),
+        (("--tp", "5"), "args.model_parallel_size=5 must divide num_attention_heads=48"),
+        (("--gpus", "0"), "'0' must be a whole number from 1"),
+    ],
+    ids=["almost a gpu", "a part of its name", "gpu", "ranks", "heads", "none"],
+)
+def test_wrong_words(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan_command(*words) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
+    """5B keeps a bf16 gradient of each of its 5,570.3 M trained numbers: 10.4 GiB."""
+    step = plan_of("_5b", *CACHED).step_peak / GIB
+    shown = {}
+    for free in (1, 9, 12):  # GiB beside the peak
+        assert plan_command("--gpu", str((step + free) / 0.96), *CACHED) == 0
+        shown[free] = "It is tight: gaps" in (text := capsys.readouterr().out)
+        assert not shown[free] or "up to 10.4 GiB more" in text
+    assert shown == {1: True, 9: True, 12: False}
+
+
+def test_without_a_gpu_the_peak_stands_alone(capsys: pytest.CaptureFixture) -> None:
+    assert plan_command() == 0
+    assert "There is no GPU here to compare with; --gpu NAME" in capsys.readouterr().out

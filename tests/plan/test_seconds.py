@@ -1,0 +1,189 @@
+"""The predicted step: FLOPs are those that run, and times follow from rates by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.plan.encoders import Encoders
+from cogfast.plan.gpus import GPUS, Gpu, Shares
+from cogfast.plan.memory import MemoryPlan, Setup, plan_memory, setup_of
+from cogfast.plan.seconds import count_traffic, micro_batch_work, predict_step
+from cogfast.plan.trace import Traces, Work, train_flops
+from cogfast.plan.zero import ZeroRules, num_trained
+from cogfast.train.memory.activation_checkpointing import LADDER, Policy, apply_policies
+from cogfast.train.video_size import LatentSize
+from tests.plan.test_memory import CACHED, config_of
+from tests.support.tiny_transformers import inputs, tiny
+
+ADAPTERS = {
+    "all weights": {},
+    "attention": {"lora_rank": 4},
+    "queries": {"lora_rank": 4, "lora_targets": ("to_q", "to_out.0")},
+    "mlp": {"lora_rank": 4, "lora_targets": ("ff.net.0.proj", "ff.net.2")},
+    "last layer": {"lora_rank": 4, "lora_layers": (1,)},
+}
+H100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
+
+
+def trained(name: str, **changes: Any) -> DiffusionTransformer:
+    """Return a tiny 5B that trains all weights or its adapters."""
+    model = tiny("5b", **ADAPTERS[name], **changes).train()
+    for key, parameter in model.named_parameters():
+        is_unused = key in model.unused_parameter_names()
+        is_adapter = is_lora_parameter(key) or not ADAPTERS[name]
+        parameter.requires_grad_(is_adapter and not is_unused)
+    return model
+
+
+def plan_of(name: str, policy: Policy, **rules: Any) -> MemoryPlan:
+    given = inputs("5b")
+    latents = given["latents"]
+    channels, frames, height, width = latents.shape[1:]
+    setup = Setup(
+        traces=Traces(trained(name).to("meta")),
+        rules=ZeroRules(
+            **({"stage": 2, "data_size": 1, "weight_bytes": 4, "sum_bytes": 4} | rules)
+        ),
+        size=LatentSize(channels, frames, height, width, 9, 8.0),
+        batch_size=len(latents),
+        choice=policy,
+        encoders=Encoders(shape=(1, 9, 8 * height, 8 * width)),
+    )
+    return plan_memory(setup, None)
+
+
+def flops_of(work: Work, *kinds: str) -> float:
+    return sum(times * op.flops for op, times in work.items() if op.kind in kinds)
+
+
+@pytest.mark.parametrize("policy", LADDER)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_flops_are_those_that_run(name: str, policy: Policy) -> None:
+    """PyTorch counts every matrix product of a step, recomputed ones included."""
+    model = trained(name)
+    # Attention in plain PyTorch, whose products are counted as well.
+    model.use_kernels(choose_kernels("torch", "math"))
+    apply_policies(model, [policy] * 2)
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs("5b")).square().mean().backward()
+    found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for op, flops in found.items() if "bmm" in op)
+    forward, others = micro_batch_work(plan_of(name, policy))
+    work = forward + others
+    assert flops_of(work, "matmul") == pytest.approx(sum(found.values()) - attention, rel=1e-6)
+    # Plain attention keeps its scores: four products in backward, and not five.
+    backward = 0.8 * flops_of(work, "attention backward")
+    assert flops_of(work, "attention") + backward == pytest.approx(attention, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["all weights", "queries", "mlp"])
+def test_model_flops_of_a_layer_are_those_that_run(name: str) -> None:
+    """A third layer adds as many as PyTorch counts in it, forward and backward."""
+    given, found, predicted = inputs("5b"), [], []
+    num_tokens = given["text"].shape[1] + given["latents"][0, 0].numel() // 4
+    for num_layers in (2, 3):
+        model = trained(name, num_layers=num_layers)
+        model.use_kernels(choose_kernels("torch", "math"))
+        with FlopCounterMode(display=False) as counter:
+            model(**given).square().mean().backward()
+        found.append(counter.get_total_flops())
+        predicted.append(len(given["latents"]) * train_flops(model.config, num_tokens))
+    assert predicted[1] - predicted[0] == pytest.approx(found[1] - found[0], rel=1e-6)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    """A GPU whose rates are one: seconds are FLOPs and bytes."""
+    slow = Shares(matmul=1, attention=1, attention_backward=0.5, memory=1, link=1)
+    gpu = Gpu("test", 1e-12, 1e-12, 1e-9, ("test",), host_gb_per_s=1e-9, shares=slow)
+    plan = plan_of("all weights", "full", accumulation=3)
+    forward, others = micro_batch_work(plan)
+    work, step = forward + others, predict_step(plan, gpu)
+    assert step is not None
+    in_memory = sum(n * op.num_bytes for op, n in work.items() if op.kind == "memory")
+    # 4 of weights, 4 of gradients read twice, and 16 of state, read and written
+    optimizer = 44 * num_trained(plan.setup.transformer)
+    assert step.memory_bound == pytest.approx(3 * in_memory + optimizer)
+    # Products with few columns take longer for their bytes.
+    assert step.matmul >= 3 * flops_of(work, "matmul")
+    backward = 2 * flops_of(work, "attention backward")
+    assert step.attention == pytest.approx(3 * (flops_of(work, "attention") + backward))
+    assert step.communication == step.transfers == 0
+    assert step.seconds == step.matmul + step.attention + step.memory_bound
+    assert step.samples_per_second == pytest.approx(3 * 2 / step.seconds)
+
+
+def test_bytes_of_a_layer_by_hand() -> None:
+    """Beside the products a forward pass moves 22 units of [B, S, M]: the 21 of docs/kernels.md, and v, which
+    the norm of queries and keys does not read."""
+    plan = plan_of("all weights", "none")
+    unit = 2 * 106 * 128 * 4
+    block = plan.setup.block(1, "none")
+    moved = sum(n * op.num_bytes for op, n in block.forward_work.items() if op.kind == "memory")
+    assert moved == pytest.approx(22 * unit, rel=0.02)
+
+
+def test_policies_recompute_in_their_order() -> None:
+    steps = [predict_step(plan_of("all weights", policy), H100) for policy in reversed(LADDER)]
+    times = [step.seconds for step in steps if step is not None]
+    assert len(times) == 4 and torch.tensor(times).diff().gt(0).all()
+
+
+def test_gradients_hide_behind_the_backward_pass_except_the_last_bucket() -> None:
+    plan = plan_of("all weights", "none", data_size=4)
+    traffic = count_traffic(plan.setup, Work())
+    link = 0.8 * 450e9
+    seconds = (traffic.gradients / link, traffic.weights / link)
+
+    def predicted(**rules: Any) -> float:
+        setup = replace(plan.setup, rules=replace(plan.setup.rules, **rules))
+        step = predict_step(replace(plan, setup=setup), H100)
+        assert step is not None
+        return step.communication
+
+    assert predicted() == pytest.approx(sum(seconds))
+    assert predicted(overlaps=True) == pytest.approx(sum(seconds))  # one bucket holds all
+    assert seconds[1] <= predicted(overlaps=True, bucket=1000) < seconds[1] + 0.1 * seconds[0]
+
+
+def test_links_between_machines_are_slower() -> None:
+    inside, across = (
+        predict_step(plan_of("all weights", "none", data_size=size), H100) for size in (8, 64)
+    )
+    assert inside is not None and across is not None
+    assert across.communication == pytest.approx(inside.communication * 63 / 64 * 8 / 7)
+
+
+def test_copies_between_host_and_gpu_hide_behind_computation() -> None:
+    words = ["args.offload_blocks=10", "args.offload_activations=true"]
+    config, args = config_of("_5b", *CACHED, *words, lora=True)
+    plan = plan_memory(setup_of(config, args, 1), None)
+    kept = 40 * plan.setup.block(1, "full").kept
+    blocks = 8 * 2 * (12 * 3072**2 + 12 * 3072 * 512)  # two wait in their slots
+    rate = 0.8 * 1e9
+    slow, fast = (replace(H100, host_gb_per_s=gb) for gb in (1, 1e6))
+    found, hidden = predict_step(plan, slow), predict_step(plan, fast)
+    assert found is not None and hidden is not None and hidden.transfers == 0
+    # Forward: activations leave while blocks come. Backward: both come.
+    computed = hidden.matmul + hidden.attention + hidden.memory_bound
+    total = (2 * kept + blocks) / rate
+    assert total - computed <= found.transfers <= total
+
+
+def test_a_data_sheet_gives_a_prediction() -> None:
+    config, args = config_of("_5b", *CACHED)
+    plan = plan_memory(setup_of(config, args, 8), None)
+    for gpu in GPUS:
+        step = predict_step(plan, gpu)
+        assert step is not None and 0 < step.mfu < 0.65  # the share of matrix products
+        assert step.source == f"a prediction from the data sheet of {gpu.name}"
+    offload = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
+    config, args = config_of("_5b", *CACHED, offload)
+    assert predict_step(plan_memory(setup_of(config, args, 1), None), H100) is None

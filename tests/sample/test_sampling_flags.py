@@ -1,0 +1,180 @@
+"""The plain options of `cogfast sample` set the keys that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from cogfast.cli.options import parse_sample
+from cogfast.config import Config, load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import to_dict
+from cogfast.sample.flags import SamplingFlags, check_negative_prompt
+from cogfast.sample.sizes import sampled_sizes
+from tests.support.tiny_run import ROOT
+
+SAMPLER = "model.sampler_config.params"
+GUIDERS = "sgm.modules.diffusionmodules.guiders"
+
+
+def load(model: str = "cogvideox_5b", *overrides: str) -> Config:
+    files = [ROOT / "configs" / f"{model}.yaml", ROOT / "configs" / "inference.yaml"]
+    return load_config(files, overrides)
+
+
+def test_options_are_the_keys_that_they_name():
+    """They give the configuration that the same keys, set by hand, give."""
+    flags = SamplingFlags(steps=20, guidance=4.5, frames=17, size=(256, 384), fps=12, num_videos=3)
+    by_hand = load(
+        "cogvideox_5b",
+        f"{SAMPLER}.num_steps=20",
+        f"{SAMPLER}.guider_config.params.scale=4.5",
+        "args.sampling_num_frames=5",
+        "args.sampling_image_size=[256,384]",
+        "args.sampling_fps=12",
+        "args.batch_size=3",
+    )
+    found = flags.apply(load())
+    assert found.sections() == by_hand.sections()
+    # The shipped file refers to the number of steps; the ramp follows in a run's file, too.
+    assert to_dict(found.model)["sampler_config"]["params"]["guider_config"]["params"] == {
+        "scale": 4.5,
+        "exp": 5,
+        "num_steps": 20,
+    }
+    text = found.describe()
+    for line, flag in (
+        ("num_steps: 20", "--steps"),
+        ("scale: 4.5", "--guidance"),
+        ("sampling_num_frames: 5", "--frames"),
+        ("sampling_image_size: [256, 384]", "--size"),
+        ("sampling_fps: 12", "--fps"),
+        ("batch_size: 3", "--num-videos"),
+    ):
+        assert any(f" {line} " in row and row.endswith(f"# {flag}") for row in text.splitlines())
+
+
+def test_nothing_given_changes_nothing():
+    config = load()
+    assert SamplingFlags().apply(config) == config
+
+
+def test_a_ramp_of_another_length_stays():
+    config = load("cogvideox_5b", f"{SAMPLER}.guider_config.params.num_steps=30")
+    params = to_dict(SamplingFlags(steps=20).apply(config).model)["sampler_config"]["params"]
+    assert (params["num_steps"], params["guider_config"]["params"]["num_steps"]) == (20, 30)
+
+
+def test_guidance_of_one_is_none_and_more_than_one_makes_it():
+    config = load()
+    off = SamplingFlags(guidance=1.0).apply(config)
+    target = lambda config: to_dict(config.model)["sampler_config"]["params"]["guider_config"]
+    assert target(off) == {"target": "cogfast.diffusion.guidance.IdentityGuider"}
+    assert target(SamplingFlags(guidance=3.0).apply(off)) == {
+        "target": "cogfast.diffusion.guidance.VanillaCFG",
+        "params": {"scale": 3.0},
+    }
+    assert off.origins[f"{SAMPLER}.guider_config"] == "--guidance"
+    assert f"{SAMPLER}.guider_config.params.scale" not in off.origins
+
+
+@pytest.mark.parametrize(
+    ("model", "frames", "latent", "wrong", "text"),
+    [
+        (
+            "cogvideox_2b",
+            49,
+            13,
+            48,
+            "CogVideoX 1.0 supports 8N+1 frames, at most 49; use 41 or 49",
+        ),
+        ("cogvideox1.5_5b", 73, 20, 75, "CogVideoX 1.5 supports 8N+1 frames"),
+    ],
+)
+def test_frames_are_those_of_the_video(
+    model: str, frames: int, latent: int, wrong: int, text: str
+) -> None:
+    config = SamplingFlags(frames=frames).apply(load(model))
+    assert config.args.sampling_num_frames == latent
+    (size,) = sampled_sizes(config, TrainArguments.from_config(config), [None])
+    assert (size.num_frames, size.frames) == (frames, latent)
+    with pytest.raises(ValueError, match=rf"^--frames={wrong}: {text}".replace("+", r"\+")):
+        SamplingFlags(frames=wrong).apply(load(model))
+
+
+def test_a_wrong_size_names_the_option():
+    config = SamplingFlags(size=(481, 720)).apply(load())
+    with pytest.raises(ValueError, match=r"^--size: args.sampling_image_size=\[481, 720\]"):
+        sampled_sizes(config, TrainArguments.from_config(config), [None])
+
+
+def test_a_negative_prompt_needs_guidance():
+    config = SamplingFlags(negative_prompt="blurry").apply(load())
+    assert config.args.negative_prompt == "blurry"
+    check_negative_prompt(config)
+    check_negative_prompt(SamplingFlags(guidance=1.0).apply(load()))
+    with pytest.raises(ValueError, match=r"args.negative_prompt='blurry' .* give --guidance 6"):
+        check_negative_prompt(SamplingFlags(guidance=1.0).apply(config))
+
+
+def test_an_option_and_its_key_on_one_command_line_are_refused():
+    config = load("cogvideox_5b", "args.sampling_fps=8")
+    with pytest.raises(ValueError, match="--fps and args.sampling_fps on the command line set the"):
+        SamplingFlags(fps=12).apply(config)
+
+
+def test_a_guider_without_a_scale_is_refused():
+    config = load()
+    node = {"target": "mine.Guider", "params": {"strength": 2}}
+    OmegaConf.update(config.model, "sampler_config.params.guider_config", node, merge=False)
+    with pytest.raises(ValueError, match="--guidance 3: mine.Guider has no param scale"):
+        SamplingFlags(guidance=3.0).apply(config)
+
+
+def parsed(tmp_path: Path, *words: str):
+    (tmp_path / "training_config.yaml").touch()
+    return parse_sample([str(tmp_path), "--prompt", "a", *words])
+
+
+def test_options_are_read_from_the_command_line(tmp_path: Path) -> None:
+    words = ["--steps", "20", "--guidance", "4.5", "--frames", "49", "--size", "480x720"]
+    words += ["--fps", "8", "--num-videos", "2", "--negative-prompt", "a=b"]
+    assert parsed(tmp_path, *words).sampling == SamplingFlags(
+        steps=20,
+        guidance=4.5,
+        frames=49,
+        size=(480, 720),
+        fps=8,
+        num_videos=2,
+        negative_prompt="a=b",
+    )
+
+
+def test_seeds_are_a_list_or_repeated(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "--seed", "5").seeds == ()
+    assert "args.seed=5" in parsed(tmp_path, "--seed", "5").overrides
+    for words in (["--seed", "3,-1, 2"], ["--seed", "3", "--seed=-1,2"]):
+        request = parsed(tmp_path, *words)
+        assert request.seeds == (3, -1, 2)
+        assert "args.seed=3" in request.overrides
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--steps", "0"], "argument --steps: '0' must be a whole number from 1 to 1000"),
+        (["--steps", "2.5"], "argument --steps: '2.5' must be a whole number"),
+        (["--guidance", "nan"], "argument --guidance: 'nan' must be a number from 1 to 1000"),
+        (["--guidance", "0.5"], "argument --guidance: '0.5' must be a number from 1"),
+        (["--size", "480*720"], "'480\\*720' must be rows x columns in pixels, such as 480x720"),
+        (["--fps", "x"], "argument --fps: 'x' must be a whole number from 1 to 1000"),
+        (["--seed", "1,a"], "--seed 1,a must be whole numbers, each once, such as 1,2,3"),
+        (["--seed", "1,1"], "--seed 1,1 must be whole numbers, each once"),
+        (["--step", "3"], "cogfast sample has no option --step; did you mean --steps?"),
+    ],
+)
+def test_wrong_values_are_named(words: list[str], text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{text}" if text.startswith("-") else text):
+        parsed(tmp_path, *words)

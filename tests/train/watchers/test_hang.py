@@ -1,0 +1,108 @@
+"""A rank that hangs: collective_timeout ends the run, whose last line has the rank's stack."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from cogfast.train.watchers.hang import HangStacks, frames_of_main, hanging
+from tests.support.tiny_run import CHANNELS, run_folder, run_program, write_clips, write_config
+
+AWAY = 3  # the step in which rank 1 reads its batch and hangs
+
+
+class HangingReads(Dataset):
+    """Latents and embeddings. Rank 1 sleeps, or stops its process, in the first read of a step."""
+
+    def __init__(self, data_dir: list[str], how: str, pids: str) -> None:
+        self.how, self.pids, self.num_reads = how, Path(pids), 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict:
+        self.num_reads += 1
+        if os.environ.get("RANK") == "1" and self.num_reads > 2 * AWAY:
+            self.pids.write_text(json.dumps([os.getpid(), os.getppid()]))
+            hang_here(self.how)
+        return {
+            "encoded_videos": torch.ones(CHANNELS, 3, 4, 4),
+            "prompt_embedding": torch.ones(8, 16),
+        }
+
+
+def hang_here(how: str) -> None:
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+def test_frames_are_those_of_the_main_thread(tmp_path: Path) -> None:
+    with (tmp_path / "rank-0.txt").open("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        path, _, name = frames_of_main(file.read())[0]
+    assert (path, name) == (__file__, "test_frames_are_those_of_the_main_thread")
+
+
+def test_a_rank_that_waits_for_others_is_not_named(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        (tmp_path / f"rank-{rank}.txt").write_text("")
+    assert not list(hanging(tmp_path))
+    wait = 'File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce'
+    read = 'File "/x/reader.py", line 8 in read\n  File "/x/batches.py", line 7 in __next__'
+    for rank, innermost in ((0, wait), (2, read)):
+        text = f"Timeout!\nThread 0x1:\n  {wait}\n\nThread 0x2 (most recent call first):\n  {innermost}\n"
+        (tmp_path / f"rank-{rank}.txt").write_text(text)
+    assert list(hanging(tmp_path)) == [
+        "rank 1 (no stack)",
+        "rank 2 (reader.py:8 read < batches.py:7 __next__)",
+    ]
+
+
+def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
+    stacks = HangStacks(tmp_path, 0, 0.2)
+    stacks.after_step(1)
+    while not stacks.path.stat().st_size:
+        time.sleep(0.01)
+    stacks.after_step(2)
+    assert not stacks.path.stat().st_size
+    while not stacks.path.stat().st_size:
+        time.sleep(0.01)
+    assert stacks.path.read_text().startswith("Timeout")
+    stacks.close(None)
+    assert not list(tmp_path.iterdir())
+
+
+# torchrun waits 30 s before it kills.
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["sleeps", "stops"])
+def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: str) -> None:
+    """Asleep while it reads, or stopped by SIGSTOP."""
+    pids = tmp_path / "pids.json"
+    name = "tests.train.watchers.test_hang.HangingReads"
+    dataset = {"target": name, "params": {"how": how, "pids": str(pids)}}
+    data = write_clips(tmp_path / "data", num_clips=1)
+    args = {"dataset": dataset, "train_iters": 50, "collective_timeout": 10, "decode_timeout": 0}
+    base = write_config(tmp_path / "base.yaml", data, check_videos=False, **args)
+    words = ["deepspeed.train_micro_batch_size_per_gpu=2", "--allow-import", "tests"]
+    done = run_program(["-m", "cogfast", "train", "--base", str(base), *words], 2)
+    assert done.returncode == 1, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
+    folder = run_folder(tmp_path / "runs") / "hang"
+    frames = "test_hang.py:" if how == "sleeps" else "no stack"
+    assert f"no progress: rank 1 ({frames}" in line
+    assert line.count("rank 1 (") == 1 and "; stacks are in hang/" in line
+    if how == "sleeps":
+        assert "in hang_here" in (folder / "rank-1.txt").read_text()
+    for pid in json.loads(pids.read_text()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,504 @@
+"""Metrics of a run: lines, means, TensorBoard, loss.png, and a subclass's loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import pty
+import resource
+import select
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.step_clock import CLOCK
+from cogfast.plan.trace import train_flops
+from cogfast.train.run.loss_curve import draw_losses
+from cogfast.train.trainer import Trainer
+from cogfast.train.watchers import metrics as metrics_module
+from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
+from tests.support.ranks.forked import Forked
+from tests.support.tiny_run import launch_ranks, run_folder, wait_for, write_config
+from tests.support.tiny_transformers import tiny
+
+KEYS = {
+    "step",
+    "loss",
+    "loss_running",
+    "lr",
+    "grad_norm",
+    "step_ms",
+    "data_wait_ms",
+    "encode_ms",
+    "forward_backward_ms",
+    "optimizer_ms",
+    "communication_ms",
+    "exposed_communication",
+    "samples_per_s",
+    "tokens_per_s",
+    "model_tflops",
+    "mfu",
+    "memory_rss_gib",
+    "skipped",
+    "skipped_in_a_row",
+    "nonfinite_losses",
+    "train_loss_band_0",
+    "train_loss_band_1",
+    "train_loss_band_2",
+    "train_loss_band_3",
+}
+
+
+def make(folder: Path, data: Path, *overrides: str, kind: type = Trainer, **args) -> Trainer:
+    base = write_config(folder / "base.yaml", data, **args)
+    return kind(load_config([base], overrides, allow_import=["tests"]))
+
+
+def lines(folder: Path) -> list[dict]:
+    text = (run_folder(folder / "runs") / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
+    trainer = make(tmp_path, data, train_iters=4)
+    trainer.train()
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert all(line.keys() == KEYS for line in found)
+    last = found[-1]
+    assert last["lr"] == 2e-3
+    assert last["mfu"] is None  # the peak of a CPU is unknown
+    num_tokens = 8 + 3 * 2 * 2  # text; latent frames x rows x columns of patches
+    assert trainer.size.num_tokens == num_tokens
+    assert last["samples_per_s"] == pytest.approx(4 * 1000 / last["step_ms"])
+    assert last["tokens_per_s"] == pytest.approx(num_tokens * last["samples_per_s"])
+    flops = train_flops(trainer.engine.transformer.config, num_tokens)
+    assert last["model_tflops"] == pytest.approx(flops * last["samples_per_s"] / 1e12)
+    assert 0 < last["data_wait_ms"] < last["step_ms"]
+    split = [last[f"{part}_ms"] for part in ("encode", "forward_backward", "optimizer")]
+    assert min(split) > 0
+    # The rest is the line itself, and what lies between the parts.
+    assert 0.5 * last["step_ms"] < sum(split) + last["data_wait_ms"] < last["step_ms"]
+    assert last["communication_ms"] == last["exposed_communication"] == 0  # one process is alone
+    assert last["memory_rss_gib"] == pytest.approx(
+        memory_gib(torch.device("cpu"))["memory_rss_gib"], rel=0.3
+    )
+
+
+def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
+    """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
+    caplog.set_level("INFO", logger="cogfast")
+    numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row")
+    engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
+    engine.transformer = tiny("5b")
+    engine.optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
+    sent: list[Tensor] = []
+
+    class TwoRanks(ProcessGroups):
+        def sum(self, value: Tensor) -> Tensor:
+            sent.append(value)
+            return sent[-2] + value if len(sent) % 2 == 0 else value
+
+    both = [
+        Metrics(
+            TrainArguments(log_interval=1),
+            tmp_path,
+            TwoRanks(rank, 2, rank, torch.device("cpu"), None, False),
+            engine,
+            SimpleNamespace(num_tokens=1),
+            BandLosses(4, None, torch.device("cpu")),
+            start_step=0,
+            num_steps=2,
+            samples_per_step=2,
+        )
+        for rank in (1, 0)
+    ]
+    for step in (1, 2):
+        for metrics, seconds in zip(both, (0.05, 0.0), strict=True):
+            CLOCK.data_seconds = seconds
+            metrics.after_backward(torch.tensor(2.0 * metrics.groups.rank))
+            metrics.after_step(step)
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in found] == [1.0, 1.0]
+    assert [line["data_wait_ms"] for line in found] == pytest.approx([50, 50])
+    assert caplog.messages[-1].endswith("waiting for data: raise args.num_workers")
+
+
+def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:
+    make(tmp_path / "each", data, train_iters=6).train()
+    make(tmp_path / "third", data, train_iters=6, log_interval=3).train()
+    each, third = lines(tmp_path / "each"), lines(tmp_path / "third")
+    losses = [line["loss"] for line in each]
+    assert [line["step"] for line in third] == [3, 6]
+    assert third[0]["loss"] == pytest.approx(sum(losses[:3]) / 3, rel=1e-6)
+    assert third[1]["loss"] == pytest.approx(sum(losses[3:]) / 3, rel=1e-6)
+    running = losses[0]
+    for line in each:
+        running = 0.98 * running + 0.02 * line["loss"]
+        assert line["loss_running"] == pytest.approx(running)
+    wanted = 0.98**3 * third[0]["loss"] + (1 - 0.98**3) * third[1]["loss"]
+    assert third[1]["loss_running"] == pytest.approx(wanted)
+
+
+def test_a_non_finite_loss_hides_no_other(tmp_path: Path, data: Path) -> None:
+    """One bad sample of 8, at 2 per step: the line has the mean loss of 3 of 4 steps."""
+    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
+    micro = "deepspeed.train_micro_batch_size_per_gpu=2"
+    for name, interval in (("each", 1), ("four", 4)):
+        trainer = make(
+            tmp_path / name, data, micro, dataset=dataset, train_iters=4, log_interval=interval
+        )
+        trainer.train()
+    each = [line["loss"] for line in lines(tmp_path / "each")]
+    (line,) = lines(tmp_path / "four")
+    assert each.count(None) == 1
+    finite = [loss for loss in each if loss is not None]
+    assert line["loss"] == pytest.approx(sum(finite) / 3, rel=1e-6)
+    assert line["skipped"] == 1
+    (bad,) = [line for line in lines(tmp_path / "each") if line["loss"] is None]
+    assert bad["grad_norm"] is None
+
+
+def test_history_is_cut_where_a_run_resumes(tmp_path: Path, data: Path) -> None:
+    """Lines after the checkpoint, and one that a crash cut short, leave the file."""
+    make(tmp_path, data, train_iters=6, save_interval=2, keep_last=0).train()
+    run = run_folder(tmp_path / "runs")
+    before = lines(tmp_path)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    resume = f"args.resume={run}/checkpoints/00000004"
+    make(tmp_path, data, resume, train_iters=8).train()
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    for line, expected in zip(found[:6], before, strict=True):
+        assert line["loss"] == expected["loss"]
+        assert line["loss_running"] == expected["loss_running"]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, data: Path) -> None:
+    make(
+        tmp_path, data, train_iters=2, valid_data=[str(data)], eval_interval=2, eval_num_samples=0
+    ).train()
+    run = run_folder(tmp_path / "runs")
+    found = scalars(run / "tensorboard")
+    assert found["loss"] == [
+        (s, pytest.approx(line["loss"])) for s, line in enumerate(lines(tmp_path)[:2], 1)
+    ]
+    assert found["valid_loss"] == [(2, pytest.approx(lines(tmp_path)[2]["valid_loss"]))]
+    assert "step" not in found
+
+    board = tmp_path / "board"
+    make(tmp_path, data, f"args.summary_dir={board}", "args.resume=latest", train_iters=3).train()
+    assert [step for step, _ in scalars(board / run.name)["loss"]] == [3]
+
+
+def test_loss_png_shows_the_curves(tmp_path: Path, data: Path) -> None:
+    make(
+        tmp_path, data, train_iters=6, valid_data=[str(data)], eval_interval=2, eval_num_samples=0
+    ).train()
+    picture = Image.open(run_folder(tmp_path / "runs") / "loss.png").convert("RGB")
+    colours = {tuple(c) for _, c in picture.getcolors(picture.width * picture.height)}
+    # The loss, its running mean and the held-out loss, in the colours of their lines.
+    assert {(0x9D, 0xB8, 0xD9), (0x1F, 0x4E, 0x9C), (0xD1, 0x49, 0x5B)} <= colours
+
+
+class WithFullDisk(Trainer):
+    """No file may have more than 500 bytes during the third and fourth step and what follows them."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        if self.step in (2, 4):
+            self.writer.wait()
+        if self.step == 2:
+            self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, self.limits[1]))
+        if self.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+        return super().compute_loss(batch)
+
+
+def test_a_full_disk_costs_nothing_that_can_follow(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines, TensorBoard, pictures, samples and a checkpoint: one warning each, and all that can
+    follows when there is space."""
+    caplog.set_level("INFO", logger="cogfast")
+    args = {"valid_data": [str(data)], "eval_interval": 4, "eval_sampling_steps": 1}
+    trainer = make(
+        tmp_path, data, kind=WithFullDisk, train_iters=6, save_interval=2, keep_last=0, **args
+    )
+    trainer.train()
+    run = run_folder(tmp_path / "runs")
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in scalars(run / "tensorboard")["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "00000002",
+        "00000006",
+        "latest",
+    ]
+    Image.open(run / "loss.png").verify()
+    assert "<dd>6 <small>of 6</small></dd>" in (run / "index.html").read_text()
+    ours = [record for record in caplog.records if record.name.startswith("cogfast")]
+    warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
+    warnings = [text for text in warnings if "File too large" in text]
+    about = (
+        "metrics.jsonl",
+        "events.out",
+        "sampling at step 4",
+        "reference/000",
+        "loss.png",
+        "index.html",
+        "checkpoint of step 4",
+    )
+    for what in about:
+        assert len([text for text in warnings if what in text]) == 1, (what, warnings)
+    assert len(warnings) == len(about)
+    assert "checkpoint of step 6 is written" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+class WithFullDiskToTheEnd(Trainer):
+    """No file may have more than 500 bytes from the third step on."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        if self.step == 2:
+            self.writer.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+        return super().compute_loss(batch)
+
+
+def test_a_disk_that_stays_full_ends_a_run_in_one_line(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that were complete stay as they are, and no part of another is left."""
+    caplog.set_level("INFO", logger="cogfast")
+    before, args = {}, {"valid_data": [str(data)], "eval_interval": 2, "eval_sampling_steps": 1}
+    trainer = make(
+        tmp_path,
+        data,
+        kind=WithFullDiskToTheEnd,
+        train_iters=4,
+        save_interval=2,
+        profiling=3,
+        profiling_steps=1,
+        **args,
+    )
+    loss = WithFullDiskToTheEnd.compute_loss
+
+    def note_files(self: Trainer, batch: dict) -> Tensor:
+        found = loss(self, batch)
+        if self.step == 2:
+            before.update(files(run_folder(tmp_path / "runs")))
+        return found
+
+    monkeypatch.setattr(WithFullDiskToTheEnd, "compute_loss", note_files)
+    with pytest.raises(RuntimeError, match="step 4 could not be saved .*; the last checkpoint is"):
+        trainer.train()
+    run = run_folder(tmp_path / "runs")
+    del before["hang/rank-0.txt"]  # of a run that trains
+    assert files(run) == before and "checkpoints/00000002/manifest.json" in before
+    ours = [r for r in caplog.records if r.name.startswith("cogfast")]
+    failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
+    pictures = ("loss.png", "index.html")
+    for what in ("metrics.jsonl", "events.out", "sampling at step 4", *pictures, "profile:"):
+        assert len([text for text in failed if what in text and "cannot" in text]) == 1, failed
+    assert "Traceback" not in caplog.text
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+class Halved(Trainer):
+    """A user's loss, independent of cogfast's."""
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        latents = torch.randn(4, 8, 3, 4, 4)
+        text = torch.zeros(4, 8, 16)
+        return self.engine(latents, torch.arange(4), text).square().mean() / 2
+
+
+def test_a_subclass_may_bring_its_own_loss(tmp_path: Path, data: Path) -> None:
+    args = {"valid_data": [str(data)], "eval_interval": 2, "eval_sampling_steps": 2}
+    trainer = make(tmp_path, data, kind=Halved, train_iters=2, **args)
+    trainer.train()
+    found = lines(tmp_path)
+    assert all(
+        line["tokens_per_s"] == pytest.approx(20 * line["samples_per_s"]) for line in found[:2]
+    )
+    assert "valid_loss" in found[2]
+    assert len(list(run_folder(tmp_path / "runs").glob("samples/*/*.mp4"))) == 1
+
+
+def test_missing_wandb_is_reported_before_training(tmp_path: Path, data: Path) -> None:
+    wanted = r"args.wandb=true, but wandb is not installed; pip install wandb"
+    with pytest.raises(ValueError, match=wanted):
+        make(tmp_path, data, wandb=True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that records the calls: wandb itself needs an account."""
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / "wandb.py").write_text(
+        "received = []\n"
+        "class Run:\n"
+        "    def define_metric(self, *given, **named): received.append((given, named))\n"
+        "    def log(self, numbers): received.append((numbers['step'], numbers['loss']))\n"
+        "    def finish(self, exit_code): received.append(exit_code)\n"
+        "def init(**named):\n"
+        "    received.append(named)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(stub)
+    make(tmp_path, data, wandb=True, wandb_project_name="clips", train_iters=1).train()
+    received = sys.modules.pop("wandb").received
+    run = run_folder(tmp_path / "runs")
+    assert received[0]["project"] == "clips"
+    assert received[0]["id"] == received[0]["name"] == run.name
+    assert received[0]["resume"] == "allow"
+    # A step of its own: W&B's cannot go back to that of the checkpoint.
+    assert received[1:3] == [(("step",), {}), (("*",), {"step_metric": "step"})]
+    assert received[3:] == [(1, lines(tmp_path)[0]["loss"]), 0]
+
+
+@pytest.mark.slow
+def test_a_log_line_has_the_time_left(tmp_path: Path, data: Path, caplog) -> None:
+    """No progress bar is shown outside of a terminal: the line has steps left times their duration."""
+    caplog.set_level("INFO", logger="cogfast")
+    make(tmp_path, data, train_iters=3, log_interval=1).train()
+    shown = [m.split("  ") for m in caplog.messages if " left" in m]
+    assert [parts[0] for parts in shown] == ["step 1/3", "step 2/3", "step 3/3"]
+    for parts, line in zip(shown, lines(tmp_path), strict=True):
+        left = next(part for part in parts if part.endswith(" left")).split()[0]
+        hours, minutes, seconds = map(int, left.split(":"))
+        expected = (3 - line["step"]) * line["step_ms"] / 1000
+        assert 3600 * hours + 60 * minutes + seconds == pytest.approx(expected, abs=0.51)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(300.0, [1, 2, 4, 5, 5, 5]), (-1.0, [1, 2, 2, 3, 4, 4, 5, 5, 5, 5])]
+)
+def test_the_page_is_written_at_checkpoints_and_after_minutes(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
+) -> None:
+    """Without evaluations; the end of the run saves, draws and marks the page as complete."""
+    written: list[int] = []
+    page = lambda _, history, is_active: written.append(history[-1]["step"])
+    monkeypatch.setattr("cogfast.train.watchers.metrics.RunPage.write", page)
+    monkeypatch.setattr("cogfast.train.watchers.metrics._PAGE_SECONDS", seconds)
+    make(tmp_path, data, train_iters=5, save_interval=2).train()
+    assert written == steps
+
+
+def test_a_terminal_sees_a_progress_bar(tmp_path: Path, data: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", data, train_iters=3)
+    leader, follower = pty.openpty()
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    process = Forked(
+        ["-m", "cogfast", "train", "--base", str(base)], terminal, os.ttyname(follower)
+    )
+    wait_for(lambda: select.select([leader], [], [], 0)[0], process)  # it has the terminal open
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        shown += part
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "3/3" in text
+    assert "step 3/3" in text
+    assert "loss" in text
+
+
+MEMORY = """
+import logging, sys
+from cogfast.config import load_config
+from cogfast.train.trainer import Trainer
+Trainer(load_config([sys.argv[1]])).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_memory_does_not_grow(tmp_path: Path, data: Path, num_workers: int) -> None:
+    """Resident memory after 200 steps equals that after 20 within 2%."""
+    base = write_config(
+        tmp_path / "base.yaml", data, train_iters=200, log_interval=20, num_workers=num_workers
+    )
+    launch_ranks(1, "-c", MEMORY, str(base))
+    memory = {line["step"]: line["memory_rss_gib"] for line in lines(tmp_path)}
+    logging.getLogger(__name__).info("%s", memory)
+    assert memory[200] <= 1.02 * memory[20], memory
+
+
+def test_a_matplotlibrc_changes_no_picture_and_ends_no_run(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A matplotlibrc of the current folder may ask for LaTeX, which need not be there."""
+    made = {}
+    for name, usetex in (("plain", False), ("latex", True)):
+        monkeypatch.setitem(matplotlib.rcParams, "text.usetex", usetex)
+        monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red" if usetex else "white")
+        draw_losses([{"step": 1, "loss": 1.0, "loss_running": 1.0}], "a run", tmp_path / name)
+        made[name] = (tmp_path / name).read_bytes()
+    assert made["plain"] == made["latex"]
+
+    def fail(*given: object) -> None:
+        raise KeyError("no such font")
+
+    monkeypatch.setattr(metrics_module, "draw_losses", fail)
+    make(tmp_path, data, train_iters=4, eval_interval=2, save_interval=4).train()
+    run = run_folder(tmp_path / "runs")
+    assert (run / "checkpoints" / "latest").read_text() == "00000004"
+    assert caplog.text.count("loss.png is not drawn ('no such font'); training continues") == 1
+
+
+class FailingEvaluation(Trainer):
+    """An evaluation that ends the run."""
+
+    def _evaluate(self, *given: object) -> None:
+        raise RuntimeError("the evaluation ends the run")
+
+
+def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, data: Path) -> None:
+    words = {"train_iters": 4, "eval_interval": 2, "save_interval": 2}
+    with pytest.raises(RuntimeError, match="the evaluation ends the run"):
+        make(tmp_path, data, kind=FailingEvaluation, **words).train()
+    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000002"
+
+
+class NothingFinite(Trainer):
+    """No loss is finite."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        return super().compute_loss(batch) * math.nan
+
+
+def test_a_run_that_skipped_every_step_ends_with_an_error(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(RuntimeError, match="has trained nothing: all 3 steps had non-finite grad"):
+        make(tmp_path, data, kind=NothingFinite, train_iters=3).train()
+    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000003"
