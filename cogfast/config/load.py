@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import PAIRS
 from cogfast.config.components import resolve
 from cogfast.config.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
 from cogfast.config.sections import check_sections, complete_sections, settle_pairs
-from cogfast.config.values import KeyProblem, Problems, cut, one_line
+from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
 # OmegaConf raises all of these for input that it cannot merge.
@@ -57,7 +57,7 @@ def load_config(
     if missing:
         raise Problems("\n".join(one_line(f"--base {path}: {_where_is(path)}") for path in missing))
     for path, name in zip(paths, _file_names(paths), strict=True):
-        loaded = read_yaml(Path(path), name, is_plain=is_of_run)
+        loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
             merged = _merge(merged, loaded)
@@ -128,6 +128,22 @@ def _file_names(paths: Sequence[str | Path]) -> list[str]:
     """File names for messages; the whole path if two files have the same name."""
     short = [Path(path).name for path in paths]
     return [n if short.count(n) == 1 else str(p) for n, p in zip(short, paths, strict=True)]
+
+
+def _without_empty_sections(loaded: DictConfig, name: str) -> DictConfig:
+    """Return a file's mapping without sections that have no key, such as one with comments alone.
+
+    Merged, they would remove that section of the files below.
+    """
+    for section in SECTIONS:
+        node = loaded._get_node(section)
+        if not isinstance(node, Node):
+            continue
+        if node._is_none():
+            del loaded[section]
+        elif not isinstance(node, DictConfig):
+            raise ValueError(f"{name}: {section}={show(node._value())} must be a mapping")
+    return loaded
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
@@ -205,6 +221,10 @@ def _set(
     is_checked: bool = False,
 ) -> None:
     """Set one dotted key and its origin. is_checked: check the interpolations after it."""
+    # Keys that are set after it would begin an empty section.
+    if key in SECTIONS and not isinstance(value, dict | DictConfig):
+        given = value._value() if isinstance(value, Node) else value
+        raise ValueError(f"{origin}: {key}={show(given)} must be a mapping")
     try:
         value = OmegaConf.create(value) if isinstance(value, dict | list) else value
         OmegaConf.update(merged, key, value, merge=merge, force_add=True)

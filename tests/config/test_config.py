@@ -95,6 +95,19 @@ def test_later_file_wins_and_the_command_line_over_all(tmp_path):
     assert config.origins["deepspeed.bf16.enabled"] == "command line"
 
 
+def test_an_empty_section_keeps_that_of_the_files_below(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("args: {train_data: [a], lr: 0.5}\n")
+    second.write_text("args:\n  # lr: 0.1\n")
+    assert load_config([first, second], ["args.seed=3"]).args.lr == 0.5
+    # Nor is a section lost where a later word begins it anew.
+    second.write_text("args: 1\n")
+    with pytest.raises(ValueError, match=r"second\.yaml: args=1 must be a mapping"):
+        load_config([first, second], ["args.seed=3"])
+    with pytest.raises(ValueError, match="command line: args=1 must be a mapping"):
+        load_config([first], ["args=1", "args.seed=3"])
+
+
 def test_override_of_a_list_entry(sat_configs):
     key = "model.conditioner_config.params.emb_models[0].params.max_length"
     config = load_config([sat_configs / "cogvideox_2b.yaml"], [f"{key}=17"])
