@@ -100,7 +100,7 @@ def test_an_empty_section_keeps_that_of_the_files_below(tmp_path):
     first.write_text("args: {train_data: [a], lr: 0.5}\n")
     second.write_text("args:\n  # lr: 0.1\n")
     assert load_config([first, second], ["args.seed=3"]).args.lr == 0.5
-    # Nor is a section lost where a later word begins it anew.
+    # A later word that begins the section again does not replace it.
     second.write_text("args: 1\n")
     with pytest.raises(ValueError, match=r"second\.yaml: args=1 must be a mapping"):
         load_config([first, second], ["args.seed=3"])
