@@ -20,8 +20,7 @@ _TESTS = (
     "test_add_low_rank.py",
     "test_ema_adam_kernel.py",
     "test_flash_attention.py",
-    "quantized/test_int8_linear.py",
-    "quantized/test_fp8_linear.py",
+    "quantized/test_quantized_linear.py",
 )
 _FILE_SECONDS = 150
 _LEAST_SECONDS = 10

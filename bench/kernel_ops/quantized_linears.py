@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.core.timing import spread, time_calls
-from cogfast.kernels.quantized import fp8_linear, int8_linear
-from cogfast.kernels.quantized.quantized_linear import DTYPES, quantize_rows
+from cogfast.kernels.quantized import quantized_linear as linears
+from cogfast.kernels.quantized.quantized_linear import DTYPES, FP8, dequantize_rows, quantize_rows
 
 _NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
 _WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B
@@ -107,11 +107,11 @@ def _error(kind: str, product: str, given: Tensor, weight: Tensor, found: Tensor
     """Return the relative error of a product with the numbers that `kind` rounds to."""
     given, whole = given.float(), weight.float()
     if kind == "int8":
-        whole = int8_linear.dequantize_rows(*int8_linear.quantize_rows(weight), torch.bfloat16)
+        whole = dequantize_rows(*linears.quantize_rows(weight, torch.int8), torch.bfloat16)
         whole = whole.float()
     elif kind == "fp8":
-        q, scale = fp8_linear.quantize_rows(weight)
-        as_rounded = lambda x: fp8_linear.dequantize_rows(*fp8_linear.quantize_rows(x), x.dtype)
+        q, scale = linears.quantize_rows(weight, FP8)
+        as_rounded = lambda x: dequantize_rows(*linears.quantize_rows(x, FP8), x.dtype)
         if product == "forward":
             given, whole = as_rounded(given), q.float() * scale[:, None]
         else:

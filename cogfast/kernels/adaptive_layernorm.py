@@ -13,7 +13,7 @@ that backward sees what was normed. docs/kernels.md counts the bytes; no GPU has
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,23 +109,67 @@ def residual_adaptive_layernorm_reference(
 # If there is no dn (no norm), dh is dh' itself, and only dy and the sums G and C remain.
 
 
-def _fake_forward(hidden: Tensor, branch: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    from cogfast.kernels.gpu.adaptive_layernorm import empty_outputs
+def empty_outputs(
+    hidden: Tensor, branch: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate h', n [B, S, M] and mean, rstd [B, S] in float32 (float64 for float64 rows).
 
-    *_, scale, _, _ = inputs
-    return empty_outputs(hidden, branch, scale)
+    An op cannot return None: an output that is not computed has shape [0].
+    """
+    rows, absent = hidden.shape, (0,)
+    statistics = absent if scale is None else rows[:2]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        hidden.new_empty(absent if branch is None else rows),
+        hidden.new_empty(absent if scale is None else rows),
+        hidden.new_empty(statistics, dtype=wide),
+        hidden.new_empty(statistics, dtype=wide),
+    )
 
 
-def _launch_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward
+class Backward(NamedTuple):
+    """Arguments of the backward op. At least one of `dn` and `dout` is given.
 
-    return launch_backward(Backward(*inputs))
+    Without `dn` there is no norm, or its output was not used. Without `gate` there is no residual.
+    `branch` is given only if the gate needs a gradient.
+    """
 
+    dn: Tensor | None  # [B, S, M], gradient of n
+    dout: Tensor | None  # [B, S, M], gradient of h'
+    out: Tensor | None  # [B, S, M], h'
+    mean: Tensor | None  # [B, S] float32
+    rstd: Tensor | None
+    weight: Tensor | None  # [M]
+    bias: Tensor | None
+    scale: Tensor | None  # [B, 2, M]
+    branch: Tensor | None  # [B, S, M]
+    branch_bias: Tensor | None  # [M]
+    gate: Tensor | None  # [B, 2, M]
+    num_text: int
+    has_norm_sums: bool  # compute A and B
+    has_branch_sum: bool  # compute C
 
-def _fake_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    from cogfast.kernels.gpu.adaptive_layernorm import Backward
+    @property
+    def rows(self) -> Tensor:
+        """A gradient that arrived, [B, S, M]."""
+        rows = self.dout if self.dn is None else self.dn
+        assert rows is not None, "backward needs the gradient of h' or of n"
+        return rows
 
-    return Backward(*inputs).empty_gradients()
+    def empty_gradients(self) -> tuple[Tensor, ...]:
+        """Allocate the gradients of hidden, branch, branch_bias, gate, weight, bias, shift, scale.
+
+        An op cannot return None: a gradient that is not computed has shape [0].
+        """
+        norm_vectors = (self.weight, self.bias, self.scale, self.scale)
+        alike = [
+            None if self.dn is None else self.rows,
+            None if self.gate is None else self.rows,
+            self.branch_bias if self.has_branch_sum else None,
+            None if self.branch is None else self.gate,
+        ]
+        alike += norm_vectors if self.has_norm_sums else (None,) * 4
+        return tuple(self.rows.new_empty(0) if x is None else x.new_empty(x.shape) for x in alike)
 
 
 # Its arguments are those of launch_forward, its outputs those of empty_outputs.
@@ -135,8 +179,10 @@ _forward = register_op(
         Tensor? bias, Tensor? shift, Tensor? scale, int num_text, float eps
     ) -> (Tensor, Tensor, Tensor, Tensor)""",
     gpu=from_gpu("adaptive_layernorm", "launch_forward"),
-    fake=_fake_forward,
+    # Its last inputs are scale, num_text and eps.
+    fake=lambda hidden, branch, *inputs: empty_outputs(hidden, branch, inputs[-3]),
 )
+_launch_backward = from_gpu("adaptive_layernorm", "launch_backward")
 # Its arguments are the fields of Backward, in their order.
 _backward = register_op(
     """adaptive_layernorm_backward(
@@ -144,8 +190,8 @@ _backward = register_op(
         Tensor? bias, Tensor? scale, Tensor? branch, Tensor? branch_bias, Tensor? gate,
         int num_text, bool has_norm_sums, bool has_branch_sum
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""",
-    gpu=_launch_backward,
-    fake=_fake_backward,
+    gpu=lambda *inputs: _launch_backward(Backward(*inputs)),
+    fake=lambda *inputs: Backward(*inputs).empty_gradients(),
 )
 
 
@@ -190,40 +236,34 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         return dout if dn is None else dhidden, *rest, None, None
 
 
-def _check_rows(op: str, hidden: Tensor, num_text: int) -> None:
+def _check(
+    op: str,
+    num_text: int,
+    hidden: Tensor,
+    branch: Tensor | None = None,
+    branch_bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    """Raise a ValueError for arguments that the ops do not take."""
     if hidden.dim() != 3:
         refuse(op, "hidden", hidden, "its shape must be [B, S, M]")
     check_tensor(op, "hidden", hidden, hidden.shape)
-    if not 0 <= num_text <= hidden.shape[1]:
-        refuse(op, "num_text", num_text, f"it must be 0 to {hidden.shape[1]}, the rows of hidden")
-
-
-def _check_norm(
-    op: str,
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shift: Tensor,
-    scale: Tensor,
-) -> None:
-    num_batches, _, width = hidden.shape
+    num_batches, num_rows, width = hidden.shape
+    if not 0 <= num_text <= num_rows:
+        refuse(op, "num_text", num_text, f"it must be 0 to {num_rows}, the rows of hidden")
     if (weight is None) != (bias is None):
         refuse(op, "bias", bias, "weight and bias are both tensors or both None")
-    if weight is not None and bias is not None:
-        check_tensor(op, "weight", weight, (width,), like=hidden, any_dtype=True)
-        check_tensor(op, "bias", bias, (width,), like=weight)
-    check_tensor(op, "scale", scale, (num_batches, 2, width), like=hidden, any_dtype=True)
-    check_tensor(op, "shift", shift, (num_batches, 2, width), like=scale)
-
-
-def _check_residual(
-    op: str, hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor
-) -> None:
-    num_batches, _, width = hidden.shape
     check_tensor(op, "branch", branch, hidden.shape, like=hidden)
-    if branch_bias is not None:
-        check_tensor(op, "branch_bias", branch_bias, (width,), like=hidden, any_dtype=True)
-    check_tensor(op, "gate", gate, (num_batches, 2, width), like=hidden, any_dtype=True)
+    for name, vector in (("branch_bias", branch_bias), ("weight", weight)):
+        check_tensor(op, name, vector, (width,), like=hidden, any_dtype=True)
+    check_tensor(op, "bias", bias, (width,), like=weight)
+    for name, modulation in (("gate", gate), ("scale", scale)):
+        check_tensor(op, name, modulation, (num_batches, 2, width), like=hidden, any_dtype=True)
+    check_tensor(op, "shift", shift, (num_batches, 2, width), like=scale)
 
 
 def adaptive_layernorm(
@@ -241,12 +281,11 @@ def adaptive_layernorm(
 
     hidden: [B, S, M]. weight, bias: [M] or None. shift, scale: [B, 2, M].
     """
-    _check_rows("adaptive_layernorm", hidden, num_text)
-    _check_norm("adaptive_layernorm", hidden, weight, bias, shift, scale)
+    norm, no_residual = (weight, bias, shift, scale), (None, None, None)
+    _check("adaptive_layernorm", num_text, hidden, *no_residual, *norm)
     if not has_kernel(hidden):
-        return adaptive_layernorm_reference(hidden, weight, bias, shift, scale, num_text, eps)
-    no_residual = (None, None, None)  # branch, its bias and its gate
-    return _AdaptiveLayerNorm.apply(hidden, *no_residual, weight, bias, shift, scale, num_text, eps)
+        return adaptive_layernorm_reference(hidden, *norm, num_text, eps)
+    return _AdaptiveLayerNorm.apply(hidden, *no_residual, *norm, num_text, eps)
 
 
 def layernorm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -254,7 +293,7 @@ def layernorm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
     Sums over rows are float32, also for bf16 rows on a CPU, where nn.LayerNorm adds in bf16.
     """
-    _check_rows("layernorm", hidden, 0)
+    _check("layernorm", 0, hidden)
     num_batches, _, width = hidden.shape
     shift, scale = hidden.new_zeros(2, num_batches, 2, width).unbind()  # n * (1 + 0) + 0 is n
     return adaptive_layernorm(hidden, weight, bias, shift, scale, 0, eps)[1]
@@ -277,13 +316,11 @@ def residual_adaptive_layernorm(
     hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale:
     [B, 2, M].
     """
-    _check_rows("residual_adaptive_layernorm", hidden, num_text)
-    _check_residual("residual_adaptive_layernorm", hidden, branch, branch_bias, gate)
-    _check_norm("residual_adaptive_layernorm", hidden, weight, bias, shift, scale)
-    inputs = (hidden, branch, branch_bias, gate, weight, bias, shift, scale, num_text, eps)
+    inputs = (hidden, branch, branch_bias, gate, weight, bias, shift, scale)
+    _check("residual_adaptive_layernorm", num_text, *inputs)
     if not has_kernel(hidden):
-        return residual_adaptive_layernorm_reference(*inputs)
-    return _AdaptiveLayerNorm.apply(*inputs)
+        return residual_adaptive_layernorm_reference(*inputs, num_text, eps)
+    return _AdaptiveLayerNorm.apply(*inputs, num_text, eps)
 
 
 def gated_residual(
@@ -293,8 +330,7 @@ def gated_residual(
 
     hidden, branch: [B, S, M]. branch_bias: [M] or None. gate: [B, 2, M].
     """
-    _check_rows("gated_residual", hidden, num_text)
-    _check_residual("gated_residual", hidden, branch, branch_bias, gate)
+    _check("gated_residual", num_text, hidden, branch, branch_bias, gate)
     if not has_kernel(hidden):
         return gated_residual_reference(hidden, branch, branch_bias, gate, num_text)
     no_norm = (None, None, None, None)  # weight, bias, shift, scale

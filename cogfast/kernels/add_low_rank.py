@@ -34,16 +34,11 @@ def add_low_rank_reference(
 
     parts: the part of each matrix, in ascending order.
     """
-    low = low * scaling  # where the tensor is smallest
-    products = [
-        torch.nn.functional.linear(*pair)
-        for pair in zip(low.chunk(len(matrices), dim=-1), matrices, strict=True)
-    ]
-    if num_parts == 1:
-        return x + products[0]
-    nothing = products[0].new_zeros(()).expand_as(products[0])  # takes no memory
-    of_part = dict(zip(parts, products, strict=True))
-    return x + torch.cat([of_part.get(part, nothing) for part in range(num_parts)], dim=-1)
+    lows = (low * scaling).chunk(len(matrices), dim=-1)  # scaled where the tensor is smallest
+    columns = list(x.chunk(num_parts, dim=-1))
+    for part, given, matrix in zip(parts, lows, matrices, strict=True):
+        columns[part] = columns[part] + torch.nn.functional.linear(given, matrix)
+    return columns[0] if num_parts == 1 else torch.cat(columns, dim=-1)
 
 
 def _on_cpu(
@@ -108,9 +103,8 @@ class _AddLowRank(torch.autograd.Function):
                 _scaled_product(gradient, matrix, ctx.scaling)
                 for gradient, matrix in zip(gradients, matrices, strict=True)
             ]
-            dlow = (products[0] if len(products) == 1 else torch.cat(products, dim=-1)).view(
-                low.shape
-            )
+            dlow = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+            dlow = dlow.view(low.shape)
         lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)
         needed = ctx.needs_input_grad[5:]
         dmatrices = [

@@ -23,12 +23,12 @@ def refuse(op: str, argument: str, value: object, rule: str) -> NoReturn:
 def check_tensor(
     op: str,
     argument: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: Sequence[int],
     like: Tensor | None = None,
     any_dtype: bool = False,
 ) -> None:
-    """Check shape, density of the last dim, device and dtype.
+    """Check shape, density of the last dim, device and dtype. None, an argument left out, passes.
 
     Args:
         like: tensor whose device and dtype are required.
@@ -39,6 +39,8 @@ def check_tensor(
     Raises:
         ValueError: names `op`, `argument`, the tensor and the rule it breaks.
     """
+    if tensor is None:
+        return
     # Every op calls this for every tensor, so it looks at a tensor's device and dtype once.
     device, dtype = tensor.device, tensor.dtype
     if tensor.shape != tuple(shape):

@@ -22,14 +22,16 @@ KernelChoice = Literal["triton", "torch"]
 class BlockKernels:
     """The ops that a transformer calls: functions of the files of their names, or references there."""
 
-    adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]]
-    residual_adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]]
-    gated_residual: Callable[..., Tensor]
-    layernorm: Callable[..., Tensor]
-    qk_norm_rope3d: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    gelu: Callable[..., Tensor]
-    add_low_rank: Callable[..., Tensor]
     flash_attention: Callable[..., Tensor]  # of q, k, v; its backend is bound
+    adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = norm.adaptive_layernorm
+    residual_adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = (
+        norm.residual_adaptive_layernorm
+    )
+    gated_residual: Callable[..., Tensor] = norm.gated_residual
+    layernorm: Callable[..., Tensor] = norm.layernorm
+    qk_norm_rope3d: Callable[..., tuple[Tensor, Tensor, Tensor]] = qk.qk_norm_rope3d
+    gelu: Callable[..., Tensor] = activation.gelu
+    add_low_rank: Callable[..., Tensor] = lora.add_low_rank
 
 
 def choose_kernels(
@@ -46,24 +48,15 @@ def choose_kernels(
         load_backend(attention_backend)
     # flash_attention has one implementation for both choices: its backend is chosen by name.
     attention = partial(flash_attention, backend=attention_backend)
-    if kernels == "torch":
-        return BlockKernels(
-            adaptive_layernorm=norm.adaptive_layernorm_reference,
-            residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,
-            gated_residual=norm.gated_residual_reference,
-            layernorm=norm.layernorm_reference,
-            qk_norm_rope3d=qk.qk_norm_rope3d_reference,
-            gelu=activation.gelu_reference,
-            add_low_rank=lora.add_low_rank_reference,
-            flash_attention=attention,
-        )
+    if kernels == "triton":
+        return BlockKernels(attention)
     return BlockKernels(
-        adaptive_layernorm=norm.adaptive_layernorm,
-        residual_adaptive_layernorm=norm.residual_adaptive_layernorm,
-        gated_residual=norm.gated_residual,
-        layernorm=norm.layernorm,
-        qk_norm_rope3d=qk.qk_norm_rope3d,
-        gelu=activation.gelu,
-        add_low_rank=lora.add_low_rank,
-        flash_attention=attention,
+        attention,
+        adaptive_layernorm=norm.adaptive_layernorm_reference,
+        residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,
+        gated_residual=norm.gated_residual_reference,
+        layernorm=norm.layernorm_reference,
+        qk_norm_rope3d=qk.qk_norm_rope3d_reference,
+        gelu=activation.gelu_reference,
+        add_low_rank=lora.add_low_rank_reference,
     )

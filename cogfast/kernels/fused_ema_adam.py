@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from cogfast.kernels.argument_checks import GPU_DTYPES, check_tensor, refuse
+from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
 from cogfast.kernels.quantized.moment_codes import (
     MOMENTS,
     CodedMoment,
@@ -36,12 +36,10 @@ from cogfast.kernels.torch_library import CPU_DTYPES, register_op
 if TYPE_CHECKING:
     from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable
 
-# Elements of a chunk where PyTorch's ops update CPU tensors: p, g, m, v and shadow of a chunk (5 MB)
-# stay in the caches between Adam's pass and the EMA's. Smaller chunks cost more in launches on two
-# threads.
-_CPU_CHUNK = 262_144
-# Elements of 8-bit moments that PyTorch's ops update at a time on a GPU.
-_GPU_CHUNK = 1 << 24
+# Elements that PyTorch's ops update at a time. On a CPU p, g, m, v and shadow of a chunk (5 MB) stay in
+# the caches between Adam's pass and the EMA's, and smaller chunks cost more in launches on two threads. A
+# GPU has no room for all 8-bit moments in float32 at once.
+_CPU_CHUNK, _GPU_CHUNK = 262_144, 1 << 24
 # Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
 # Dtypes of weights, gradients and copies that the C++ kernel takes; () without the library.
@@ -159,7 +157,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
 
     Args:
         use_num_updates: warm up the EMA decay. SAT's spelling `use_num_upates` works as well.
-        set_grad_none: default of zero_grad's `set_to_none`.
         kernels: "triton" or "torch" implementation on a GPU.
 
     Optional attributes, to be assigned:
@@ -219,7 +216,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
-        self.set_grad_none = set_grad_none
         self.ema_decay = ema_decay
         self.use_num_updates = use_num_updates if use_num_upates is None else use_num_upates
         self.kernels = kernels
@@ -230,43 +226,35 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.other_ema: EmaElsewhere | None = None
         self._tables: dict[tuple, TensorTable] = {}
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        assert closure is None, "FusedEmaAdam takes no closure"
         for group in self.param_groups:
-            by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_device[p.device].append(p)
-            for device, params in by_device.items():
-                if self.other_ema is not None:
-                    for p in params:
-                        if "shadow" in self.state[p]:
-                            self.other_ema.before_update(self.state[p]["shadow"])
-                if device.type == "cpu":
-                    self._update_on_cpu(params, group)
-                elif device.type == "cuda" and self.kernels == "triton" and has_triton():
-                    with torch.cuda.device(device):
-                        self._update_with_triton(params, group)
-                else:
-                    self._update_with_torch(params, group)
-                # Lets autograd refuse a backward through the weights before the update.
-                copies = self.low_precision_copies
-                written = params + [copies[p] for p in params if p in copies] if copies else params
-                torch.autograd.graph.increment_version(written)
-                if self.other_ema is not None:
-                    for p in params:
-                        state = self.state_of(p)
-                        weight = self._ema_weight(state["step"])
-                        self.other_ema.start(p.detach(), state["shadow"], weight)
-        return loss
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            if self.other_ema is not None:
+                for p in params:
+                    self.other_ema.before_update(self.state_of(p)["shadow"])
+            device = params[0].device  # of all of them
+            if device.type == "cpu":
+                self._update_on_cpu(params, group)
+            elif device.type == "cuda" and self.kernels == "triton" and has_triton():
+                with torch.cuda.device(device):
+                    self._update_with_triton(params, group)
+            else:
+                self._update_with_torch(params, group)
+            # Lets autograd refuse a backward through the weights before the update.
+            copies = self.low_precision_copies
+            torch.autograd.graph.increment_version(
+                [*params, *(copies[p] for p in params if p in copies)]
+            )
+            if self.other_ema is not None:
+                for p in params:
+                    state = self.state_of(p)
+                    weight = self._ema_weight(state["step"])
+                    self.other_ema.start(p.detach(), state["shadow"], weight)
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
@@ -353,25 +341,30 @@ class FusedEmaAdam(torch.optim.Optimizer):
             "use_num_updates": self.use_num_updates,
         }
 
-    def _chunks(self, p: Tensor, grad: Tensor, size: int) -> Iterator[_Chunk]:
-        """Yield p, g, m, v, shadow and copy of up to `size` elements; 8-bit moments are decoded, and
-        encoded again when the next chunk is asked for. size: a multiple of 256, or all elements."""
-        state, copy = self.state_of(p), self.low_precision_copies.get(p)
+    def _chunks(self, p: Tensor) -> Iterator[_Chunk]:
+        """Yield p, g, m, v, shadow and copy of one piece of a parameter after another. 8-bit moments are
+        decoded, and encoded again when the next piece is asked for."""
+        state, grad = self.state_of(p), _grad_of(p)
         shadow = state["shadow"] if self.other_ema is None else None
+        copy = self.low_precision_copies.get(p)
         coded = [CodedMoment.of(state, key) for key in MOMENTS if self.has_8bit_moments]
-        is_whole = size >= p.numel()
-        grad = grad if is_whole else grad.contiguous()
-        for start in range(0, max(1, p.numel()), max(1, size)):
-            cut = lambda x, start=start: x if is_whole else x.view(-1)[start : start + size]
-            q = cut(p)
+        # A strided tensor has no flat view to cut, so it is one piece.
+        is_flat, size = p.is_contiguous(), max(1, p.numel())
+        if is_flat:
+            size, grad = _CPU_CHUNK if p.is_cpu else _GPU_CHUNK, grad.contiguous()
+        for start in range(0, p.numel(), size):
+            cut = lambda x, start=start: x.view(-1)[start : start + size] if is_flat else x
+            piece = cut(p)
             m, v = (
-                coded[i].decode(start, q.numel()).view(q.shape) if coded else cut(state[key])
+                coded[i].decode(start, piece.numel()).view(piece.shape)
+                if coded
+                else cut(state[key])
                 for i, key in enumerate(MOMENTS)
             )
             others = [None if x is None else cut(x) for x in (shadow, copy)]
-            yield q, cut(grad), m, v, others[0], others[1]
+            yield piece, cut(grad), m, v, others[0], others[1]
             if coded:
-                halves = random_halves(state["step"], start, q.numel())
+                halves = random_halves(state["step"], start, piece.numel())
                 for moment, values, r in zip(coded, (m, v), halves, strict=True):
                     moment.encode(values.view(-1), start, r)
 
@@ -379,17 +372,13 @@ class FusedEmaAdam(torch.optim.Optimizer):
         """Update with one launch for all tensors of the same dtypes."""
         from cogfast.kernels.gpu.fused_ema_adam import TensorTable, launch_ema_adam
 
-        for name in ("gradient_scale", "found_inf"):
-            number = vars(self)[name]
-            if number is not None and number.device != params[0].device:
-                refuse("FusedEmaAdam", name, number, f"it must be on {params[0].device}")
         all_streams = [self._streams(p) for p in params]
         launches: dict[tuple, list[AdamStreams]] = defaultdict(list)
         for streams in all_streams:
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
             # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
-            key = (id(group["params"][0]), params[0].device, dtypes)
+            key = (id(group["params"][0]), dtypes)
             table = self._tables.setdefault(key, TensorTable())
             table.hold(streams)
             launch_ema_adam(
@@ -416,100 +405,53 @@ class FusedEmaAdam(torch.optim.Optimizer):
             # The kernel relies on this.
             assert x is None or x.is_contiguous() and (x.shape, x.dtype) == (p.shape, wanted)
         grad = _grad_of(p)
-        for name, x in (("a parameter", p), ("a gradient", grad)):
-            if x.dtype not in GPU_DTYPES:
+        named = (("a parameter", p), ("a gradient", grad), ("a low precision copy", copy))
+        for name, x in named:
+            if x is not None and x.dtype not in GPU_DTYPES:
                 refuse("FusedEmaAdam", name, x, "its dtype must be bfloat16, float16 or float32")
-        if copy is not None:
-            name = "a low precision copy"
-            check_tensor("FusedEmaAdam", name, copy, p.shape, like=p, any_dtype=True)
-            if not copy.is_contiguous():
-                refuse("FusedEmaAdam", name, copy, "it must be contiguous")
+        if copy is not None and (copy.shape != p.shape or not copy.is_contiguous()):
+            rule = f"its shape must be {list(p.shape)}, and it must be contiguous"
+            refuse("FusedEmaAdam", "a low precision copy", copy, rule)
         p = p.detach().contiguous()
         largest = (state.get(largest_key(key)) for key in MOMENTS)
         return AdamStreams(p, grad.contiguous(), m, v, shadow, state["step"], copy, *largest)
 
     def _update_with_torch(self, params: list[Tensor], group: dict) -> None:
         """Update with PyTorch alone: nothing leaves the device, at the cost of more passes."""
-        states = [self.state_of(p) for p in params]
-        steps = [state["step"] for state in states]
         found_inf = None
         if self.found_inf is not None:
             # torch's kernel wants 0 or 1.
-            found_inf = (self.found_inf.reshape(()) != 0).to(steps[0])
-        torch._foreach_add_(steps, 1.0 if found_inf is None else 1 - found_inf)
-        is_on_cpu = params[0].is_cpu
-        if self.has_8bit_moments or is_on_cpu:
-            # Moments in float32 would not fit on a GPU at once.
-            for p, step in zip(params, steps, strict=True):
-                size = _CPU_CHUNK if is_on_cpu else _GPU_CHUNK
-                # A strided tensor has no flat view to cut, so it is one chunk.
-                size = size if p.is_contiguous() else p.numel()
-                for chunk in self._chunks(p, _grad_of(p), size):
-                    self._pass_with_torch([chunk], [step], group, found_inf)
-            return
-        wholes = [next(self._chunks(p, _grad_of(p), p.numel())) for p in params]
-        self._pass_with_torch(wholes, steps, group, found_inf)
-
-    def _pass_with_torch(
-        self, chunks: list[_Chunk], steps: list[Tensor], group: dict, found_inf: Tensor | None
-    ) -> None:
-        """Update the elements of `chunks`; `steps` count this update, found_inf is 0, 1 or None."""
-        params, grads, exp_avgs, exp_avg_sqs, shadows, copies = zip(*chunks, strict=True)
-        keep = 1.0 if found_inf is None else 1 - found_inf
-        used = steps if group["bias_correction"] else [torch.full_like(s, _UNBIASED) for s in steps]
-        work = [p.float().contiguous() for p in params]
-        grads = [g.float().contiguous() for g in grads]
-        if self.gradient_scale is not None:
-            grads = [g * self.gradient_scale for g in grads]
-        self._adam(work, grads, list(exp_avgs), list(exp_avg_sqs), used, group, found_inf)
-        for p, w, copy in zip(params, work, copies, strict=True):
-            if w is not p:
-                p.copy_(w)
-            if copy is not None:
-                copy.copy_(w if found_inf is None else torch.where(found_inf == 0, w, copy))
-        shadows = [shadow for shadow in shadows if shadow is not None]
-        if not shadows:
-            return
-        if self.use_num_updates:
-            for shadow, w, step in zip(shadows, work, steps, strict=True):
-                # Compute 1 - d directly: subtracting d from 1 leaves four digits in float32.
-                ema_weight = (9 / (10 + step)).clamp_(min=1 - self.ema_decay)
-                shadow.lerp_(w, ema_weight * keep)
-        elif found_inf is None:
-            torch._foreach_lerp_(shadows, work, 1 - self.ema_decay)
-        else:
-            for shadow, w in zip(shadows, work, strict=True):
-                shadow.lerp_(w, (1 - self.ema_decay) * keep)
-
-    def _adam(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        group: dict,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """Run torch's fused Adam on float32 tensors; `steps` already count this update."""
+            found_inf = (self.found_inf.reshape(()) != 0).to(params[0].device, torch.float32)
         adam = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        adam(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],  # AMSGrad's maxima
-            steps,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None,
-            found_inf=found_inf,
-        )
+        for p in params:
+            step = self.state_of(p)["step"]
+            step += 1.0 if found_inf is None else 1 - found_inf
+            ema_weight = self._ema_weight(step)
+            for q, g, m, v, shadow, copy in self._chunks(p):
+                new, g = q.float().contiguous(), g.float().contiguous()
+                adam(
+                    [new],
+                    [g if self.gradient_scale is None else g * self.gradient_scale],
+                    [m],
+                    [v],
+                    [],  # AMSGrad's maxima
+                    [step if group["bias_correction"] else torch.full_like(step, _UNBIASED)],
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=None,
+                    found_inf=found_inf,
+                )
+                if new is not q:
+                    q.copy_(new)
+                if copy is not None:
+                    copy.copy_(new if found_inf is None else torch.where(found_inf == 0, new, copy))
+                if shadow is not None:
+                    shadow.lerp_(new, ema_weight)
 
 
 def _grad_of(p: Tensor) -> Tensor:

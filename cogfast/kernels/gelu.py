@@ -60,6 +60,5 @@ def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """
     # Any shape will do: this checks dtype, device and the last dim.
     check_tensor("gelu", "x", x, x.shape)
-    if bias is not None:
-        check_tensor("gelu", "bias", bias, x.shape[-1:], like=x)
+    check_tensor("gelu", "bias", bias, x.shape[-1:], like=x)
     return _Gelu.apply(x, bias) if has_kernel(x) else gelu_reference(x, bias)

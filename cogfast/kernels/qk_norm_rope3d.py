@@ -203,8 +203,7 @@ def _check(
         refuse(_OP, missing, None, "both norms must be given, or none")
     for side, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
         for name, parameter in zip(("weight", "bias"), norm or (None, None), strict=True):
-            if parameter is not None:
-                check_tensor(_OP, f"{side} {name}", parameter, (width,), qkv, any_dtype=True)
+            check_tensor(_OP, f"{side} {name}", parameter, (width,), qkv, any_dtype=True)
     if rotation is None:
         return
     table, t, h, w = rotation.table, rotation.t, rotation.h, rotation.w
@@ -214,8 +213,7 @@ def _check(
     # Time takes D/8 pairs, row and column 3D/16 each.
     if width % 16:
         refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 to be rotated")
-    check_tensor(
-        _OP, "rotation.table", table, (2, width // 16 * (2 * t + 3 * (h + w))), qkv, any_dtype=True
-    )
+    shape = (2, width // 16 * (2 * t + 3 * (h + w)))
+    check_tensor(_OP, "rotation.table", table, shape, qkv, any_dtype=True)
     if table.dtype != torch.float32 or not table.is_contiguous():
         refuse(_OP, "rotation.table", table, "it must be float32 and contiguous")

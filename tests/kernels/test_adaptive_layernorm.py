@@ -1,22 +1,15 @@
 """Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas, for
-outputs and every gradient; errors of the public functions; compiled equals eager."""
+outputs and every gradient; errors of the public functions. tests/model/test_block.py compiles them."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cogfast.kernels import adaptive_layernorm as norm
-from cogfast.kernels.adaptive_layernorm import (
-    adaptive_layernorm,
-    gated_residual,
-    residual_adaptive_layernorm,
-)
+from cogfast.kernels.adaptive_layernorm import Backward
 from cogfast.kernels.gpu.adaptive_layernorm import (
-    Backward,
     BackwardLaunch,
     launch_backward,
     launch_forward,
@@ -34,7 +27,7 @@ SHAPES = {
     "one": (2, 1, 6, 64),  # two modulations
     "prime": (3, 7, 13, 48),  # masked columns, more batches than programs for their segments
     "odd": (1, 3, 8, 29),  # a width without 16-byte alignment
-    "caption": (1, 226, 19, 8),  # the caption's production length
+    "caption": (1, 26, 19, 8),  # more text than video
     "wide": (1, 2, 9, 300),  # several blocks of columns in the second stage
 }
 # Whether there are a residual, a branch bias, a norm, norm weights.
@@ -125,40 +118,30 @@ def statistics(out: Tensor) -> tuple[Tensor, Tensor]:
 
 forward_op = torch.ops.cogfast.adaptive_layernorm
 backward_op = torch.ops.cogfast.adaptive_layernorm_backward
-FORWARDS = [
-    pytest.param(launch_forward, marks=triton_only, id="kernel"),
-    pytest.param(forward_op, marks=NEEDS_CPU_KERNELS, id="cpu"),
-]
+# The C++ kernels are tested through the public functions as well.
 BACKWARDS = [
     pytest.param(launch_backward, marks=triton_only, id="kernel"),
     pytest.param(lambda b: backward_op(*b), marks=NEEDS_CPU_KERNELS, id="cpu"),
 ]
 
 
-def grid(name: str, choices: list) -> pytest.MarkDecorator:
-    """Parametrize by shape, kind and one of two choices, so that each pair of values is there."""
+def ids_of(shapes_and_kinds: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("shape", "kind", name),
-        [
-            pytest.param(
-                SHAPES[shape],
-                VARIANTS[kind],
-                *choice.values,
-                marks=choice.marks,
-                id=f"{shape}-{kind}-{choice.id}",
-            )
-            for i, shape in enumerate(SHAPES)
-            for j, kind in enumerate(VARIANTS)
-            for choice in [choices[(i + j) % 2]]
-        ],
+        ("shape", "kind"),
+        [pytest.param(SHAPES[s], VARIANTS[k], id=f"{s}-{k}") for s, k in shapes_and_kinds],
     )
 
 
-@grid("forward", FORWARDS)
-def test_forward(forward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
+# Each shape with two kinds, each kind with two shapes
+FEW = [(s, list(VARIANTS)[(2 * i + j) % 7]) for i, s in enumerate(SHAPES) for j in range(2)]
+
+
+@triton_only
+@ids_of(FEW)
+def test_forward_kernel(shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
     inputs, num_text = make_inputs(shape, kind), shape[1]
     (out, n), _, _ = expected(inputs, num_text)
-    got_out, got_n, mean, rstd = forward(*map(single, inputs.values()), num_text, EPS)
+    got_out, got_n, mean, rstd = launch_forward(*map(single, inputs.values()), num_text, EPS)
     if kind[0]:
         close(got_out, out, "h'")
     else:
@@ -201,9 +184,10 @@ def run_backward(backward, shape, kind, has_dout=True, frozen=(), dtype=torch.fl
     return dict(zip(NAMES, got, strict=True)), want
 
 
-@grid("backward", BACKWARDS)
-def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
-    got, want = run_backward(backward, shape, kind)
+@triton_only
+@ids_of(FEW)
+def test_backward_kernels(shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
+    got, want = run_backward(launch_backward, shape, kind)
     if not kind[2]:  # the gradient of hidden is the one that arrived
         assert got.pop("hidden").numel() == 0
     for name, x in got.items():
@@ -213,25 +197,26 @@ def test_backward(backward, shape: tuple[int, ...], kind: tuple[bool, ...]) -> N
             close(x, want[name], name, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    [
+        ("whole", ("scale", "gate", "branch_bias")),
+        ("first", ("scale",)),
+        ("last", ("gate", "branch_bias")),
+        ("whole", ("scale",)),
+        ("whole", ("gate",)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_frozen_modulation_leaves_out_the_sums(backward, kind: str) -> None:
-    frozen = ("scale", "gate", "branch_bias")
+def test_frozen_parameters_leave_out_their_sums(
+    backward, kind: str, frozen: tuple[str, ...]
+) -> None:
     got, want = run_backward(backward, SHAPES["one"], VARIANTS[kind], frozen=frozen)
-    for name, x in got.items():
-        is_asked = name == "hidden" and kind != "last" or name == "branch" and kind != "first"
-        assert bool(x.numel()) == is_asked, name
-        if is_asked:
-            close(x, want[name], name, 1e-5)
-
-
-@pytest.mark.parametrize("frozen", [("scale",), ("gate",), ("gate", "scale")], ids="+".join)
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_each_sum_alone(backward, frozen: tuple[str, ...]) -> None:
-    got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"], frozen=frozen)
     of_norm = ("weight", "bias", "shift", "scale")
     for name, x in got.items():
-        if name in frozen or (name in of_norm and "scale" in frozen):
+        is_absent = want[name] is None or name in frozen or (name, kind) == ("hidden", "last")
+        if is_absent or (name in of_norm and "scale" in frozen):
             assert x.numel() == 0, name
         else:
             close(x, want[name], name, 1e-5)
@@ -251,8 +236,9 @@ def test_backward_without_the_gradient_of_hidden(backward, kind: str) -> None:
 def test_any_number_of_programs_gives_the_gradients(programs: int | None) -> None:
     launch = BackwardLaunch(num_warps=1, num_stages=3, programs_per_multiprocessor=programs)
     backward = lambda b: launch_backward(b, launch)
-    got, want = run_backward(backward, SHAPES["prime"], VARIANTS["whole"])
-    again, _ = run_backward(backward, SHAPES["prime"], VARIANTS["whole"])
+    shape = (2, 3, 5, 48)
+    got, want = run_backward(backward, shape, VARIANTS["whole"])
+    again, _ = run_backward(backward, shape, VARIANTS["whole"])
     for name, x in got.items():
         close(x, want[name], name, 1e-5)
         assert torch.equal(x, again[name])
@@ -326,14 +312,12 @@ def test_rows_and_modulation_of_any_strides() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 7, 132, 264])
-@pytest.mark.parametrize("rows", [(0, 5), (5, 0), (1, 16), (226, 17550), (224, 44880)])
+@pytest.mark.parametrize("num_programs", [1, 2, 7, 132])
+@pytest.mark.parametrize("rows", [(0, 5), (5, 0), (1, 16), (226, 17550)])
 def test_every_row_has_one_program_of_its_segment(rows: tuple[int, int], num_programs: int) -> None:
     text, video = split_programs(*rows, num_programs)
     assert (text > 0, video > 0) == (rows[0] > 0, rows[1] > 0)
-    assert text + video <= max(num_programs, 2)
-    for count, programs in zip(rows, (text, video), strict=True):
-        assert programs <= count
+    assert text + video <= max(num_programs, 2) and text <= rows[0] and video <= rows[1]
     busiest = max(-(-count // n) for count, n in zip(rows, (text, video), strict=True) if n)
     # Bound: the shorter segment may get one program more than its share.
     assert busiest <= -(-sum(rows) // max(num_programs - 1, 1))
@@ -354,7 +338,8 @@ def call(
     return op(inputs["hidden"], *rows, *norms, num_text, EPS)
 
 
-@grid("suffix", [pytest.param("", id="op"), pytest.param("_reference", id="reference")])
+@pytest.mark.parametrize("suffix", ["", "_reference"], ids=["op", "reference"])
+@ids_of([(s, k) for i, s in enumerate(SHAPES) for j, k in enumerate(VARIANTS) if (i + j) % 2])
 def test_public_functions_on_a_cpu(
     suffix: str, shape: tuple[int, ...], kind: tuple[bool, ...]
 ) -> None:
@@ -424,7 +409,7 @@ def test_gated_residual_hands_its_gradient_on() -> None:
     ("shape", "kind", "dtype"),  # each pair of values
     [
         (shape, kind, (torch.bfloat16, torch.float16)[(i + j) % 2])
-        for i, shape in enumerate([(2, 3, 9, 64), (1, 226, 300, 1920), (2, 5, 411, 3072)])
+        for i, shape in enumerate([(2, 3, 9, 64), (1, 22, 60, 1920), (2, 5, 41, 3072)])
         for j, kind in enumerate(["whole", "first", "last"])
     ],
     ids=str,
@@ -452,8 +437,11 @@ def test_low_precision_is_no_worse_than_the_reference(
 
 
 @NEEDS_CPU_KERNELS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["whole", "first", "last"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("whole", torch.bfloat16), ("first", torch.float32), ("last", torch.bfloat16)],
+    ids=str,
+)
 def test_opcheck(kind: str, dtype: torch.dtype) -> None:
     """The fake outputs have the dtypes of the real ones, also those of shape [0]."""
     inputs = make_inputs(SHAPES["one"], VARIANTS[kind])
@@ -467,56 +455,12 @@ def test_opcheck(kind: str, dtype: torch.dtype) -> None:
         torch.library.opcheck(backward_op, calls.pop(), test_utils=tests)
 
 
-class TwoHalves(nn.Module):
-    """Chain the three functions as a block does."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width, bias=False)
-        self.bias = nn.Parameter(draw(width, seed=3).float())
-
-    def forward(self, hidden: Tensor, modulation: Tensor, num_text: int) -> Tensor:
-        shift, scale, gate = modulation.unbind(2)
-        norms = (self.norm.weight, self.norm.bias, shift, scale, num_text, EPS)
-        hidden, x = adaptive_layernorm(hidden, *norms)
-        hidden, x = residual_adaptive_layernorm(hidden, self.linear(x), self.bias, gate, *norms)
-        return gated_residual(hidden, self.linear(x), self.bias, gate, num_text)
-
-
-def test_compiled_equals_eager() -> None:
-    """Inductor compiles the ops in tests/train/memory/test_activation_checkpointing.py."""
-    torch.manual_seed(0)
-    model = TwoHalves(32)
-    twin = copy.deepcopy(model)
-    hidden, modulation = draw(2, 7, 32, seed=1).float(), draw(2, 2, 3, 32, seed=2).float()
-    results = []
-    for run, module in (
-        (model, model),
-        (torch.compile(twin, fullgraph=True, backend="aot_eager"), twin),
-    ):
-        inputs = [x.clone().requires_grad_() for x in (hidden, modulation)]
-        out = run(*inputs, 3)
-        out.square().sum().backward()
-        results.append([out, *(x.grad for x in (*inputs, *module.parameters()))])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
-
-
-def wrong(name: str, value: object) -> dict[str, object]:
-    return {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS["whole"]).items()} | {
-        name: value
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("hidden", torch.zeros(5, 16), r"hidden is \[5, 16\].*must be \[B, S, M\]"),
-        ("hidden", torch.zeros(2, 5, 16, dtype=torch.long), "hidden is .*bfloat16, float16 or"),
-        ("hidden", torch.zeros(2, 16, 5).mT, "hidden is .*last dim must be dense"),
         ("branch", torch.zeros(2, 6, 16), r"branch is \[2, 6, 16\].*must be \[2, 5, 16\]"),
         ("branch", torch.zeros(2, 5, 16).bfloat16(), "branch is .*dtype must be torch.float32"),
-        ("branch", torch.zeros(2, 5, 16, device="meta"), "branch is .*must be on cpu"),
         ("branch_bias", torch.zeros(8), r"branch_bias is \[8\].*must be \[16\]"),
         ("gate", torch.zeros(1, 2, 16), r"gate is \[1, 2, 16\].*must be \[2, 2, 16\]"),
         ("weight", torch.zeros(15), r"weight is \[15\].*must be \[16\]"),
@@ -527,13 +471,13 @@ def wrong(name: str, value: object) -> dict[str, object]:
     ],
 )
 def test_bad_arguments(name: str, value: object, message: str) -> None:
+    inputs = {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS["whole"]).items()}
     with pytest.raises(ValueError, match=rf"^residual_adaptive_layernorm: {message}") as error:
-        call(wrong(name, value), 1)
+        call(inputs | {name: value}, 1)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["whole", "first", "last"])
-@pytest.mark.parametrize("num_text", [-1, 6])
+@pytest.mark.parametrize(("kind", "num_text"), [("whole", -1), ("first", 6), ("last", 6)])
 def test_bad_number_of_text_rows(kind: str, num_text: int) -> None:
     inputs = {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS[kind]).items()}
     with pytest.raises(ValueError, match=rf"num_text is {num_text}; it must be 0 to 5, the rows"):

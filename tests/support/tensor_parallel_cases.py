@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cogfast.distributed.parallelize import allocate, find_shards
-from cogfast.kernels.quantized.int8_linear import dequantize_rows, quantize_rows
+from cogfast.kernels.quantized.quantized_linear import dequantize_rows, quantize_rows
 from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS
@@ -156,5 +156,5 @@ def round_base(transformer: DiffusionTransformer) -> None:
     """Round the base's weights to 8 bits."""
     for _, linear in base_linears(transformer):
         linear.weight.data.copy_(
-            dequantize_rows(*quantize_rows(linear.weight.detach()), torch.float32)
+            dequantize_rows(*quantize_rows(linear.weight.detach(), torch.int8), torch.float32)
         )

@@ -11,11 +11,11 @@ do. No GPU has timed them yet; notes on registers come from compiling for sm_90.
 # A kernel's flags are compile-time constants, so a name is bound wherever it is read.
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cogfast.kernels.adaptive_layernorm import Backward, empty_outputs
 from cogfast.kernels.gpu.launch import (
     cdiv,
     jit,
@@ -153,24 +153,6 @@ def launch_forward(
         num_warps=num_warps or choose_num_warps(width),
     )
     return out, normed, mean, rstd
-
-
-def empty_outputs(
-    hidden: Tensor, branch: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate h', n [B, S, M] and mean, rstd [B, S] in float32 (float64 for float64 rows).
-
-    An op cannot return None: an output that is not computed has shape [0].
-    """
-    rows, absent = hidden.shape, (0,)
-    statistics = absent if scale is None else rows[:2]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (
-        hidden.new_empty(absent if branch is None else rows),
-        hidden.new_empty(absent if scale is None else rows),
-        hidden.new_empty(statistics, dtype=wide),
-        hidden.new_empty(statistics, dtype=wide),
-    )
 
 
 def _strides(scale: Tensor | None, gate: Tensor | None) -> tuple[int, int]:
@@ -340,119 +322,6 @@ def share_strides(*modulation: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in modulation]
 
 
-class Backward(NamedTuple):
-    """Arguments of the backward op. At least one of `dn` and `dout` is given.
-
-    Without `dn` there is no norm, or its output was not used. Without `gate` there is no residual.
-    `branch` is given only if the gate needs a gradient.
-    """
-
-    dn: Tensor | None  # [B, S, M], gradient of n
-    dout: Tensor | None  # [B, S, M], gradient of h'
-    out: Tensor | None  # [B, S, M], h'
-    mean: Tensor | None  # [B, S] float32
-    rstd: Tensor | None
-    weight: Tensor | None  # [M]
-    bias: Tensor | None
-    scale: Tensor | None  # [B, 2, M]
-    branch: Tensor | None  # [B, S, M]
-    branch_bias: Tensor | None  # [M]
-    gate: Tensor | None  # [B, 2, M]
-    num_text: int
-    has_norm_sums: bool  # compute A and B
-    has_branch_sum: bool  # compute C
-
-    @property
-    def rows(self) -> Tensor:
-        """A gradient that arrived, [B, S, M]."""
-        rows = self.dout if self.dn is None else self.dn
-        assert rows is not None, "backward needs the gradient of h' or of n"
-        return rows
-
-    def empty_gradients(self) -> tuple[Tensor, ...]:
-        """Allocate the gradients of hidden, branch, branch_bias, gate, weight, bias, shift, scale.
-
-        An op cannot return None: a gradient that is not computed has shape [0].
-        """
-        norm_vectors = (self.weight, self.bias, self.scale, self.scale)
-        alike = [
-            None if self.dn is None else self.rows,
-            None if self.gate is None else self.rows,
-            self.branch_bias if self.has_branch_sum else None,
-            None if self.branch is None else self.gate,
-        ]
-        alike += norm_vectors if self.has_norm_sums else (None,) * 4
-        return tuple(self.rows.new_empty(0) if x is None else x.new_empty(x.shape) for x in alike)
-
-
-def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) -> tuple[Tensor, ...]:
-    """Compute the gradients of `Backward.empty_gradients`."""
-    dn, dout, out, branch = (
-        None if x is None else x.contiguous()
-        for x in (backward.dn, backward.dout, backward.out, backward.branch)
-    )
-    scale, gate = share_strides(backward.scale, backward.gate)
-    gradients = backward.empty_gradients()
-    dhidden, dbranch, *small = gradients
-
-    rows = backward.rows
-    num_batches, num_rows, width = rows.shape
-    has_sums = backward.has_norm_sums or backward.has_branch_sum or branch is not None
-    launch = launch or choose_launch(
-        width, rows.element_size(), has_sums, shared_bytes_per_multiprocessor(rows.device)
-    )
-    num_programs = num_rows
-    if launch.programs_per_multiprocessor is not None:
-        total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
-        # The number of programs that run at once; each takes an equal share of the rows.
-        num_programs = total // num_batches
-    text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)
-    sums_shape = (4 if has_sums else 0, num_batches, text + video, width)
-    partial = rows.new_empty(sums_shape, dtype=torch.float32)
-    stride_batch, stride_segment = _strides(scale, gate)
-    adaptive_layernorm_bwd_kernel[(text + video, num_batches)](
-        dn_ptr=dn,
-        dout_ptr=dout,
-        out_ptr=out,
-        branch_ptr=branch,
-        mean_ptr=backward.mean,
-        rstd_ptr=backward.rstd,
-        weight_ptr=backward.weight,
-        scale_ptr=scale,
-        gate_ptr=gate,
-        dhidden_ptr=dhidden,
-        dbranch_ptr=dbranch,
-        partial_ptr=partial,
-        num_rows=num_rows,
-        num_text=backward.num_text,
-        num_text_programs=text,
-        stride_batch=stride_batch,
-        stride_segment=stride_segment,
-        M=width,
-        BLOCK=next_power_of_2(width),
-        HAS_NORM_SUMS=backward.has_norm_sums,
-        HAS_BRANCH_SUM=backward.has_branch_sum,
-        NUM_STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
-    )
-    if not has_sums:
-        return gradients
-    launch_sums(
-        partial=partial,
-        weight=backward.weight,
-        bias=backward.bias,
-        scale=scale,
-        branch_bias=backward.branch_bias,
-        gate=gate,
-        gradients=small,
-        num_text_programs=text,
-        has_norm_sums=backward.has_norm_sums,
-        has_gate_sum=branch is not None,
-        has_branch_sum=backward.has_branch_sum,
-    )
-    return gradients
-
-
 @jit
 def adaptive_layernorm_sum_kernel(
     partial_ptr,
@@ -543,33 +412,65 @@ def adaptive_layernorm_sum_kernel(
         tl.store(dbranch_bias_ptr + column, dbranch_bias, mask=mask)
 
 
-def launch_sums(
-    partial: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    branch_bias: Tensor | None,
-    gate: Tensor | None,
-    gradients: list[Tensor],
-    num_text_programs: int,
-    has_norm_sums: bool,
-    has_gate_sum: bool,
-    has_branch_sum: bool,
-) -> None:
-    """Fill the gradients of branch_bias, gate, weight, bias, shift and scale that flags ask for.
+def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) -> tuple[Tensor, ...]:
+    """Compute the gradients of `Backward.empty_gradients`."""
+    dn, dout, out, branch = (
+        None if x is None else x.contiguous()
+        for x in (backward.dn, backward.dout, backward.out, backward.branch)
+    )
+    scale, gate = share_strides(backward.scale, backward.gate)
+    gradients = backward.empty_gradients()
+    dhidden, dbranch, *small = gradients
 
-    partial: [4, B, programs, M] float32, the programs of text rows first. scale and gate [B, 2, M]
-    have equal strides; the other vectors are [M].
-    """
-    dbranch_bias, dgate, dweight, dbias, dshift, dscale = gradients
-    _, num_batches, num_programs, width = partial.shape
+    rows = backward.rows
+    num_batches, num_rows, width = rows.shape
+    has_sums = backward.has_norm_sums or backward.has_branch_sum or branch is not None
+    launch = launch or choose_launch(
+        width, rows.element_size(), has_sums, shared_bytes_per_multiprocessor(rows.device)
+    )
+    num_programs = num_rows
+    if launch.programs_per_multiprocessor is not None:
+        total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
+        # The number of programs that run at once; each takes an equal share of the rows.
+        num_programs = total // num_batches
+    text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)
+    sums_shape = (4 if has_sums else 0, num_batches, text + video, width)
+    partial = rows.new_empty(sums_shape, dtype=torch.float32)
     stride_batch, stride_segment = _strides(scale, gate)
+    adaptive_layernorm_bwd_kernel[(text + video, num_batches)](
+        dn_ptr=dn,
+        dout_ptr=dout,
+        out_ptr=out,
+        branch_ptr=branch,
+        mean_ptr=backward.mean,
+        rstd_ptr=backward.rstd,
+        weight_ptr=backward.weight,
+        scale_ptr=scale,
+        gate_ptr=gate,
+        dhidden_ptr=dhidden,
+        dbranch_ptr=dbranch,
+        partial_ptr=partial,
+        num_rows=num_rows,
+        num_text=backward.num_text,
+        num_text_programs=text,
+        stride_batch=stride_batch,
+        stride_segment=stride_segment,
+        M=width,
+        BLOCK=next_power_of_2(width),
+        HAS_NORM_SUMS=backward.has_norm_sums,
+        HAS_BRANCH_SUM=backward.has_branch_sum,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )
+    if not has_sums:
+        return gradients
+    dbranch_bias, dgate, dweight, dbias, dshift, dscale = small
     adaptive_layernorm_sum_kernel[(cdiv(width, SUM_COLUMNS),)](
         partial_ptr=partial,
-        weight_ptr=weight,
-        bias_ptr=bias,
+        weight_ptr=backward.weight,
+        bias_ptr=backward.bias,
         scale_ptr=scale,
-        branch_bias_ptr=branch_bias,
+        branch_bias_ptr=backward.branch_bias,
         gate_ptr=gate,
         dbranch_bias_ptr=dbranch_bias,
         dgate_ptr=dgate,
@@ -578,15 +479,16 @@ def launch_sums(
         dshift_ptr=dshift,
         dscale_ptr=dscale,
         num_batches=num_batches,
-        num_programs=num_programs,
-        num_text_programs=num_text_programs,
+        num_programs=text + video,
+        num_text_programs=text,
         stride_batch=stride_batch,
         stride_segment=stride_segment,
         M=width,
         ROWS=SUM_ROWS,
         COLUMNS=SUM_COLUMNS,
-        HAS_NORM_SUMS=has_norm_sums,
-        HAS_GATE_SUM=has_gate_sum,
-        HAS_BRANCH_SUM=has_branch_sum,
+        HAS_NORM_SUMS=backward.has_norm_sums,
+        HAS_GATE_SUM=branch is not None,
+        HAS_BRANCH_SUM=backward.has_branch_sum,
         num_warps=SUM_WARPS,
     )
+    return gradients

@@ -107,10 +107,9 @@ def launch(
     parts: list[int],
     num_parts: int,
     scaling: float,
-    launch: AddLowRankLaunch | None = None,
 ) -> Tensor:
     """Return y [.., N] from x [.., N], low [.., P r] and the P matrices [N / num_parts, r]."""
-    launch = launch or (LAUNCH_FP32 if x.dtype == torch.float32 else LAUNCH)
+    launch = LAUNCH_FP32 if x.dtype == torch.float32 else LAUNCH
     x, low = x.contiguous(), low.contiguous()
     y = torch.empty_like(x)
     if not x.numel():

@@ -1,15 +1,16 @@
-"""Triton kernel that rounds rows to 8-bit floats, and its launch; kernels/quantized/fp8_linear.py has
-the formulas. It reads each number once: 3 bytes per bf16 entry. No GPU has timed it yet.
+"""Triton kernel that rounds rows to 8-bit floats for kernels/quantized/quantized_linear.py, and its launch.
+
+It reads each number once: 3 bytes per bf16 entry. No GPU has timed it yet.
 """
 
 import torch
 from torch import Tensor
 
 from cogfast.kernels.gpu.launch import jit, next_power_of_2, tl
-from cogfast.kernels.quantized.float8 import FP8, LARGEST, LEAST
+from cogfast.kernels.quantized.quantized_linear import FP8, LARGEST, LEAST_FP8
 
-_LARGEST = tl.constexpr(LARGEST)
-_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(LARGEST[FP8])
+_LEAST = tl.constexpr(LEAST_FP8)
 
 
 @jit

@@ -21,12 +21,12 @@ from cogfast.distributed.tensor_parallel import (
     ParallelLinear,
     largest_of_group,
 )
-from cogfast.kernels.quantized.int8_linear import row_maxima
 from cogfast.kernels.quantized.quantized_linear import (
     DTYPES,
     Quantization,
     quantize_rows,
     quantized_linear,
+    row_maxima,
 )
 from cogfast.model.attention import DeferredBiasLinear
 from cogfast.model.block import BlockModulation
