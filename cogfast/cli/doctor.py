@@ -150,7 +150,7 @@ def _kernels(torch: Any) -> Iterator[Finding]:
 def _optional(torch: Any) -> Iterator[Finding]:
     """Look for the parts that make training faster or more convenient."""
     if torch.cuda.is_available():
-        attention = ("flash_attn.cute", "flash_attn_interface", "flash_attn.flash_attn_interface")
+        attention = ("flash_attn.cute", "flash_attn_interface")
         # Importing `flash_attn` proves nothing: with version 4 it is a namespace that may be empty.
         found = next((name for name in attention if _import(name) is not None), None)
         cost = "PyTorch's cuDNN or flash attention is used, which may be slower"

@@ -177,9 +177,7 @@ class TrainArguments:
     """torch: plain PyTorch in place of cogfast's kernels"""
     compile: bool = False
     """torch.compile for each block"""
-    attention_backend: Literal[
-        "auto", "fa4", "fa3", "fa2", "cudnn", "flash", "efficient", "math"
-    ] = "auto"
+    attention_backend: Literal["auto", "fa4", "fa3", "cudnn", "flash", "efficient", "math"] = "auto"
     """auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint"""
     activation_checkpointing: PolicyChoice | None = None
     """null: follow transformer_args.checkpoint_activations (true: auto, false: "none")"""

@@ -7,7 +7,7 @@ estimates that come out. A thresholding limits the values that large scales prod
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from cogfast.config.values import Range
 from cogfast.diffusion.denoiser import Conditioning
 
-Ramp = Literal["timestep", "step"]
 Scale = Annotated[float, Range(-(10**4), 10**4)]
 
 
@@ -36,7 +35,7 @@ class Guider(Protocol):
         self, conditioning: Conditioning, unconditional: Conditioning | None
     ) -> Conditioning: ...
 
-    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor: ...
+    def __call__(self, denoised: Tensor, timestep: int, num_steps: int) -> Tensor: ...
 
     def with_num_steps(self, before: int, after: int) -> Guider: ...
 
@@ -65,7 +64,7 @@ class IdentityGuider:
     ) -> Conditioning:
         return conditioning
 
-    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
+    def __call__(self, denoised: Tensor, timestep: int, num_steps: int) -> Tensor:
         return denoised
 
     def with_num_steps(self, before: int, after: int) -> IdentityGuider:
@@ -103,14 +102,14 @@ class VanillaCFG:
             ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
         )
 
-    def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
-        """Return the scale at step number `step` of num_steps, at `timestep`."""
+    def scale_at(self, timestep: int, num_steps: int) -> float:
+        """Return the scale at `timestep`, of a sampler with num_steps."""
         return self.scale
 
-    def __call__(self, denoised: Tensor, timestep: int, step: int, num_steps: int) -> Tensor:
+    def __call__(self, denoised: Tensor, timestep: int, num_steps: int) -> Tensor:
         """denoised: [2B, C, T, h, w], unconditional first -> [B, C, T, h, w]."""
         uncond, cond = denoised.chunk(2)
-        return self.thresholding(uncond, cond, self.scale_at(timestep, step, num_steps))
+        return self.thresholding(uncond, cond, self.scale_at(timestep, num_steps))
 
     def with_num_steps(self, before: int, after: int) -> VanillaCFG:
         return self
@@ -119,49 +118,39 @@ class VanillaCFG:
 class DynamicCFG(VanillaCFG):
     """Guidance with scale 1 + scale * (1 - cos(pi * (s / num_steps)^exp)) / 2 at each step.
 
-    ramp "timestep" (upstream's, used by the shipped configs): s is the number of steps minus the
-    *timestep* (50 - 999, ...), so the scale jumps within [1, 1 + scale]. ramp "step": s counts the
-    steps from 0, and the scale rises smoothly from 1.
+    s is the number of steps minus the *timestep* (50 - 999, ...), as upstream computes it, so the scale
+    does not rise evenly: it jumps within [1, 1 + scale].
     """
 
     def __init__(
         self,
         # the scale varies from 1 to 1 + this
         scale: Scale,
-        # exponent of the position within the steps
+        # exponent of the position within the steps, a whole number
         exp: Annotated[float, Range(0, 100)],
         # length of the ramp in steps: the sampler's num_steps
         num_steps: Annotated[int, Range(1, 10**5)],
         # limits the guided values; null: no limit
         dyn_thresh: Thresholding | None = None,
-        # timestep: upstream's formula, whose scale jumps; step: a smooth rise
-        ramp: Ramp = "timestep",
     ) -> None:
-        if ramp not in ("timestep", "step"):
-            raise ValueError(f"guider_config ramp={ramp!r} must be 'timestep' or 'step'")
-        if num_steps < 1:
-            raise ValueError(f"guider_config num_steps={num_steps} must be 1 or more; use 50")
-        if ramp == "timestep" and exp != int(exp):
+        if exp != int(exp):
             raise ValueError(
-                f"guider_config exp={exp} must be a whole number, since ramp=timestep raises "
-                "negative numbers to it; use 5, or ramp=step"
+                f"guider_config exp={exp} must be a whole number, since negative numbers are raised "
+                "to it; use 5"
             )
         super().__init__(scale, dyn_thresh)
         self.exp, self.num_steps = exp, num_steps
-        self.ramp: Ramp = ramp
 
-    def scale_at(self, timestep: int, step: int, num_steps: int) -> float:
-        # The base is negative for "timestep": only a whole `exp` gives a real number.
-        position = step if self.ramp == "step" else num_steps - timestep
+    def scale_at(self, timestep: int, num_steps: int) -> float:
         # Upstream divides by the config's num_steps, also if the sampler makes another number.
-        angle = math.pi * (position / self.num_steps) ** self.exp
+        angle = math.pi * ((num_steps - timestep) / self.num_steps) ** self.exp
         return 1 + self.scale * (1 - math.cos(angle)) / 2
 
     def with_num_steps(self, before: int, after: int) -> DynamicCFG:
         """Return the guider for a sampler with `after` steps instead of `before`."""
         # A num_steps that differs from the sampler's was chosen on purpose: keep it.
         num_steps = after if self.num_steps == before else self.num_steps
-        return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding, self.ramp)
+        return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding)
 
 
 def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:

@@ -69,14 +69,12 @@ class ZeroSNRDDPMDiscretization:
         # number of timesteps
         num_timesteps: NumTimesteps = 1000,
         # divides the SNR at every timestep: 3.0 for CogVideoX-2B, else 1.0
-        shift_scale: Annotated[float, Range(0, 1000)] = 1.0,
+        shift_scale: Annotated[float, Range(1e-6, 1000)] = 1.0,
         # keep the SNR of the first timestep in spite of the shift
         keep_start: bool = False,
         # shift after the stretch to zero terminal SNR, not before it
         post_shift: bool = False,
     ) -> None:
-        if shift_scale <= 0:
-            raise ValueError(f"shift_scale={shift_scale} must be above 0; 1.0 leaves the SNR as is")
         # Undoes _shift at the first timestep.
         if keep_start and not post_shift:
             linear_start = linear_start / (shift_scale + (1 - shift_scale) * linear_start)

@@ -71,8 +71,6 @@ class VideoDDIMSampler:
         # diffusers' key: added to the timesteps of spacing leading
         steps_offset: int = 0,
     ) -> None:
-        if fixed_frames < 0:
-            raise ValueError(f"sampler_config fixed_frames={fixed_frames} must be 0 or more")
         self.discretization = discretization
         self.num_steps = num_steps
         self.guider = guider or IdentityGuider()
@@ -126,7 +124,7 @@ class VideoDDIMSampler:
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
-            denoised = self.guider(estimates, timestep, i, self.num_steps)
+            denoised = self.guider(estimates, timestep, self.num_steps)
             # diffusers ends with a first-order step: no extrapolation from the step before.
             if steps.is_end[i]:
                 previous = None

@@ -40,11 +40,6 @@ class DiscreteSampling:
                 f"sigma_sampler_config num_idx={num_idx} must be the discretization's "
                 f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
             )
-        if group_num is not None and group_num < 0:
-            raise ValueError(
-                f"sigma_sampler_config group_num={group_num} must be 0 or more; "
-                "leave it out for one stratum per sample"
-            )
         self.num_idx = num_idx
         self.uniform_sampling = uniform_sampling
         self.group_num = group_num

@@ -2,10 +2,10 @@
 
     s_ij = q_i k_j / sqrt(D)      p_ij = exp(s_ij) / sum_j exp(s_ij)      out_i = sum_j p_ij v_j
 
-PyTorch's kernels are called by scaled_dot_product_attention, those of flash-attn 2 and 3 by the
-packages' own functions. Their forward passes are ops that return out and lse_i = log sum_j exp(s_ij), so
-that activation checkpointing can keep both and need not run them again (`keeps_output`). flash-attn 4
-has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
+PyTorch's kernels, of which "flash" is flash-attn 2, are called by scaled_dot_product_attention, those of
+flash-attn 3 by its own function. Their forward passes are ops that return out and lse_i = log sum_j
+exp(s_ij), so that activation checkpointing can keep both and need not run them again (`keeps_output`).
+flash-attn 4 has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ BACKENDS = {
         max_width=None,
         capability=(5, 0),
     ),
-    "fa2": Backend(module="flash_attn.flash_attn_interface"),
     "fa3": Backend(module="flash_attn_interface", capability=(9, 0)),
     "fa4": Backend(module="flash_attn.cute.interface", max_width=128, capability=(9, 0)),
     # flash_attention_reference
@@ -180,7 +179,7 @@ _FORWARD_OPS = {
 
 def keeps_output(op: Any) -> bool:
     """Return whether an op of a forward pass is attention, whose results checkpointing can keep."""
-    return op in _FORWARD_OPS or op.namespace in ("flash_attn", "flash_attn_3")
+    return op in _FORWARD_OPS or op.namespace == "flash_attn_3"
 
 
 @cache
@@ -188,19 +187,17 @@ def _import(name: str) -> Any:
     """Import the module of a package, or return the reason why it does not import."""
     module_name = BACKENDS[name].module
     assert module_name is not None, name
-    # `import flash_attn` alone proves nothing: version 4 makes it a namespace package.
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a broken package may raise anything
         return f"{module_name} does not import: {type(error).__name__}: {error}".splitlines()[0]
-    is_fa4 = name == "fa4"
-    _PACKAGES[name] = _FlashAttention4.apply if is_fa4 else partial(_call, module.flash_attn_func)
+    _PACKAGES[name] = _FlashAttention4.apply if name == "fa4" else _flash_attention_3
     return module
 
 
-def _call(package: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = package(q, k, v, deterministic=is_deterministic())
-    return out[0] if isinstance(out, tuple) else out  # some releases of version 3 add lse
+def _flash_attention_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = _import("fa3").flash_attn_func(q, k, v, deterministic=is_deterministic())
+    return out[0] if isinstance(out, tuple) else out  # some releases add lse
 
 
 def load_backend(name: str) -> None:

@@ -126,7 +126,7 @@ def test_products_of_8_bits_are_timed_and_checked(tmp_path: Path, monkeypatch) -
 
 def test_attention_counts_and_compares(first: Path) -> None:
     rows = {(r["backend"], r["shape_bshd"][1]): r for r in read(first, "attention")["rows"]}
-    assert len(rows) == 1 + 7 * 2  # math at one shape, the default and six by name at two
+    assert len(rows) == 1 + 6 * 2  # math at one shape, the default and five by name at two
     flash = rows["flash", 160]
     forward_s, backward_s = flash["forward_median_ms"] * 1e-3, flash["backward_median_ms"] * 1e-3
     assert flash["forward_tflop_per_s"] == pytest.approx(4 * 160**2 * 3 * 64 / forward_s / 1e12)
@@ -137,7 +137,7 @@ def test_attention_counts_and_compares(first: Path) -> None:
         row = rows[name, 144]
         for tensor in ("out", "dq", "dk", "dv"):  # bf16: not exact, and not far off
             assert 1e-4 < row[f"{tensor}_relative_error"] <= row[f"{tensor}_relative_limit"] < 0.03
-    for name in ("cudnn", "efficient", "fa2", "fa3", "fa4"):
+    for name in ("cudnn", "efficient", "fa3", "fa4"):
         assert rows[name, 160]["unavailable"] == "it needs a CUDA GPU"
 
 

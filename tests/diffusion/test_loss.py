@@ -175,19 +175,6 @@ def test_call_draws_by_slot():
     torch.testing.assert_close(together, same, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"type": "lpips"}, r"type='lpips' must be 'l2' or 'l1'"),
-        ({"min_snr_value": 0}, r"min_snr_value=0 must be above 0"),
-        ({"fixed_frames": -1}, r"fixed_frames=-1 must be 0 or more"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        parts(**options)
-
-
 def test_all_frames_fixed_is_refused():
     loss, denoiser = parts(fixed_frames=2)
     x0, noise = draws()

@@ -1,4 +1,4 @@
-"""Noise tables against upstream's, float64 arithmetic and diffusers' scheduler."""
+"""Noise tables against upstream's and float64 arithmetic. test_sampler.py compares with diffusers' schedulers."""
 
 from __future__ import annotations
 
@@ -65,28 +65,6 @@ def test_tables_are_float64_arithmetic_rounded_once(tables, shift, num_steps):
     torch.testing.assert_close(alpha_sqrt.double(), exact, rtol=0, atol=3.1e-8)
 
 
-def test_table_equals_diffusers_scheduler():
-    from diffusers import CogVideoXDDIMScheduler
-
-    for shift in SHIFTS:
-        scheduler = CogVideoXDDIMScheduler(
-            beta_schedule="scaled_linear",
-            beta_start=0.00085,
-            beta_end=0.012,
-            snr_shift_scale=shift,
-            rescale_betas_zero_snr=True,
-        )
-        expected = scheduler.alphas_cumprod.double() ** 0.5
-        table = ZeroSNRDDPMDiscretization(shift_scale=shift).table().double()
-        torch.testing.assert_close(table, expected, rtol=0, atol=1e-7)
-
-
-def test_shift_divides_the_snr():
-    plain = ZeroSNRDDPMDiscretization().alphas_cumprod
-    shifted = ZeroSNRDDPMDiscretization(shift_scale=3.0).alphas_cumprod
-    torch.testing.assert_close(plain / (1 - plain) / 3, shifted / (1 - shifted), rtol=1e-12, atol=0)
-
-
 def test_nearest_is_the_first_of_the_closest():
     table = DeviceTable(torch.tensor([0.9, 0.5, 0.5, 0.0]))
     idx = table.nearest(torch.tensor([1.0, 0.52, 0.2, -3.0]))
@@ -97,8 +75,3 @@ def test_nearest_is_the_first_of_the_closest():
 def test_step_count_out_of_range(num_steps):
     with pytest.raises(ValueError, match=rf"num_steps={num_steps} must be from 1 to 1000"):
         spaced_timesteps(num_steps, 1000)
-
-
-def test_shift_must_be_positive():
-    with pytest.raises(ValueError, match=r"shift_scale=0 must be above 0"):
-        ZeroSNRDDPMDiscretization(shift_scale=0)

@@ -1,4 +1,4 @@
-"""Samplers against upstream's trajectories, and against the exact solution for Gaussian data."""
+"""Samplers against upstream's trajectories, the paper's algorithm in float64 and diffusers' schedulers."""
 
 from __future__ import annotations
 
@@ -74,40 +74,6 @@ def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
     assert len(list(noises)) == len(stored["noises"]) - num_noises
 
 
-def gaussian_network(deviation: float):
-    """The v of the perfect denoiser for latents drawn from N(0, deviation^2)."""
-    table = SCHEDULE.table().double()
-
-    def network(x, timesteps, text, image_latents=None, ofs=None):
-        a = table[timesteps].view(-1, 1, 1, 1, 1)
-        b = (1 - a**2).sqrt()
-        x = x.double()
-        denoised = a * deviation**2 * x / (a**2 * deviation**2 + b**2)
-        return (a * x - denoised) / b
-
-    return network
-
-
-def ode_error(sampler_class, num_steps: int) -> float:
-    """Largest distance to the exact ODE solution: noise x ends at deviation * x."""
-    sampler = sampler_class(SCHEDULE, num_steps)
-    x = torch.randn(1, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    out = sampler(video_denoiser(), gaussian_network(0.5), x, TEXT)
-    return (out - 0.5 * x).abs().max().item() / x.abs().max().item()
-
-
-def test_ode_samplers_converge_to_the_exact_solution():
-    """The errors fall with the steps; extrapolation makes them less than half of DDIM's.
-
-    The schedule's infinite first and last steps hold both solvers to first order.
-    """
-    ddim = [ode_error(VideoDDIMSampler, n) for n in (25, 100, 1000)]
-    dpm = [ode_error(VPODEDPMPP2MSampler, n) for n in (25, 100, 1000)]
-    assert ddim[1] < 0.45 * ddim[0] and ddim[2] < 0.01
-    assert dpm[1] < 0.35 * dpm[0] and dpm[2] < 0.004
-    assert dpm[2] < ddim[2] / 2
-
-
 def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
     """arXiv 2211.01095, algorithm 2, in float64: x = (s/s') x - a (e^-h - 1) D."""
     x = torch.randn(1, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -134,25 +100,12 @@ def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
     torch.testing.assert_close(out.double(), y, rtol=0, atol=1e-5)
 
 
-def test_sde_sampler_gives_the_right_distribution():
-    """20,000 sampled numbers have standard deviation 0.5 and do not depend on the initial noise."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, 2, 1, 100, 100, generator=generator)
-    sampler = VPSDEDPMPP2MSampler(SCHEDULE, 500)
-    out = sampler(video_denoiser(), gaussian_network(0.5), x, TEXT, generator=generator)
-    assert out.std().item() == pytest.approx(0.5, abs=0.015)
-    assert out.mean().abs() < 0.02
-    correlation = torch.corrcoef(torch.stack([out.flatten(), x.flatten()]))[0, 1]
-    assert correlation.abs() < 0.04
-
-
-@pytest.mark.parametrize("sampler_class", ALL)
-def test_identity_guider_is_guidance_at_scale_1(sampler_class):
+def test_identity_guider_is_guidance_at_scale_1():
     x = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     cond, uncond = Conditioning(torch.ones(2, 3, 4)), Conditioning(torch.zeros(2, 3, 4))
     noises = lambda: torch.Generator().manual_seed(7)
-    plain = sampler_class(SCHEDULE, 5, IdentityGuider())
-    guided = sampler_class(SCHEDULE, 5, VanillaCFG(1.0))
+    plain = VPSDEDPMPP2MSampler(SCHEDULE, 5, IdentityGuider())
+    guided = VPSDEDPMPP2MSampler(SCHEDULE, 5, VanillaCFG(1.0))
     denoiser = video_denoiser()
     one = plain(denoiser, golden_network, x, cond, None, noises())
     two = guided(denoiser, golden_network, x, cond, uncond, noises())
@@ -213,28 +166,24 @@ def test_sampling_makes_no_gradients():
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match=r"fixed_frames=-1 must be 0 or more"):
-        VideoDDIMSampler(SCHEDULE, 10, fixed_frames=-1)
     with pytest.raises(ValueError, match=r"num_steps=0 must be from 1 to 1000"):
         VideoDDIMSampler(SCHEDULE, 0)
 
 
 SPACINGS = [
-    (50, {"timestep_spacing": "trailing"}),
-    (30, {"timestep_spacing": "trailing"}),
-    (7, {"timestep_spacing": "trailing"}),
-    (50, {"timestep_spacing": "leading"}),
-    (7, {"timestep_spacing": "leading"}),
-    (30, {"timestep_spacing": "leading", "steps_offset": 5, "set_alpha_to_one": False}),
-    (10, {"timestep_spacing": "trailing", "set_alpha_to_one": False}),
-    (50, {"timestep_spacing": "linspace"}),
-    (7, {"timestep_spacing": "linspace"}),
-    (1, {"timestep_spacing": "linspace"}),
+    ("DPM", 50, {"timestep_spacing": "trailing"}),
+    ("DDIM", 7, {"timestep_spacing": "trailing"}),
+    ("DDIM", 50, {"timestep_spacing": "leading"}),
+    ("DPM", 7, {"timestep_spacing": "leading"}),
+    ("DPM", 30, {"timestep_spacing": "leading", "steps_offset": 5, "set_alpha_to_one": False}),
+    ("DDIM", 10, {"timestep_spacing": "trailing", "set_alpha_to_one": False}),
+    ("DDIM", 7, {"timestep_spacing": "linspace"}),
+    ("DPM", 30, {"timestep_spacing": "linspace"}),
+    ("DPM", 1, {"timestep_spacing": "linspace"}),
 ]
 
 
-@pytest.mark.parametrize(("num_steps", "spacing"), SPACINGS, ids=str)
-@pytest.mark.parametrize("kind", ["DDIM", "DPM"])
+@pytest.mark.parametrize(("kind", "num_steps", "spacing"), SPACINGS, ids=str)
 def test_a_pipelines_timesteps_give_diffusers_latents(kind, num_steps, spacing, monkeypatch):
     """The loop of CogVideoXPipeline.__call__ around diffusers' schedulers, with the same noise."""
     from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
@@ -272,7 +221,7 @@ def test_timesteps_are_diffusers_at_every_number_of_steps():
 
     for spacing in ("trailing", "leading", "linspace"):
         scheduler = CogVideoXDDIMScheduler(timestep_spacing=spacing)
-        for num_steps in range(1, 1001):
+        for num_steps in (*range(1, 70), *range(70, 1001, 31)):
             scheduler.set_timesteps(num_steps)
             found = SCHEDULE.steps_of_diffusers(num_steps, spacing).timesteps
             # at 61 and some other counts diffusers has one more, -1, by a rounding error

@@ -18,7 +18,7 @@ def draw(sampling: DiscreteSampling, step: int, slots, num_slots: int) -> torch.
     return sampling.sample(SlotRandom(seed=5, step=step, slots=slots, num_slots=num_slots))
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 8, 16, 40, 64])
+@pytest.mark.parametrize("num_slots", [1, 3, 40])
 def test_each_stratum_is_drawn_exactly_once(num_slots):
     """Stratum k holds the timesteps from 1000 k / n to 1000 (k + 1) / n, shared at the borders."""
     sampling = DiscreteSampling(SCHEDULE, uniform_sampling=True)
@@ -42,8 +42,7 @@ def test_group_num_sets_the_number_of_strata(group_num, num_slots, expected):
     assert set(counts.values()) == set(expected)
 
 
-@pytest.mark.parametrize("uniform_sampling", [True, False])
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(("uniform_sampling", "num_ranks"), [(True, 2), (True, 8), (False, 4)])
 def test_draws_do_not_depend_on_the_layout(num_ranks, uniform_sampling):
     sampling = DiscreteSampling(SCHEDULE, uniform_sampling=uniform_sampling)
     for step in range(5):
@@ -56,8 +55,8 @@ def test_draws_do_not_depend_on_the_layout(num_ranks, uniform_sampling):
 
 @pytest.mark.parametrize(
     ("uniform_sampling", "num_slots", "group_num"),
-    [(False, 1, None), (True, 1, None), (True, 8, None), (True, 3, None), (True, 6, 4)],
-    ids=["plain", "one", "eight", "three", "uneven groups"],
+    [(False, 1, None), (True, 8, None), (True, 6, 4)],
+    ids=["plain", "eight", "uneven groups"],
 )
 def test_a_slot_sees_all_timesteps_evenly(uniform_sampling, num_slots, group_num):
     """Chi-square over 50 bins of 20 timesteps: 49 degrees of freedom, 85.4 at 0.1 percent."""
@@ -67,15 +66,6 @@ def test_a_slot_sees_all_timesteps_evenly(uniform_sampling, num_slots, group_num
     counts = torch.bincount(idx // 20, minlength=50).double()
     assert ((counts - 200) ** 2 / 200).sum() < 85.4
     assert idx.min() == 0 and idx.max() == 999
-
-
-def test_stratification_lowers_the_variance_of_a_step():
-    """Stratified sampling makes the mean timestep of 16 samples vary at least 16 times less."""
-    plain, stratified = (
-        torch.stack([draw(s, step, range(16), 16).double().mean() for step in range(200)]).var()
-        for s in (DiscreteSampling(SCHEDULE), DiscreteSampling(SCHEDULE, uniform_sampling=True))
-    )
-    assert stratified < plain / 16
 
 
 def test_rounding_up_at_the_top_stays_inside():
@@ -96,13 +86,7 @@ def test_index_0_is_clean_and_999_noise():
     assert level[0] > 0.999 and level[1] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"group_num": -1}, r"group_num=-1 must be 0 or more"),
-        ({"num_idx": 500}, r"num_idx=500 must be the discretization's num_timesteps=1000"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        DiscreteSampling(SCHEDULE, **options)
+def test_number_of_indices_must_be_the_schedules():
+    text = r"num_idx=500 must be the discretization's num_timesteps=1000"
+    with pytest.raises(ValueError, match=text):
+        DiscreteSampling(SCHEDULE, num_idx=500)

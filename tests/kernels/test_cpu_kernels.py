@@ -20,7 +20,7 @@ from cogfast.kernels.qk_norm_rope3d import Rotation, qk_norm_rope3d
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS, assert_same_bits_for_any_threads
 
 # Tests that compare the kernels with their references, in every op's file.
-COMPARED = "functions_on_a_cpu or on_a_cpu or in_bfloat16 or to_bf16_once or the_cpu_kernel"
+COMPARED = "functions_on_a_cpu or on_a_cpu or in_bfloat16 or to_bf16_once or equal_float64"
 COMPARED += " or sum_of_squares or same_bits"
 
 
@@ -143,25 +143,19 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("op", "num_rows", "kernels"),  # each pair of values
-    [
-        (op, num_rows, ("triton", "torch")[(i + j) % 2])
-        for i, op in enumerate(NORMS)
-        for j, num_rows in enumerate([800, 8_000, 32_000])
-    ],
-)
-def test_gradients_of_norms_in_bf16_do_not_depend_on_the_number_of_rows(
-    op: str, num_rows: int, kernels: str, monkeypatch
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("op", NORMS)
+def test_gradients_of_norms_in_bf16_are_summed_in_float32(
+    op: str, kernels: str, monkeypatch
 ) -> None:
-    """Allow twice bf16's rounding of the float64 gradient. The sums of PyTorch's LayerNorm are off by
-    2%, 32% and 78%."""
+    """Allow twice bf16's rounding of the float64 gradient. The sums of PyTorch's LayerNorm over 8,000 rows
+    are off by 32%."""
     # No CPU tensor has a kernel, just like on a machine without a compiler.
     monkeypatch.setattr(torch_library, "CPU_DTYPES", ())
     call, shapes_of = NORMS[op]
     generator = torch.Generator().manual_seed(0)
     draw = lambda shape: torch.randn(shape, generator=generator).bfloat16()
-    inputs = [draw(shape) for shape in shapes_of(num_rows // 2)]
+    inputs = [draw(shape) for shape in shapes_of(4_000)]
     # Sums that grow with the rows
     cotangents = [draw(inputs[0].shape) + 0.3, draw(inputs[0].shape) + 0.3]
     if op == "qk_norm_rope3d":

@@ -68,15 +68,19 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=3e-7)
 
 
-# One element, none, a prime, a full block, one more, several blocks; empty tensors take no program.
-LENGTHS = [1, 0, 1021, BLOCK, BLOCK + 1, 3 * BLOCK + 8]
+# One element, none, a prime, a full block, one more than two; empty tensors take no program.
+LENGTHS = [1, 0, 1021, BLOCK, 2 * BLOCK + 1]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("g_dtype", "has_copy"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.float16, True)],
-    ids=["fp32", "fp32-copy", "bf16-copy", "fp16-copy"],
+    ("g_dtype", "has_copy", "offset"),
+    [
+        (torch.float32, False, 1),
+        (torch.float32, True, 0),
+        (torch.bfloat16, True, 3),
+        (torch.bfloat16, True, 0),
+        (torch.float16, True, 1),
+    ],
 )
 def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset: int) -> None:
     """Every tensor has its own count; neighbours in memory are not written."""
@@ -84,7 +88,7 @@ def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset
     expected = [expected_of(t, scale=0.5) for t in streams]
     table = TensorTable()
     table.hold(streams)
-    assert table.num_blocks == 1 + 0 + 1 + 1 + 2 + 4
+    assert table.num_blocks == 1 + 0 + 1 + 1 + 3
     launch_ema_adam(table, **HYPER, **OPTIONS, gradient_scale=torch.tensor(0.5))
     for i, (t, want) in enumerate(zip(streams, expected, strict=True)):
         assert t.step.item() == 10 * (i + 1) + 1
@@ -96,19 +100,6 @@ def test_many_tensors_in_one_launch(g_dtype: torch.dtype, has_copy: bool, offset
         if has_copy:
             rtol = 2 * torch.finfo(g_dtype).eps  # the interpreter truncates
             torch.testing.assert_close(t.copy.float(), t.p, rtol=rtol, atol=1e-7)
-
-
-@pytest.mark.parametrize("flag", [1.0, float("nan"), float("inf"), True], ids=str)
-def test_found_inf_leaves_every_bit(flag: float | bool) -> None:
-    streams = draw_streams(LENGTHS, torch.bfloat16, has_copy=True)
-    for t in streams:
-        t.g.fill_(float("nan"))
-    tensors = [x for t in streams for x in (t.p, t.m, t.v, t.shadow, t.step, t.copy)]
-    before = [x.clone() for x in tensors]
-    table = TensorTable()
-    table.hold(streams)
-    launch_ema_adam(table, **HYPER, **OPTIONS, found_inf=torch.tensor(flag))
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
 def test_more_tensors_than_a_program_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +114,12 @@ def test_more_tensors_than_a_program_counts(monkeypatch: pytest.MonkeyPatch) -> 
             close(actual, e)
 
 
+def on_triton(params: list[Tensor]) -> FusedEmaAdam:
+    optimizer = FusedEmaAdam(params, **HYPER)
+    optimizer._update_on_cpu = optimizer._update_with_triton
+    return optimizer
+
+
 def test_table_is_rebuilt_only_when_a_tensor_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     uploads: list[Tensor] = []
     upload = ema_adam_kernel._upload
@@ -130,8 +127,7 @@ def test_table_is_rebuilt_only_when_a_tensor_has_moved(monkeypatch: pytest.Monke
         ema_adam_kernel, "_upload", lambda x, device: uploads.append(x) or upload(x, device)
     )
     params = [torch.randn(n).requires_grad_() for n in (5, 7)]
-    optimizer = FusedEmaAdam(params, **HYPER)
-    optimizer._update_on_cpu = optimizer._update_with_triton
+    optimizer = on_triton(params)
     for p in params:
         p.grad = torch.randn(p.shape)
     optimizer.step()
@@ -157,8 +153,7 @@ def test_mixed_parameters_take_one_launch_for_each_kind(monkeypatch: pytest.Monk
     )
     bf16, fp32 = torch.bfloat16, torch.float32
     params = [torch.randn(n).to(dtype).requires_grad_() for n, dtype in enumerate([fp32, bf16] * 3)]
-    optimizer = FusedEmaAdam(params, **HYPER)
-    optimizer._update_on_cpu = optimizer._update_with_triton
+    optimizer = on_triton(params)
     optimizer.low_precision_copies[params[2]] = torch.zeros(2, dtype=bf16)
     for p in params:
         p.grad = torch.zeros_like(p)
@@ -208,28 +203,6 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
         assert not actual[start - 5000 : start].any() and not actual[:5000].any()
 
 
-def on_triton(params: list[Tensor]) -> FusedEmaAdam:
-    optimizer = FusedEmaAdam(params, **HYPER)
-    optimizer._update_on_cpu = optimizer._update_with_triton
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({"found_inf": torch.zeros((), device="meta")}, r"FusedEmaAdam: found_inf .* on cpu"),
-        ({"gradient_scale": torch.ones((), device="meta")}, r"gradient_scale .* must be on cpu"),
-    ],
-)
-def test_scalars_of_another_device(attributes: dict[str, Tensor], message: str) -> None:
-    p = torch.zeros(4, requires_grad=True)
-    p.grad = torch.zeros(4)
-    optimizer = on_triton([p])
-    vars(optimizer).update(attributes)
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-
-
 def test_copies_and_dtypes_that_do_not_fit() -> None:
     p = torch.zeros(4, 2, requires_grad=True)
     p.grad = torch.zeros(4, 2)
@@ -238,7 +211,7 @@ def test_copies_and_dtypes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"FusedEmaAdam: a low precision copy is \[8\] bfloat16"):
         optimizer.step()
     optimizer.low_precision_copies[p] = torch.zeros(4, 3, dtype=torch.bfloat16)[:, :2]
-    with pytest.raises(ValueError, match=r"strides \[3, 1\]; it must be contiguous"):
+    with pytest.raises(ValueError, match=r"strides \[3, 1\].*it must be contiguous"):
         optimizer.step()
     q = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     q.grad = torch.zeros(4, dtype=torch.float64)

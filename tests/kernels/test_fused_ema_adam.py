@@ -1,12 +1,19 @@
-"""FusedEmaAdam against stored float64 numbers; its counters and skipped steps."""
+"""FusedEmaAdam against stored and computed float64 numbers; its counters and skipped steps; the sum of
+squares of the gradient's norm. test_ema_adam_kernel.py has the table of the Triton kernels."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+from cogfast.kernels.fused_ema_adam import (
+    FusedEmaAdam,
+    fused_ema_adam_reference,
+    sum_of_squares,
+)
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -132,8 +139,10 @@ def test_each_parameter_counts_its_own_steps(build):
 def test_groups_stepped_one_by_one_count_once(build):
     """DeepSpeed calls step() once per group, which makes SAT's EMA warm up twice as fast."""
     params, grads = random_case([(6,), (4,)])
-    expected = [reference(p, [g[i] for g in grads]) for i, p in enumerate(params)]
-    optimizer = build([{"params": [p]} for p in params], **HYPER)
+    other = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-4, "betas": (0.5, 0.9)}
+    expected = [reference(params[0], [g[0] for g in grads])]
+    expected.append(reference(params[1], [g[1] for g in grads], **other))
+    optimizer = build([{"params": params[:1]}, {"params": params[1:], **other}], **HYPER)
     groups = optimizer.param_groups
     for step in grads:
         for group, p, g in zip(groups, params, step, strict=True):
@@ -141,34 +150,8 @@ def test_groups_stepped_one_by_one_count_once(build):
             optimizer.step()
             p.grad = None
     for p, e in zip(params, expected, strict=True):
+        close(p, e["p"])
         close(optimizer.state[p]["shadow"], e["shadow"])
-
-
-def test_groups_have_their_own_hyper_parameters(build):
-    params, grads = random_case([(6,), (4,)])
-    other = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-4, "betas": (0.5, 0.9)}
-    expected = [reference(params[0], [g[0] for g in grads])]
-    expected.append(reference(params[1], [g[1] for g in grads], **other))
-    optimizer = build([{"params": params[:1]}, {"params": params[1:], **other}], **HYPER)
-    run(optimizer, params, grads)
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_gradients_of_any_dtype(build, dtype):
-    params, grads = random_case([(9, 4), (33,)])
-    grads = [[g.to(dtype) for g in step] for step in grads]
-    expected = [reference(p, [g[i] for g in grads]) for i, p in enumerate(params)]
-    optimizer = build(params, **HYPER)
-    for step in grads:
-        for p, g in zip(params, step, strict=True):
-            p.grad_dtype = None  # lets a float32 parameter hold a half-precision gradient
-            p.grad = g
-        optimizer.step()
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-        close(optimizer.state[p]["exp_avg_sq"], e["exp_avg_sq"])
 
 
 def test_bf16_parameters_keep_float32_state(build):
@@ -267,16 +250,13 @@ def test_gradient_scale_and_learning_rate_as_tensors(build):
     assert all(torch.equal(p.grad, g) for p, g in zip(params, grads[-1], strict=True))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
-)
-def test_low_precision_copies(build, dtype):
+def test_low_precision_copies(build):
     """Some parameters have copies; a skipped step does not change them."""
     params, grads = random_case([(40,), (3, 7), (6, 5)])
     params[2] = params[2].detach().t().requires_grad_()  # strided
     grads = [[a, b, c.t()] for a, b, c in grads]
     optimizer = build(params, **HYPER)
-    copies = [torch.full(p.shape, 7.0, dtype=dtype) for p in (params[0], params[2])]
+    copies = [torch.full(p.shape, 7.0, dtype=torch.bfloat16) for p in (params[0], params[2])]
     optimizer.low_precision_copies = {params[0]: copies[0], params[2]: copies[1]}
     optimizer.found_inf = torch.ones(())
     run(optimizer, params, grads[:1])
@@ -285,7 +265,7 @@ def test_low_precision_copies(build, dtype):
     run(optimizer, params, grads)
     for p, c in ((params[0], copies[0]), (params[2], copies[1])):
         # One unit in the last place: the interpreter truncates.
-        torch.testing.assert_close(c.float(), p.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(c.float(), p.float(), rtol=2**-7, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -306,59 +286,18 @@ def test_non_finite_gradients_propagate(build):
     assert torch.equal(params[0].isnan(), expected["p"].isnan())
 
 
-def test_adam_part_equals_torch(build):
-    """Compare with torch.optim.AdamW in float64 over 30 steps with a changing learning rate."""
-    params, grads = random_case([(50,), (3, 7)], num_steps=30)
-    twins = [p.detach().double().requires_grad_() for p in params]
-    optimizer, torchs = build(params, **HYPER), torch.optim.AdamW(twins, **HYPER)
-    for i, step in enumerate(grads):
-        for o in (optimizer, torchs):
-            o.param_groups[0]["lr"] = 1e-3 * (1 + i % 3)
-        run(optimizer, params, [step])
-        run(torchs, twins, [[g.double() for g in step]])
-    for p, q in zip(params, twins, strict=True):
-        torch.testing.assert_close(p.detach().double(), q.detach(), rtol=3e-6, atol=1e-6)
-
-
-def test_autograd_notices_the_update(build):
-    """A graph that saved the old weights must not give gradients with the new ones."""
-    p = torch.ones(3, requires_grad=True)
-    p.grad = torch.ones(3)
-    loss = p.square().sum()
-    build([p]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_autograd_notices_new_copies(build):
-    """The copies are the weights that a model in bf16 trains with."""
+def test_autograd_notices_new_weights_and_copies(build):
+    """A graph that saved the old weights must not give gradients with the new ones. The copies are the
+    weights that a model in bf16 trains with."""
     p, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     p.grad = torch.ones(3)
     optimizer = build([p])
     optimizer.low_precision_copies[p] = weight.detach()
-    loss = weight.square().sum()
+    losses = p.square().sum(), weight.square().sum()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_closure_and_zero_grad():
-    p = torch.ones(3, requires_grad=True)
-    optimizer = FusedEmaAdam([p], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 3.0
-    optimizer.zero_grad()
-    assert p.grad is None
-    kept = FusedEmaAdam([p], set_grad_none=False)
-    p.grad = torch.ones(3)
-    kept.zero_grad()
-    assert torch.equal(p.grad, torch.zeros(3))
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -380,3 +319,117 @@ def test_sparse_gradients_are_refused():
     p.grad = torch.eye(4)[:, :2].to_sparse()
     with pytest.raises(ValueError, match=r"no sparse gradients; use sparse=False"):
         FusedEmaAdam([p]).step()
+
+
+# --- on a CPU ---
+
+# Empty, one element, less than a vector, a piece and one more, several pieces.
+LENGTHS = (0, 1, 7, 4096, 4097, 8203)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def mixed_case(num_steps):
+    """Draw parameters, copies and gradients in every combination of dtypes."""
+    lengths = (0, 1, 7, 4097)
+    kinds = list(itertools.product(lengths, DTYPES, DTYPES, (None, *DTYPES)))
+    params, grads = random_case([n for n, *_ in kinds], num_steps)
+    params = [
+        p.detach().to(dtype).requires_grad_()
+        for p, (_, dtype, *_) in zip(params, kinds, strict=True)
+    ]
+    copies = {
+        p: torch.zeros(n, dtype=dtype)
+        for p, (n, _, _, dtype) in zip(params, kinds, strict=True)
+        if dtype is not None
+    }
+    for p in params:
+        p.grad_dtype = None
+    grads = [[g.to(k[2]) for g, k in zip(step, kinds, strict=True)] for step in grads]
+    return params, grads, copies
+
+
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "plain"])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_all_lengths_and_dtypes_equal_float64(adam_w_mode, on, monkeypatch):
+    """In one call, with a scale of the gradients: what the C++ kernel and plain PyTorch compute."""
+    if on == "plain":
+        without_kernel(monkeypatch)
+    params, (grads,), copies = mixed_case(num_steps=1)
+    options = {**HYPER, "adam_w_mode": adam_w_mode}
+    expected = [
+        reference(p, [0.7 * g.double()], **options) for p, g in zip(params, grads, strict=True)
+    ]
+    optimizer = FusedEmaAdam(params, **options)
+    optimizer.low_precision_copies = copies
+    optimizer.gradient_scale = torch.tensor(0.7)
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    optimizer.step()
+    for p, want in zip(params, expected, strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "shadow"):
+            close(optimizer.state[p][name], want[name])
+        for x in (p, *([copies[p]] if p in copies else [])):
+            # Half a unit in the last place, and the float32 arithmetic before.
+            half_unit = 0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps / 2
+            rtol = half_unit + 1e-6
+            torch.testing.assert_close(x.detach().double(), want["p"], rtol=rtol, atol=1e-6)
+
+
+@NEEDS_CPU_KERNELS
+def test_the_cpu_kernel_refuses_state_of_another_shape_or_dtype():
+    p = torch.ones(4, requires_grad=True)
+    p.grad = torch.ones(4)
+    for name, wrong in (("exp_avg", torch.zeros(3)), ("shadow", torch.zeros(4).double())):
+        optimizer = FusedEmaAdam([p])
+        optimizer.state_of(p)[name] = wrong
+        with pytest.raises(RuntimeError, match="must be"):
+            optimizer.step()
+        assert optimizer.state[p]["step"] == 0 and torch.equal(p.detach(), torch.ones(4))
+
+
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "plain"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["fp32", "bf16"])
+def test_sum_of_squares(on, dtype, monkeypatch):
+    """All tensors in one call, in float64, where float32 would overflow, too."""
+    if on == "plain":
+        without_kernel(monkeypatch)
+    tensors = [g.to(dtype) for g in random_case(LENGTHS)[1][0]]
+    tensors += [torch.full((3, 5), 1e25, dtype=dtype)[:, ::2], torch.randn(6, 4).to(dtype).t()]
+    got = sum_of_squares(tensors)
+    want = sum(x.double().square().sum() for x in tensors)
+    assert got.dtype == torch.float64 and got.shape == ()
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
+    for x in tensors[:6]:  # without the large ones, which hide the rest
+        torch.testing.assert_close(
+            sum_of_squares([x]), x.double().square().sum(), rtol=1e-13, atol=0
+        )
+
+
+def test_sum_of_squares_of_other_tensors():
+    """Half precision, non-finite numbers and no tensor at all."""
+    half = torch.randn(50, generator=torch.Generator().manual_seed(1)).half()
+    want = half.double().square().sum() + 2
+    torch.testing.assert_close(sum_of_squares([half, torch.ones(2)]), want)
+    assert sum_of_squares([torch.ones(9), torch.tensor([float("nan")])]).isnan()
+    assert sum_of_squares([torch.ones(40), torch.tensor([-float("inf")])]) == float("inf")
+    assert sum_of_squares([]) == 0
+
+
+@NEEDS_CPU_KERNELS
+def test_opcheck():
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.cogfast.sum_of_squares, ([torch.ones(5), torch.ones(3)],), test_utils=tests
+    )
+    streams = [[torch.rand(5), torch.rand(3)] for _ in range(5)]
+    copies = [torch.zeros(5).bfloat16(), None]
+    numbers = {**HYPER, "beta1": 0.9, "beta2": 0.95, "ema_decay": 0.99, "gradient_scale": 0.5}
+    del numbers["betas"]
+    flags = dict.fromkeys(("bias_correction", "adam_w_mode", "use_num_updates"), True)
+    steps = [torch.zeros(()), torch.zeros(())]
+    arguments = (*streams, copies, [None, None], [None, None], steps)
+    torch.library.opcheck(
+        torch.ops.cogfast.ema_adam_, arguments, {**numbers, **flags}, test_utils=tests
+    )
+    average = (torch.rand(5), torch.rand(5), torch.tensor(0.5))
+    torch.library.opcheck(torch.ops.cogfast.average_, average, test_utils=tests)

@@ -32,13 +32,13 @@ SHAPES = {
     "64": (2, 3, (2, 2, 3), 3, 64),  # as in every model; 15 rows, not a multiple of a tile's 2
     "no-text": (1, 0, (1, 3, 5), 1, 16),
     "padded-width": (2, 1, (3, 1, 2), 2, 48),  # 48 entries in a tile of 64; one row of text
-    "226-text": (1, 226, (1, 1, 2), 1, 16),
+    "text": (1, 26, (1, 1, 2), 1, 16),  # more text than video
     "many-heads": (1, 2, (2, 1, 1), 30, 32),  # two heads of a tile are masked
     "head-tiles": (1, 1, (1, 2, 1), 24, 64),  # three tiles of 8
     "widest": (1, 1, (1, 2, 2), 2, 128),
 }
 # A CPU takes any head width, here no multiple of a vector's 8 or 16 lanes, if nothing is rotated.
-CPU_SHAPES = {name: SHAPES[name] for name in ("64", "no-text", "226-text", "padded-width")} | {
+CPU_SHAPES = {name: SHAPES[name] for name in ("64", "no-text", "text", "padded-width")} | {
     "80": (2, 2, (1, 3, 2), 3, 80),
     "widest": SHAPES["widest"],
     "144": (1, 1, (2, 1, 2), 2, 144),
@@ -179,80 +179,94 @@ def check_launchers(case: Case, dtype=torch.float32, tolerance=3e-6, launches=(N
         assert torch.equal(frozen, got) and nothing.shape == (0, qkv.shape[-1])
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_kernels(shape: tuple) -> None:
-    long = QkLaunch(tokens=32, heads=16, num_warps=1, programs=1)  # the interpreter pays per tile
-    launches = (long, long) if shape[1] > 100 else (None, None)
-    check_launchers(make(shape, VARIANTS["all"]), launches=launches)
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_variants_of_the_kernels(variant: tuple) -> None:
-    check_launchers(make((2, 1, (2, 1, 3), 2, 32), variant))
+@pytest.mark.parametrize(
+    ("shape", "variant"),
+    [
+        *((name, "all") for name in SHAPES),
+        *(("no-text", name) for name in VARIANTS if name != "all"),
+    ],
+)
+def test_kernels(shape: str, variant: str) -> None:
+    check_launchers(make(SHAPES[shape], VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one program", "a program for each tile"])
 def test_every_launch_gives_the_same(programs: int) -> None:
     launch = QkLaunch(tokens=1, heads=8, num_warps=2, programs=programs)
-    check_launchers(make((1, 2, (1, 1, 3), 5, 64), VARIANTS["all"]), launches=(launch, launch))
+    check_launchers(make((1, 1, (1, 1, 2), 5, 64), VARIANTS["all"]), launches=(launch, launch))
 
 
 def test_kernels_in_bf16() -> None:
     """Allow one unit in the last place: the interpreter truncates where a GPU rounds."""
-    case = make((1, 1, (1, 2, 2), 2, 64), VARIANTS["all"], torch.bfloat16)
+    case = make((1, 1, (1, 2, 1), 2, 64), VARIANTS["all"], torch.bfloat16)
     launches = (FORWARD_LAUNCH, BACKWARD_LAUNCH)
     check_launchers(case, torch.bfloat16, tolerance=2**-7, launches=launches)
 
 
-def test_any_strides() -> None:
-    """Gradients come with the strides that attention backends leave, q, k, v may be not packed."""
-    case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS["all"])
-    qkv, affine, (dq, dk, dv) = case.to(torch.float32)
-    weights = (affine[0], affine[2])
-    plain = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
-    # dq is [B, H, S, D] in memory, dk part of a larger tensor, dv below one expanded number.
-    dq = dq.transpose(1, 2).contiguous().transpose(1, 2)
-    dk = torch.stack([dk, dk], 3).flatten(-2)[..., :16]
-    got = launch_backward(dq, dk, dv, qkv, *weights, *case.raw(), True)
-    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    same = launch_backward(
-        dq, dk, torch.ones(()).expand(dv.shape), qkv, *weights, *case.raw(), True
-    )
-    assert torch.equal(same[0][:, :, :2], plain[0][:, :, :2]) and (same[0][:, :, 2] == 1).all()
+def strided(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors [2, 5, 2, 16] with the strides that attention backends give gradients."""
+    x = draw(2, 5, 2, 16, seed=3).to(dtype)
+    return {
+        "heads first": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "part of a larger tensor": torch.cat([x, x], -1)[..., 16:],
+        "last dim not dense": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "one number": torch.ones((), dtype=dtype).expand(x.shape),
+    }
 
+
+KERNEL = (launch_forward, launch_backward)
+ON_CPU = (torch.ops.cogfast.qk_norm_rope3d, torch.ops.cogfast.qk_norm_rope3d_backward)
+
+
+@pytest.mark.parametrize(
+    ("functions", "dtype"),
+    [
+        pytest.param(KERNEL, torch.float32, id="kernel"),
+        pytest.param(ON_CPU, torch.float32, id="cpu", marks=NEEDS_CPU_KERNELS),
+        pytest.param(ON_CPU, torch.bfloat16, id="cpu-bf16", marks=NEEDS_CPU_KERNELS),
+    ],
+)
+def test_any_strides(functions: tuple, dtype: torch.dtype) -> None:
+    """Gradients may have any strides, and q, k, v need not be packed."""
+    forward, backward = functions
+    case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS["all"], dtype)
+    qkv, affine, cotangents = case.to(dtype)
+    arguments = (qkv, affine[0], affine[2], *case.raw(), True)
+    # Gradients of all kinds at once: each kind comes to q, k and v in turn.
+    kinds = list(strided(dtype).values())
+    for i in range(3):
+        gradients = [kinds[(i + j) % 4] for j in range(3)]
+        got = backward(*gradients, *arguments)
+        want = backward(*(g.contiguous() for g in gradients), *arguments)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     apart = qkv.permute(2, 3, 0, 1, 4).contiguous().permute(2, 3, 0, 1, 4)
     assert not apart.is_contiguous()
-    got = launch_backward(dq, dk, dv, apart, *weights, *case.raw(), True)
-    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-    for a, b in zip(
-        launch_forward(apart, *affine, *case.raw()),
-        launch_forward(qkv, *affine, *case.raw()),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    found = [
+        (*forward(x, *affine, *case.raw()), *backward(*cotangents, x, *arguments[1:]))
+        for x in (apart, qkv)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][2].is_contiguous()
 
 
 @pytest.mark.parametrize(("far_batch", "far_row"), [(2**30 + 64, 32), (0, 2**28)], ids=["B", "S"])
 def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> None:
     """Samples, or rows, lie more than 2^31 elements apart, in a sparse file."""
-    b, rows = (3, 3) if far_batch else (1, 10)  # strides of 31 bits, products of 32
+    b, rows = (3, 1) if far_batch else (1, 10)  # strides of 31 bits, products of 32
     case = make((b, 0, (1, 1, rows), 1, 16), VARIANTS["all"], torch.bfloat16)
-    qkv, affine, cotangents = case.to(torch.bfloat16)
+    qkv, affine, (dq, dk, dv) = case.to(torch.bfloat16)
     size = 2**31 + 2**30
     memory = torch.from_file(str(tmp_path / "far"), shared=True, size=size, dtype=torch.bfloat16)
     far = memory.as_strided(qkv.shape, (far_batch, max(far_row, 48), 16, 16, 1))
     far.copy_(qkv)
-    for a, c in zip(
-        launch_forward(far, *affine, *case.raw()),
-        launch_forward(qkv, *affine, *case.raw()),
-        strict=True,
-    ):
-        assert torch.equal(a, c)
     arguments = (affine[0], affine[2], *case.raw(), True)
-    want = launch_backward(*cotangents, qkv, *arguments)
-    assert torch.equal(launch_backward(*cotangents, far, *arguments)[0], want[0])
-    far_dq = far[:, :, 0].copy_(cotangents[0])
-    assert torch.equal(launch_backward(far_dq, *cotangents[1:], qkv, *arguments)[0], want[0])
+    got, want = (
+        (*launch_forward(x, *affine, *case.raw()), launch_backward(dq, dk, dv, x, *arguments)[0])
+        for x in (far, qkv)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    far_dq = far[:, :, 0].copy_(dq)
+    assert torch.equal(launch_backward(far_dq, dk, dv, qkv, *arguments)[0], want[2])
 
 
 @pytest.mark.parametrize(
@@ -266,6 +280,7 @@ def test_offsets_above_31_bits(tmp_path: Path, far_batch: int, far_row: int) -> 
         )
         for i, shape in enumerate(CPU_SHAPES)
         for j, variant in enumerate(VARIANTS)
+        if i % 2 == j // 2 % 2  # half of the product
     ],
 )
 def test_on_a_cpu(op, shape: tuple, variant: tuple) -> None:
@@ -290,41 +305,6 @@ def test_a_cpu_takes_the_reference_for_other_dtypes(dtype: torch.dtype) -> None:
     arguments = (*case.norms(affine), case.rotation(), case.num_text)
     got, want = qk_norm_rope3d(qkv, *arguments), qk_norm_rope3d_reference(qkv, *arguments)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def strided(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors [2, 5, 2, 16] with the strides that gradients and qkv may have."""
-    x = draw(2, 5, 2, 16, seed=3).to(dtype)
-    return {
-        "heads first": x.transpose(1, 2).contiguous().transpose(1, 2),
-        "part of a larger tensor": torch.cat([x, x], -1)[..., 16:],
-        "last dim not dense": x.transpose(2, 3).contiguous().transpose(2, 3),
-        "one number": torch.ones((), dtype=dtype).expand(x.shape),
-    }
-
-
-@NEEDS_CPU_KERNELS
-@pytest.mark.parametrize("name", strided(torch.float32))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_strides_on_a_cpu(dtype: torch.dtype, name: str) -> None:
-    """Gradients may have any strides, and q, k, v need not be packed."""
-    case, x = make((2, 1, (1, 2, 2), 2, 16), VARIANTS["all"], dtype), strided(dtype)[name]
-    qkv, affine, cotangents = case.to(dtype)
-    ops, numbers = torch.ops.cogfast, case.raw()
-    for i in range(3):
-        gradients = [x if i == j else g for j, g in enumerate(cotangents)]
-        dense = [g.contiguous() for g in gradients]
-        arguments = (qkv, affine[0], affine[2], *numbers, True)
-        got, want = (ops.qk_norm_rope3d_backward(*g, *arguments) for g in (gradients, dense))
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    apart = qkv.permute(2, 3, 0, 1, 4).contiguous().permute(2, 3, 0, 1, 4)
-    assert not apart.is_contiguous()
-    got, want = (ops.qk_norm_rope3d(t, *affine, *numbers) for t in (apart, qkv))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    arguments = (affine[0], affine[2], *numbers, True)
-    got, want = (ops.qk_norm_rope3d_backward(*cotangents, t, *arguments) for t in (apart, qkv))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert got[0].is_contiguous()
 
 
 @NEEDS_CPU_KERNELS
@@ -375,12 +355,19 @@ def test_the_reference_rounds_to_bf16_once() -> None:
 
 
 @NEEDS_CPU_KERNELS
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-@pytest.mark.parametrize("shape", ["64", "80", "tail"])
+@pytest.mark.parametrize(
+    ("shape", "variant"),
+    [
+        ("64", VARIANTS["all"]),
+        ("64", VARIANTS["no-affine"]),
+        ("80", VARIANTS["2B"]),
+        ("80", VARIANTS["no-norm"]),
+        ("tail", ("ac", True, False)),
+    ],
+    ids=str,
+)
 def test_cpu_kernels_round_to_bf16_once(shape: str, variant: tuple) -> None:
     """The arithmetic is float32: results differ from float64's by one rounding to bf16."""
-    if shape == "tail":
-        variant = (*variant[:2], False)
     case = make(CPU_SHAPES[shape], variant, torch.bfloat16)
     outputs, dqkv, grads = exact(case)
     qkv, affine, cotangents = case.to(torch.bfloat16)
@@ -402,40 +389,27 @@ def test_text_on_a_cpu_is_not_rotated() -> None:
         assert torch.equal(x[:, :2], qkv[:, :2, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", ["all", "2B", "no-norm"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [("all", torch.bfloat16), ("2B", torch.float32), ("no-norm", torch.bfloat16)],
+    ids=str,
+)
 def test_ops_are_well_formed(variant: str, dtype: torch.dtype) -> None:
     case = make((2, 1, (1, 2, 2), 2, 16), VARIANTS[variant])
     qkv, affine, cotangents = case.to(dtype)
     ops, numbers = torch.ops.cogfast, case.raw()
-    torch.library.opcheck(ops.qk_norm_rope3d.default, (qkv, *affine, *numbers))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.qk_norm_rope3d.default, (qkv, *affine, *numbers), test_utils=tests)
     for needs_sums in {False, case.has_norm}:
         arguments = (*cotangents, qkv, *affine[::2], *numbers, needs_sums)
-        torch.library.opcheck(ops.qk_norm_rope3d_backward.default, arguments)
-
-
-def test_compiled_is_eager() -> None:
-    """One graph gives the same numbers, gradients included."""
-    case = make(SHAPES["64"], VARIANTS["all"])
-    rotation = case.rotation()
-
-    def step(qkv: Tensor, *affine: Tensor) -> Tensor:
-        q, k, v = qk_norm_rope3d(qkv, affine[:2], affine[2:], rotation, case.num_text)
-        return torch.cat([q, k, v])
-
-    results = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        qkv, affine, cotangents = case.to(torch.float32)
-        leaves = [x.requires_grad_() for x in (qkv, *affine)]
-        out = run(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, torch.cat(cotangents))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        op = ops.qk_norm_rope3d_backward.default
+        torch.library.opcheck(op, arguments, test_utils=tests)
 
 
 def test_diffusers_rotates_alike() -> None:
     """Compare all angles of a grid with diffusers' implementation of the published model."""
     embeddings = pytest.importorskip("diffusers.models.embeddings")
-    t, h, w, heads, num_text = 3, 4, 6, 2, 5
+    t, h, w, heads, num_text = 2, 3, 4, 2, 1
     cos, sin = embeddings.get_3d_rotary_pos_embed(64, ((0, 0), (h, w)), (h, w), t)
     qkv = draw(2, num_text + t * h * w, 3, heads, 64, seed=1).float()
     rotation = RotaryPositions(TokenGrid(t, h, w), 64, theta=10000.0)(TokenGrid(t, h, w))
@@ -454,38 +428,24 @@ def test_diffusers_rotates_alike() -> None:
 def test_bad_arguments_are_named() -> None:
     rotation = RotaryPositions(TokenGrid(1, 2, 3), 16, theta=10000.0)(TokenGrid(1, 2, 3))
     qkv, norm = torch.zeros(2, 8, 3, 2, 16), (torch.ones(16), torch.zeros(16))
-
-    def refused(message: str, *arguments: object) -> None:
+    wide, half = torch.zeros(2, 8, 3, 1, 32), Rotation(rotation.table.half(), 1, 2, 3)
+    short = (None, norm[1][:8])
+    for message, *arguments in (
+        (r"qkv is .*; its shape must be \[B, S, 3, H, D\]", qkv[:, :, 0], norm, norm, rotation, 2),
+        ("key_norm is None; both norms must be given, or none", qkv, norm, None, rotation, 2),
+        (r"key_norm bias is .*; its shape must be \[16\]", qkv, norm, short, rotation, 2),
+        ("qkv is .*; 3 text rows and 1x2x3 video rows must be", qkv, norm, norm, rotation, 3),
+        (r"rotation.table is .*; its shape must be \[2, 34\]", wide, None, None, rotation, 2),
+        ("qkv is .* a multiple of 16 to be rotated", wide[..., :24], None, None, rotation, 2),
+        ("rotation.table is .*; it must be float32 and contiguous", qkv, norm, norm, half, 2),
+    ):
         with pytest.raises(ValueError, match=f"^qk_norm_rope3d: {message}"):
             qk_norm_rope3d(*arguments)
-
-    wide, half = torch.zeros(2, 8, 3, 1, 32), Rotation(rotation.table.half(), 1, 2, 3)
-    meta, short = (norm[0].to("meta"), None), (None, norm[1][:8])
-    text = r"qkv is .* int64 .*; its dtype must be"
-    refused(text, qkv.long(), norm, norm, rotation, 2)
-    text = r"qkv is \[2, 8, 2, 16\] .*; its shape must be \[B, S, 3, H, D\]"
-    refused(text, qkv[:, :, 0], norm, norm, rotation, 2)
-    text = r"qkv is .*; its last dim must be dense"
-    refused(text, qkv.transpose(3, 4), norm, norm, None, 2)
-    text = r"key_norm is None; both norms must be given, or none"
-    refused(text, qkv, norm, None, rotation, 2)
-    text = r"key_norm bias is \[8\] .*; its shape must be \[16\]"
-    refused(text, qkv, norm, short, rotation, 2)
-    text = r"query_norm weight is .* on meta.*; it must be on cpu"
-    refused(text, qkv, meta, norm, rotation, 2)
-    text = r"qkv is \[2, 8, 3, 2, 16\] .*; 3 text rows and 1x2x3 video rows must be its S"
-    refused(text, qkv, norm, norm, rotation, 3)
-    text = r"rotation.table is \[2, 17\] .*; its shape must be \[2, 34\]"
-    refused(text, wide, None, None, rotation, 2)
-    text = r"qkv is .*; D, its last dim, must be a multiple of 16 to be rotated"
-    refused(text, wide[..., :24], None, None, rotation, 2)
-    text = r"rotation.table is .* float16 .*; it must be float32 and contiguous"
-    refused(text, qkv, norm, norm, half, 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", ["64", "padded-width", "226-text", "head-tiles", "widest"])
+@pytest.mark.parametrize("shape", ["64", "padded-width", "text", "head-tiles", "widest"])
 def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
     """Allow twice the reference's error in the same dtype, plus a floor."""
     case = make(SHAPES[shape], VARIANTS["all"], dtype)

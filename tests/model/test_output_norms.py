@@ -12,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from cogfast.core.shapes import TokenGrid
-from cogfast.kernels.adaptive_layernorm import layernorm
-from cogfast.kernels.gpu.adaptive_layernorm import Backward, launch_backward, launch_forward
+from cogfast.kernels.adaptive_layernorm import Backward, layernorm
+from cogfast.kernels.gpu.adaptive_layernorm import launch_backward, launch_forward
 from cogfast.kernels.gpu.launch import HAS_TRITON
 from cogfast.model.transformer import DiffusionTransformer
 from tests.support.tiny_transformers import tiny
