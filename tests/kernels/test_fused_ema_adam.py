@@ -328,33 +328,21 @@ LENGTHS = (0, 1, 7, 4096, 4097, 8203)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def mixed_case(num_steps):
-    """Draw parameters, copies and gradients in every combination of dtypes."""
-    lengths = (0, 1, 7, 4097)
-    kinds = list(itertools.product(lengths, DTYPES, DTYPES, (None, *DTYPES)))
-    params, grads = random_case([n for n, *_ in kinds], num_steps)
-    params = [
-        p.detach().to(dtype).requires_grad_()
-        for p, (_, dtype, *_) in zip(params, kinds, strict=True)
-    ]
-    copies = {
-        p: torch.zeros(n, dtype=dtype)
-        for p, (n, _, _, dtype) in zip(params, kinds, strict=True)
-        if dtype is not None
-    }
-    for p in params:
-        p.grad_dtype = None
-    grads = [[g.to(k[2]) for g, k in zip(step, kinds, strict=True)] for step in grads]
-    return params, grads, copies
-
-
 @pytest.mark.parametrize("on", [pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "plain"])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_all_lengths_and_dtypes_equal_float64(adam_w_mode, on, monkeypatch):
     """In one call, with a scale of the gradients: what the C++ kernel and plain PyTorch compute."""
     if on == "plain":
         without_kernel(monkeypatch)
-    params, (grads,), copies = mixed_case(num_steps=1)
+    kinds = list(itertools.product((0, 1, 7, 4097), DTYPES, DTYPES, (None, *DTYPES)))
+    start, (grads,) = random_case([n for n, *_ in kinds], num_steps=1)
+    params, copies = [], {}
+    for i, (p, (n, dtype, gradient, copy)) in enumerate(zip(start, kinds, strict=True)):
+        params.append(p.detach().to(dtype).requires_grad_())
+        params[i].grad_dtype = None
+        grads[i] = grads[i].to(gradient)
+        if copy is not None:
+            copies[params[i]] = torch.zeros(n, dtype=copy)
     options = {**HYPER, "adam_w_mode": adam_w_mode}
     expected = [
         reference(p, [0.7 * g.double()], **options) for p, g in zip(params, grads, strict=True)
