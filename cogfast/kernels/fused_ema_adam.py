@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +31,7 @@ from cogfast.kernels.quantized.moment_codes import (
     num_blocks,
     random_halves,
 )
-from cogfast.kernels.torch_library import CPU_DTYPES, register_op
-
-if TYPE_CHECKING:
-    from cogfast.kernels.gpu.fused_ema_adam import AdamStreams, TensorTable
+from cogfast.kernels.torch_library import CPU_DTYPES, from_gpu, register_op
 
 # Elements that PyTorch's ops update at a time. On a CPU p, g, m, v and shadow of a chunk (5 MB) stay in
 # the caches between Adam's pass and the EMA's, and smaller chunks cost more in launches on two threads. A
@@ -94,6 +91,31 @@ _sum_of_squares = register_op(
 )
 
 
+_new_table = from_gpu("fused_ema_adam", "TensorTable")
+_launch_ema_adam = from_gpu("fused_ema_adam", "launch_ema_adam")
+_launch_average = from_gpu("fused_ema_adam", "launch_average")
+
+
+class AdamStreams(NamedTuple):
+    """Tensors that the update of one parameter reads and writes: of one shape, as the ops take them."""
+
+    p: Tensor  # float32, bfloat16 or float16, as g and copy
+    g: Tensor
+    m: Tensor  # float32, or uint8 codes
+    v: Tensor
+    shadow: Tensor | None  # float32
+    copy: Tensor | None  # receives the new p
+    # [numel / 256, rounded up] int16 beside codes
+    largest_m: Tensor | None
+    largest_v: Tensor | None
+    step: Tensor  # [] float32
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """Dtypes of p, g and copy, which all tensors of a launch share."""
+        return self.p.dtype, self.g.dtype, None if self.copy is None else self.copy.dtype
+
+
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, []: float64 on a CPU, else float32.
 
@@ -114,9 +136,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton") -> None:
     """Compute shadow += weight (p - shadow) with the bits of a step; float32 [n], weight: []."""
     if shadow.is_cuda and kernels == "triton" and has_triton():
-        from cogfast.kernels.gpu.fused_ema_adam import launch_average
-
-        launch_average(shadow, p, weight)
+        _launch_average(shadow, p, weight)
     elif shadow.is_cpu and CPU_DTYPES:
         _average(shadow, p, weight)
     else:
@@ -205,8 +225,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
             raise ValueError(f"FusedEmaAdam ema_decay={ema_decay} must be from 0 to 1; use 0.9999")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"FusedEmaAdam betas={list(betas)} must be in [0, 1); use [0.9, 0.95]")
-        if kernels not in ("triton", "torch"):
-            raise ValueError(f"FusedEmaAdam kernels={kernels} must be triton or torch")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -224,7 +242,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.has_8bit_moments = False
         self.other_ema: EmaElsewhere | None = None
-        self._tables: dict[tuple, TensorTable] = {}
+        self._tables: dict[tuple, Any] = {}  # TensorTable of each launch
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -260,8 +278,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
         state = self.state[p]
         if "shadow" not in state or any(key not in state for key in MOMENTS):
-            if p.grad is not None and p.grad.is_sparse:
-                raise ValueError("FusedEmaAdam takes no sparse gradients; use sparse=False")
             # float32 whatever the parameter's dtype.
             state.setdefault("step", torch.zeros((), device=p.device))
             for key in MOMENTS:
@@ -305,17 +321,12 @@ class FusedEmaAdam(torch.optim.Optimizer):
             return
         streams, others = [], []
         for p in params:
-            grad, copy = _grad_of(p), self.low_precision_copies.get(p)
-            if not (
-                _fits_kernel(p) and _fits_kernel(grad) and (copy is None or _fits_kernel(copy))
-            ):
+            t = self._streams(p)
+            written = [x for x in (t.p, t.g, t.copy) if x is not None]
+            if all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in written):
+                streams.append(t)
+            else:
                 others.append(p)
-                continue
-            state = self.state_of(p)
-            shadow = state["shadow"] if self.other_ema is None else None
-            largest = (state.get(largest_key(key)) for key in MOMENTS)
-            moments = (state[key] for key in MOMENTS)
-            streams.append((p, grad, *moments, shadow, copy, *largest, state["step"]))
         if others:
             self._update_with_torch(others, group)
         if not streams:
@@ -329,6 +340,15 @@ class FusedEmaAdam(torch.optim.Optimizer):
             **self._options(group),
             gradient_scale=1.0 if self.gradient_scale is None else float(self.gradient_scale),
         )
+
+    def _streams(self, p: Tensor) -> AdamStreams:
+        assert p.grad is not None, "step() passes parameters that have a gradient"
+        state = self.state_of(p)
+        m, v = (state[key] for key in MOMENTS)
+        largest_m, largest_v = (state.get(largest_key(key)) for key in MOMENTS)
+        shadow = state["shadow"] if self.other_ema is None else None
+        copy = self.low_precision_copies.get(p)
+        return AdamStreams(p, p.grad, m, v, shadow, copy, largest_m, largest_v, state["step"])
 
     def _options(self, group: dict) -> dict[str, Any]:
         """Return the options that the CPU's and the GPU's kernel take under the same names."""
@@ -344,10 +364,13 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def _chunks(self, p: Tensor) -> Iterator[_Chunk]:
         """Yield p, g, m, v, shadow and copy of one piece of a parameter after another. 8-bit moments are
         decoded, and encoded again when the next piece is asked for."""
-        state, grad = self.state_of(p), _grad_of(p)
-        shadow = state["shadow"] if self.other_ema is None else None
-        copy = self.low_precision_copies.get(p)
-        coded = [CodedMoment.of(state, key) for key in MOMENTS if self.has_8bit_moments]
+        _, grad, *moments, shadow, copy, largest_m, largest_v, step = self._streams(p)
+        coded = None
+        if largest_m is not None and largest_v is not None:
+            coded = [
+                CodedMoment(moments[0], largest_m, is_signed=True),
+                CodedMoment(moments[1], largest_v, is_signed=False),
+            ]
         # A strided tensor has no flat view to cut, so it is one piece.
         is_flat, size = p.is_contiguous(), max(1, p.numel())
         if is_flat:
@@ -355,34 +378,31 @@ class FusedEmaAdam(torch.optim.Optimizer):
         for start in range(0, p.numel(), size):
             cut = lambda x, start=start: x.view(-1)[start : start + size] if is_flat else x
             piece = cut(p)
-            m, v = (
-                coded[i].decode(start, piece.numel()).view(piece.shape)
-                if coded
-                else cut(state[key])
-                for i, key in enumerate(MOMENTS)
-            )
+            if coded is None:
+                m, v = map(cut, moments)
+            else:
+                m, v = (each.decode(start, piece.numel()).view(piece.shape) for each in coded)
             others = [None if x is None else cut(x) for x in (shadow, copy)]
             yield piece, cut(grad), m, v, others[0], others[1]
-            if coded:
-                halves = random_halves(state["step"], start, piece.numel())
+            if coded is not None:
+                halves = random_halves(step, start, piece.numel())
                 for moment, values, r in zip(coded, (m, v), halves, strict=True):
                     moment.encode(values.view(-1), start, r)
 
     def _update_with_triton(self, params: list[Tensor], group: dict) -> None:
         """Update with one launch for all tensors of the same dtypes."""
-        from cogfast.kernels.gpu.fused_ema_adam import TensorTable, launch_ema_adam
-
-        all_streams = [self._streams(p) for p in params]
+        all_streams = [self._kernel_streams(p) for p in params]
         launches: dict[tuple, list[AdamStreams]] = defaultdict(list)
         for streams in all_streams:
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
             # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
             key = (id(group["params"][0]), dtypes)
-            table = self._tables.setdefault(key, TensorTable())
-            table.hold(streams)
-            launch_ema_adam(
-                table,
+            if key not in self._tables:
+                self._tables[key] = _new_table()
+            self._tables[key].hold(streams)
+            _launch_ema_adam(
+                self._tables[key],
                 lr=group["lr"],
                 betas=group["betas"],
                 **self._options(group),
@@ -393,18 +413,14 @@ class FusedEmaAdam(torch.optim.Optimizer):
             if not p.is_contiguous():
                 p.copy_(streams.p)
 
-    def _streams(self, p: Tensor) -> AdamStreams:
+    def _kernel_streams(self, p: Tensor) -> AdamStreams:
         """Return the contiguous tensors that the kernel reads and writes for `p`."""
-        from cogfast.kernels.gpu.fused_ema_adam import AdamStreams
-
-        state, copy = self.state_of(p), self.low_precision_copies.get(p)
-        m, v = (state[key] for key in MOMENTS)
-        shadow = state["shadow"] if self.other_ema is None else None
+        streams = self._streams(p)
+        _, grad, m, v, shadow, copy, *_ = streams
         dtype = torch.uint8 if self.has_8bit_moments else torch.float32
         for x, wanted in ((m, dtype), (v, dtype), (shadow, torch.float32)):
             # The kernel relies on this.
             assert x is None or x.is_contiguous() and (x.shape, x.dtype) == (p.shape, wanted)
-        grad = _grad_of(p)
         named = (("a parameter", p), ("a gradient", grad), ("a low precision copy", copy))
         for name, x in named:
             if x is not None and x.dtype not in GPU_DTYPES:
@@ -412,9 +428,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         if copy is not None and (copy.shape != p.shape or not copy.is_contiguous()):
             rule = f"its shape must be {list(p.shape)}, and it must be contiguous"
             refuse("FusedEmaAdam", "a low precision copy", copy, rule)
-        p = p.detach().contiguous()
-        largest = (state.get(largest_key(key)) for key in MOMENTS)
-        return AdamStreams(p, grad.contiguous(), m, v, shadow, state["step"], copy, *largest)
+        return streams._replace(p=p.detach().contiguous(), g=grad.contiguous())
 
     def _update_with_torch(self, params: list[Tensor], group: dict) -> None:
         """Update with PyTorch alone: nothing leaves the device, at the cost of more passes."""
@@ -452,15 +466,6 @@ class FusedEmaAdam(torch.optim.Optimizer):
                     copy.copy_(new if found_inf is None else torch.where(found_inf == 0, new, copy))
                 if shadow is not None:
                     shadow.lerp_(new, ema_weight)
-
-
-def _grad_of(p: Tensor) -> Tensor:
-    assert p.grad is not None, "step() passes parameters that have a gradient"
-    return p.grad
-
-
-def _fits_kernel(x: Tensor) -> bool:
-    return x.dtype in _KERNEL_DTYPES and x.is_contiguous()
 
 
 def has_triton() -> bool:

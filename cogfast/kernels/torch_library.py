@@ -79,9 +79,9 @@ def from_gpu(file: str, name: str) -> Callable:
     """Return function `name` of gpu/`file`.py, which its first call imports: Triton takes a tenth of a
     start to import."""
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Any, **options: Any) -> Any:
         module = importlib.import_module(f"cogfast.kernels.gpu.{file}")
-        return getattr(module, name)(*inputs)
+        return getattr(module, name)(*inputs, **options)
 
     return call
 

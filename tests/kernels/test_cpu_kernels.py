@@ -86,6 +86,7 @@ def test_fused_ema_adam_has_the_same_bits_for_any_threads(dtype: torch.dtype) ->
         copies = [torch.zeros(n, dtype=torch.bfloat16) for n in lengths]
         optimizer = FusedEmaAdam(params)
         optimizer.low_precision_copies = dict(zip(params, copies, strict=True))
+        optimizer.has_8bit_moments = dtype == torch.bfloat16
         for _ in range(2):
             for p, g in zip(params, grads, strict=True):
                 p.grad = g

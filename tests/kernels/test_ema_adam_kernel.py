@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference
+from cogfast.kernels.fused_ema_adam import (
+    AdamStreams,
+    FusedEmaAdam,
+    fused_ema_adam_reference,
+)
 from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
 from cogfast.kernels.gpu.fused_ema_adam import (
     BLOCK,
-    AdamStreams,
     TensorTable,
     blocks_of,
     launch_ema_adam,
@@ -47,6 +50,8 @@ def draw_streams(
             shadow=draw(n),
             step=torch.tensor(10.0 * (i + 1)),
             copy=unaligned(torch.zeros(n).to(g_dtype), offset) if has_copy else None,
+            largest_m=None,
+            largest_v=None,
         )
         for i, n in enumerate(lengths)
     ]
@@ -144,24 +149,6 @@ def test_table_is_rebuilt_only_when_a_tensor_has_moved(monkeypatch: pytest.Monke
     assert held.shape == (7,)
 
 
-def test_mixed_parameters_take_one_launch_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple] = []
-    monkeypatch.setattr(
-        ema_adam_kernel,
-        "launch_ema_adam",
-        lambda table, **options: launched.append((table.dtypes, len(table.rows))),
-    )
-    bf16, fp32 = torch.bfloat16, torch.float32
-    params = [torch.randn(n).to(dtype).requires_grad_() for n, dtype in enumerate([fp32, bf16] * 3)]
-    optimizer = on_triton(params)
-    optimizer.low_precision_copies[params[2]] = torch.zeros(2, dtype=bf16)
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    kinds = {(fp32, fp32, None): 2, (bf16, bf16, None): 3, (fp32, fp32, bf16): 1}
-    assert dict(launched) == kinds and len(launched) == 3
-
-
 def test_blocks_of_tensors_beyond_32_bits() -> None:
     """The flat partition of 5B at one process has 5.57e9 elements."""
     n = 5_570_000_000
@@ -187,7 +174,7 @@ def test_elements_beyond_32_bits(tmp_path: Path) -> None:
     (window,) = draw_streams([n - start], torch.bfloat16, has_copy=True)
     names = ("p", "g", "m", "v", "shadow", "copy")
     streams = {k: sparse(tmp_path / k, n, getattr(window, k).dtype) for k in names}
-    whole = AdamStreams(**streams, step=window.step)
+    whole = AdamStreams(**streams, largest_m=None, largest_v=None, step=window.step)
     for name in names:
         getattr(whole, name)[start:] = getattr(window, name)
     expected = expected_of(window)
@@ -228,9 +215,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU
 def test_on_a_gpu(kernels: str, offset: int) -> None:
     """bf16 gradients, a clip factor and a rounded copy, against float64."""
     (on_cpu,) = draw_streams([1_000_003], torch.bfloat16, has_copy=True)
-    fields = {name: getattr(on_cpu, name) for name in AdamStreams.__dataclass_fields__}
-    given = {name: x.cuda() for name, x in fields.items() if x is not None}
-    t = AdamStreams(**{n: unaligned(x, offset) if x.dim() else x for n, x in given.items()})
+    on_gpu = (x if x is None else x.cuda() for x in on_cpu)
+    t = AdamStreams(*(unaligned(x, offset) if x is not None and x.dim() else x for x in on_gpu))
     expected = expected_of(t, scale=0.5)
     p = t.p.requires_grad_()
     optimizer = FusedEmaAdam([p], **HYPER, ema_decay=0.99, kernels=kernels)

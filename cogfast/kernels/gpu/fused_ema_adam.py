@@ -10,12 +10,12 @@ moment_codes.py explains, and 8 fewer without the EMA. No GPU has timed the kern
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from cogfast.kernels.fused_ema_adam import AdamStreams
 from cogfast.kernels.gpu.launch import cdiv, jit, tl
 from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
@@ -329,27 +329,6 @@ def average_kernel(
     shadow = tl.load(shadow_ptr + element, mask=inside)
     shadow += tl.load(weight_ptr) * (tl.load(p_ptr + element, mask=inside) - shadow)
     tl.store(shadow_ptr + element, shadow, mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class AdamStreams:
-    """Tensors that the update of one parameter reads and writes: contiguous, of one length."""
-
-    p: Tensor  # float32, bfloat16 or float16
-    g: Tensor  # float32, bfloat16 or float16
-    m: Tensor  # float32, or uint8 codes
-    v: Tensor
-    shadow: Tensor | None  # float32
-    step: Tensor  # [] float32
-    copy: Tensor | None = None  # bfloat16 or float16, receives the new p
-    # [numel / 256, rounded up] int16 beside codes
-    largest_m: Tensor | None = None
-    largest_v: Tensor | None = None
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-        """Dtypes of p, g and copy, which all tensors of a launch share."""
-        return self.p.dtype, self.g.dtype, None if self.copy is None else self.copy.dtype
 
 
 def blocks_of(lengths: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.kernels.quantized.moment_codes import CodedMoment, num_blocks, random_halves
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
-from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 KEYS = ("exp_avg", "exp_avg_sq")
 LEVELS = {"exp_avg": 127, "exp_avg_sq": 255}
@@ -164,20 +163,6 @@ def test_a_skipped_step_leaves_every_value(build) -> None:  # noqa: F811
     optimizer.found_inf = torch.tensor(1.0)
     run(optimizer, params, [[torch.full_like(p, torch.nan) for p in params]])
     assert all(torch.equal(a, b) for a, b in zip(before, values(), strict=True))
-
-
-@NEEDS_CPU_KERNELS
-def test_threads_do_not_change_the_codes() -> None:
-    found = []
-    for threads in (1, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        params, grads = random_case([70_001, 513], num_steps=2)
-        optimizer = eight_bit(FusedEmaAdam(params, **HYPER))
-        run(optimizer, params, grads)
-        torch.set_num_threads(before)
-        found.append([x for p in params for x in (p.detach(), *optimizer.state[p].values())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("key", KEYS)
