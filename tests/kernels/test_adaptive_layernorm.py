@@ -27,7 +27,7 @@ SHAPES = {
     "one": (2, 1, 6, 64),  # two modulations
     "prime": (3, 7, 13, 48),  # masked columns, more batches than programs for their segments
     "odd": (1, 3, 8, 29),  # a width without 16-byte alignment
-    "caption": (1, 26, 19, 8),  # more text than video
+    "caption": (1, 9, 4, 8),  # more text than video
     "wide": (1, 2, 9, 300),  # several blocks of columns in the second stage
 }
 # Whether there are a residual, a branch bias, a norm, norm weights.
