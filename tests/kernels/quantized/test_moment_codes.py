@@ -184,10 +184,10 @@ def test_rounding_keeps_the_mean(key: str) -> None:
 
 
 def test_a_second_moment_follows_small_changes() -> None:
-    """From 1, with gradients of sqrt(0.5) and beta2 = 0.999, v is 0.684 after 1,000 steps. Rounded to the
+    """From 1, with gradients of sqrt(0.5) and beta2 = 0.999, v is 0.870 after 300 steps. Rounded to the
     nearest code, it would still be 1."""
     moment, nearest = (coded(torch.ones(256), "exp_avg_sq") for _ in range(2))
-    for t in range(1000):
+    for t in range(300):
         for which, r in (
             (moment, random_halves(torch.tensor(float(t)), 0, 256)[1]),
             (nearest, None),
@@ -195,7 +195,7 @@ def test_a_second_moment_follows_small_changes() -> None:
             v = which.decode()
             which.encode(v + 0.001 * (0.5 - v), 0, r)
     assert nearest.decode().min() == 1
-    assert abs(moment.decode().mean() - 0.684) < 0.01
+    assert abs(moment.decode().mean() - 0.870) < 0.02
     assert moment.decode().std() < 0.15
 
 
