@@ -10,7 +10,6 @@ from torch import Tensor
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels.adaptive_layernorm import Backward
 from cogfast.kernels.gpu.adaptive_layernorm import (
-    BackwardLaunch,
     launch_backward,
     launch_forward,
     split_programs,
@@ -224,19 +223,6 @@ def test_backward_of_what_is_asked_for(
     backward, kind: str, frozen: tuple[str, ...], has_dout: bool
 ) -> None:
     check_gradients(backward, "one", kind, frozen, has_dout)
-
-
-@triton_only
-@pytest.mark.parametrize("programs", [1, 3, None])  # None: a program per row
-def test_any_number_of_programs_gives_the_gradients(programs: int | None) -> None:
-    launch = BackwardLaunch(num_warps=1, num_stages=3, programs_per_multiprocessor=programs)
-    backward = lambda b: launch_backward(b, launch)
-    shape = (2, 3, 5, 48)
-    got, want = run_backward(backward, shape, VARIANTS["whole"])
-    again, _ = run_backward(backward, shape, VARIANTS["whole"])
-    for name, x in got.items():
-        close(x, want[name], name, 1e-5)
-        assert torch.equal(x, again[name])
 
 
 @triton_only

@@ -118,7 +118,6 @@ def launch_forward(
     scale: Tensor | None,
     num_text: int,
     eps: float,
-    num_warps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return h', n [B, S, M] and mean, rstd [B, S], with `empty_outputs` for what is not computed.
 
@@ -150,7 +149,7 @@ def launch_forward(
         stride_segment=stride_segment,
         M=width,
         BLOCK=next_power_of_2(width),
-        num_warps=num_warps or choose_num_warps(width),
+        num_warps=choose_num_warps(width),
     )
     return out, normed, mean, rstd
 
@@ -412,7 +411,7 @@ def adaptive_layernorm_sum_kernel(
         tl.store(dbranch_bias_ptr + column, dbranch_bias, mask=mask)
 
 
-def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) -> tuple[Tensor, ...]:
+def launch_backward(backward: Backward) -> tuple[Tensor, ...]:
     """Compute the gradients of `Backward.empty_gradients`."""
     dn, dout, out, branch = (
         None if x is None else x.contiguous()
@@ -425,7 +424,7 @@ def launch_backward(backward: Backward, launch: BackwardLaunch | None = None) ->
     rows = backward.rows
     num_batches, num_rows, width = rows.shape
     has_sums = backward.has_norm_sums or backward.has_branch_sum or branch is not None
-    launch = launch or choose_launch(
+    launch = choose_launch(
         width, rows.element_size(), has_sums, shared_bytes_per_multiprocessor(rows.device)
     )
     num_programs = num_rows

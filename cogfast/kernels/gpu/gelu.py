@@ -146,9 +146,9 @@ FORWARD_LAUNCH = GeluLaunch(rows=4, columns=512, num_warps=2)
 BACKWARD_LAUNCH = GeluLaunch(rows=4, columns=512, num_warps=2, programs=10)
 
 
-def launch_forward(x: Tensor, bias: Tensor | None, launch: GeluLaunch = FORWARD_LAUNCH) -> Tensor:
+def launch_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return y [.., N] from x [.., N] and bias [N]."""
-    x = x.contiguous()
+    x, launch = x.contiguous(), FORWARD_LAUNCH
     y = torch.empty_like(x)
     if not x.numel():
         return y
@@ -169,17 +169,13 @@ def launch_forward(x: Tensor, bias: Tensor | None, launch: GeluLaunch = FORWARD_
 
 
 def launch_backward(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    needs_dbias: bool,
-    launch: GeluLaunch = BACKWARD_LAUNCH,
+    dy: Tensor, x: Tensor, bias: Tensor | None, needs_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx [.., N] and dbias [N], or [0] if it is not needed.
 
     dy, x: [.., N]. bias: [N] or None.
     """
-    dy, x = dy.contiguous(), x.contiguous()
+    dy, x, launch = dy.contiguous(), x.contiguous(), BACKWARD_LAUNCH
     dx = torch.empty_like(x)
     n = x.shape[-1]
     if not x.numel():

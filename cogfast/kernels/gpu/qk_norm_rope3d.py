@@ -341,7 +341,6 @@ def launch_forward(
     w: int,
     has_norm: bool,
     eps: float,
-    launch: QkLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return normed and rotated q, k [B, S, H, D].
 
@@ -351,7 +350,7 @@ def launch_forward(
     num_samples, num_tokens, _, num_heads, width = qkv.shape
     q = qkv.new_empty(num_samples, num_tokens, num_heads, width)
     k = torch.empty_like(q)
-    launch = launch or choose_launch(qkv, has_norm, FORWARD_LAUNCH, FORWARD_ONE_TOKEN)
+    launch = choose_launch(qkv, has_norm, FORWARD_LAUNCH, FORWARD_ONE_TOKEN)
     tile, num_warps, _ = launch.fit(num_heads, width)
     qk_norm_rope3d_fwd_kernel[launch.grid(qkv.shape, qkv.device)](
         q,
@@ -394,7 +393,6 @@ def launch_backward(
     has_norm: bool,
     eps: float,
     needs_sums: bool,
-    launch: QkLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dqkv [B, S, 3, H, D], dense, and the affine gradients [4, D] float32.
 
@@ -404,7 +402,7 @@ def launch_backward(
     num_samples, num_tokens, _, num_heads, width = qkv.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
-    launch = launch or choose_launch(qkv, has_norm, BACKWARD_LAUNCH, BACKWARD_ONE_TOKEN)
+    launch = choose_launch(qkv, has_norm, BACKWARD_LAUNCH, BACKWARD_ONE_TOKEN)
     tile, num_warps, _ = launch.fit(num_heads, width)
     grid = launch.grid(qkv.shape, qkv.device)
     partials = None
