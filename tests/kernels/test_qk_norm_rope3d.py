@@ -175,10 +175,7 @@ def check_launchers(case: Case, dtype=torch.float32, tolerance=3e-6) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "variant"),
-    [
-        *((name, "all") for name in SHAPES),
-        *(("no-text", name) for name in VARIANTS if name != "all"),
-    ],
+    [(name, "all") for name in SHAPES] + [("no-text", name) for name in VARIANTS if name != "all"],
 )
 def test_kernels(shape: str, variant: str) -> None:
     check_launchers(make(SHAPES[shape], VARIANTS[variant]))
