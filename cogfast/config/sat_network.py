@@ -239,17 +239,13 @@ class AutoencoderParams(Model):
     """the weights: SAT's 3d-vae.pt"""
     ignore_keys: list[str] = []
     """beginnings of names in the file that are not loaded"""
-    encode_chunks: Literal["auto", "whole", "frames", "tiles", "diffusers"] = "auto"
-    """whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time,
-    as diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory"""
-    decode_chunks: Literal["serial", "whole"] = "serial"
-    """serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call"""
+    encode_chunks: Literal["auto", "whole", "frames", "tiles"] = "auto"
+    """whole: encode a clip in one call, as SAT does; frames: eight frames at a time, as diffusers
+    does; tiles: likewise, in tiles; auto: the first of these that fits into the memory"""
     use_slicing: bool = False
     """encode and decode one sample at a time"""
     use_tiling: bool = False
     """encode and decode in tiles"""
-    tile_size: tuple[_Side, _Side] | None = None
-    """rows and columns of a tile in pixels; null: diffusers' own"""
 
 
 # (key of the params, "" or " of" a class) -> their model

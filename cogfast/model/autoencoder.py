@@ -27,9 +27,9 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
+from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
 from cogfast.model.weights.source import check_finite, check_tensors, first_of
-from cogfast.model.weights.vae.names import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.model.weights.vae import read_sat_vae, read_vae_config, to_diffusers
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLCogVideoX
@@ -41,8 +41,7 @@ _SERIAL_LATENTS = 2  # latent frames per call; the first call takes one more
 
 EncodeMode = Literal["whole", "frames", "tiles"]
 EncodeWay = tuple[EncodeMode, bool]  # mode, is_sliced
-EncodeChunks = Literal["auto", "whole", "frames", "tiles", "diffusers"]
-DecodeChunks = Literal["serial", "whole"]
+EncodeChunks = Literal["auto", "whole", "frames", "tiles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +132,16 @@ class VideoAutoencoder(nn.Module):
         # folder of a diffusers VAE, or one with vae/ inside
         path: str | Path | None = None,
         inner: nn.Module | None = None,
-        # whole: encode a clip in one call, as SAT does; frames (or diffusers): eight frames at a time, as
+        # whole: encode a clip in one call, as SAT does; frames: eight frames at a time, as
         # diffusers does; tiles: likewise, in tiles; auto: the first of these that fits into the memory
         encode_chunks: EncodeChunks = "auto",
-        # serial: decode two latent frames at a time, as SAT's sampling does; whole: in one call
-        decode_chunks: DecodeChunks = "serial",
         # one clip of the batch at a time, with the same outputs
         use_slicing: bool = False,
         # work in tiles; changes outputs, since each tile has its own group norm statistics
         use_tiling: bool = False,
-        # rows and columns of a tile in pixels; null: 240x360
-        tile_size: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _check_choice("encode_chunks", encode_chunks, get_args(EncodeChunks))
-        _check_choice("decode_chunks", decode_chunks, ("serial", "whole"))
         if (path is None) == (inner is None):
             raise ValueError(
                 f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
@@ -159,19 +152,14 @@ class VideoAutoencoder(nn.Module):
             inner = _read_folder(Path(path), dtype)
         # diffusers is imported late, so `inner` is annotated as a module and only named here.
         self.inner = cast("AutoencoderKLCogVideoX", inner)
-        self.encode_chunks: EncodeChunks = (
-            "frames" if encode_chunks == "diffusers" else encode_chunks
-        )
-        self.encode_mode: EncodeMode = (
-            "whole" if self.encode_chunks == "auto" else self.encode_chunks
-        )
-        self.decode_chunks = decode_chunks
+        self.encode_chunks: EncodeChunks = encode_chunks
+        self.encode_mode: EncodeMode = "whole" if encode_chunks == "auto" else encode_chunks
+        self.inner.num_latent_frames_batch_size = _SERIAL_LATENTS
         self.latent_channels: int = self.inner.config["latent_channels"]
         self.use_slicing = self.has_encode_slices = use_slicing
         self.use_tiling = use_tiling
-        default = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
         # Tiles of encoding, and those of decoding: None for whole frames.
-        self.tile = (_check_tile_size(tile_size) if use_tiling else None) or default
+        self.tile = (self.inner.tile_sample_min_height, self.inner.tile_sample_min_width)
         self.decode_tile = self.tile if use_tiling else None
         self.eval().requires_grad_(False)
 
@@ -208,7 +196,6 @@ class VideoAutoencoder(nn.Module):
         # only in an odd count. A copy of the first latent makes it odd; its frames are dropped.
         if latents.shape[2] % 2 == 0:
             latents = torch.cat([latents[:, :, :1], latents], dim=2)
-        self._set_decode_chunks(latents.shape[2])
         self.inner.use_slicing = self.use_slicing
         self._set_tile(self.decode_tile)
         video = self.inner.decode(latents.to(self.dtype), return_dict=False)[0]
@@ -225,7 +212,6 @@ class VideoAutoencoder(nn.Module):
         """
         num_latents = num_latent_frames(num_frames)
         num_latents += 1 - num_latents % 2  # decode's copy of the first latent
-        self._set_decode_chunks(num_latents)
         per_pixel = bytes_per_pixel(self.inner, num_latents)
         video = 3 * num_pixel_frames(num_latents) * height * width * self.dtype.itemsize
         if self.use_tiling:
@@ -240,14 +226,12 @@ class VideoAutoencoder(nn.Module):
         num_bytes: int,
         shape: tuple[int, int, int, int],
         ways: Sequence[EncodeWay] | None = None,
-        has_trial: bool = False,
     ) -> EncodePlan:
         """Choose how to encode clips of `shape` = (B, F, H, W) in at most `num_bytes`; return the plan.
 
         ways: those to choose from, the best first; None: with "auto" whole clips, all at once or one
         by one, then 8 frames at a time, then tiles, else what encode_chunks names. If nothing fits, the
-        plan is the one of least memory. has_trial: on a GPU, encode zeros once where the tensors fit
-        but the estimate of the convolutions' workspace does not.
+        plan is the one of least memory.
         """
         if ways is None:
             is_auto, mode = self.encode_chunks == "auto", self.encode_mode
@@ -265,42 +249,22 @@ class VideoAutoencoder(nn.Module):
             estimate = int(_INSIDE_CONVOLUTIONS * tensors)
             others = {name: n for name, n in passed_over.items() if name != mode}
             plans.append(EncodePlan(mode, is_sliced, estimate, others))
-            self.use(plans[-1])
             if estimate <= num_bytes:
-                return plans[-1]
-            if has_trial and tensors <= num_bytes and self._has_memory_for(shape):
-                return plans[-1]
+                break
             passed_over[mode] = estimate
-        least = min(plans, key=lambda plan: plan.num_bytes)
-        self.use(least)
-        return least
+        fits = plans[-1].num_bytes <= num_bytes
+        plan = plans[-1] if fits else min(plans, key=lambda plan: plan.num_bytes)
+        self.use(plan)
+        return plan
 
     def use(self, plan: EncodePlan) -> None:
         """Encode as in `plan` from now on."""
         self.encode_mode, self.has_encode_slices = plan.mode, self.use_slicing or plan.is_sliced
 
-    def _has_memory_for(self, shape: tuple[int, int, int, int]) -> bool:
-        """Whether encoding a batch of this shape works on the GPU. A CPU has no such error."""
-        device = next(self.inner.parameters()).device
-        if device.type != "cuda":
-            return False
-        batch, *size = shape
-        try:
-            self.encode(torch.zeros(batch, 3, *size, device=device))
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            torch.cuda.empty_cache()  # sync: once, before the first clip is encoded
-        return True
-
     def _set_tile(self, tile: tuple[int, int] | None) -> None:
         self.inner.use_tiling = tile is not None
         if tile is not None:
             self.inner.enable_tiling(*tile, *TILE_OVERLAP)
-
-    def _set_decode_chunks(self, num_latents: int) -> None:
-        is_whole = self.decode_chunks == "whole"
-        self.inner.num_latent_frames_batch_size = num_latents if is_whole else _SERIAL_LATENTS
 
 
 def video_autoencoder_from_sat(
@@ -309,10 +273,8 @@ def video_autoencoder_from_sat(
     ckpt_path: str | Path | None = None,
     ignore_keys: Sequence[str] = (),
     encode_chunks: EncodeChunks = "auto",
-    decode_chunks: DecodeChunks = "serial",
     use_slicing: bool = False,
     use_tiling: bool = False,
-    tile_size: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> VideoAutoencoder:
     """Build the autoencoder of SAT's VideoAutoencoderInferenceWrapper, with weights of 3d-vae.pt.
@@ -343,10 +305,8 @@ def video_autoencoder_from_sat(
     return VideoAutoencoder(
         inner=inner,
         encode_chunks=encode_chunks,
-        decode_chunks=decode_chunks,
         use_slicing=use_slicing,
         use_tiling=use_tiling,
-        tile_size=tile_size,
     ).to(dtype)
 
 
@@ -399,23 +359,6 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
     return inner
 
 
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r} must be one of {', '.join(map(repr, allowed))}")
-
-
-def _check_tile_size(size: Sequence[int] | None) -> tuple[int, int] | None:
-    """Return rows and columns of a tile; None selects diffusers' default 240x360."""
-    if size is None:
-        return None
-    if len(size) != 2 or any(n <= 0 or n % step for n, step in zip(size, TILE_STEP, strict=True)):
-        raise ValueError(
-            f"tile_size={list(size)} must be [rows, columns] in pixels, rows a multiple of "
-            f"{TILE_STEP[0]} and columns of {TILE_STEP[1]}; use [240, 360]"
-        )
-    return size[0], size[1]
-
-
 # From the outputs that SAT trained with to those that need least memory.
 ENCODE_MODES: tuple[EncodeMode, ...] = get_args(EncodeMode)
 # "auto" takes the first of these that fits. Only whole clips are also encoded in batches: the last
@@ -428,8 +371,9 @@ _WAYS: tuple[EncodeWay, ...] = (
 )
 # Fractions of rows and columns by which diffusers' tiles overlap.
 TILE_OVERLAP = (1 / 6, 1 / 5)
-TILE_STEP = (48, 40)  # tile sizes whose stride falls on whole latent pixels
-_LEAST_TILE = (96, 80)  # in smaller tiles the seams cover most of the picture
+# Tiles for decoding. The second are diffusers' own; in smaller ones than the last the seams cover most
+# of the picture.
+DECODE_TILES = ((480, 720), (240, 360), (96, 80))
 _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 # Besides the decoder: decoded tiles (1.5 videos, as they overlap), then the joined rows and the
 # joined video (one each). The later float32 copy of the video takes less.
@@ -492,25 +436,17 @@ def encode_bytes(
 def plan_decode(
     height: int, width: int, per_pixel: float, video_bytes: int, budget: int
 ) -> DecodePlan:
-    """Plan whole frames if they fit into `budget` bytes, else the fewest tiles that fit; of equal
-    counts the one that decodes the fewest pixels. If nothing fits, plan for the least memory.
+    """Plan whole frames if they fit into `budget` bytes, else the largest of DECODE_TILES that fit. If
+    nothing fits, plan for the least memory.
 
     per_pixel: see bytes_per_pixel; video_bytes: size of the decoded video in the decoder's dtype.
     """
     # Two videos: the chunks that the decoder returns, and the video that they are joined to.
     whole = DecodePlan(None, int(height * width * per_pixel) + 2 * video_bytes)
-    if whole.num_bytes <= budget:
-        return whole
-    plans = [
-        tiled(height, width, (rows, columns), per_pixel, video_bytes)
-        for rows in _sizes(height, 0)
-        for columns in _sizes(width, 1)
-    ]
-    fitting = [plan for plan in plans if plan.num_bytes <= budget]
-    if not fitting:
-        # plans[0] has the smallest tiles.
-        return min(plans[0], whole, key=lambda plan: plan.num_bytes)
-    return min(fitting, key=lambda plan: _cost(height, width, plan))
+    smaller = [tile for tile in DECODE_TILES if tile[0] < height or tile[1] < width]
+    plans = [whole, *(tiled(height, width, tile, per_pixel, video_bytes) for tile in smaller)]
+    fitting = (plan for plan in plans if plan.num_bytes <= budget)
+    return next(fitting, min(plans, key=lambda plan: plan.num_bytes))
 
 
 def tiled(
@@ -520,24 +456,3 @@ def tiled(
     # Tiles are decoded one after the other: one of them is in memory at a time.
     area = min(tile[0], height) * min(tile[1], width)
     return DecodePlan(tile, int(area * per_pixel + _VIDEOS_OF_TILES * video_bytes))
-
-
-def _cost(height: int, width: int, plan: DecodePlan) -> tuple[int, int]:
-    """Return the number of tiles and the number of pixels decoded in total."""
-    assert plan.tile is not None, "a plan for whole frames"
-    down, across = _extents(height, plan.tile[0], 0), _extents(width, plan.tile[1], 1)
-    return len(down) * len(across), sum(down) * sum(across)
-
-
-def _sizes(side: int, axis: int) -> range:
-    """Return candidate tile sizes along an axis, up to the first whose stride covers the side."""
-    step, least = TILE_STEP[axis], _LEAST_TILE[axis]
-    most = max(least, int(side / (1 - TILE_OVERLAP[axis])) + step)
-    return range(least, most + 1, step)
-
-
-def _extents(side: int, tile: int, axis: int) -> list[int]:
-    """Return the tile sizes along an axis."""
-    # diffusers starts a tile at every stride, even where the previous tile reaches the end.
-    stride = round(tile * (1 - TILE_OVERLAP[axis]))
-    return [min(tile, side - start) for start in range(0, side, stride)]

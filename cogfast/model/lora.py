@@ -106,8 +106,6 @@ def add_lora(
     kernels: BlockKernels,
 ) -> None:
     """Replace the linears of a block that `targets` (keys of TARGETS) name by LoraLinears."""
-    if rank < 1:
-        raise ValueError(f"lora_config.params.r={rank} must be 1 or more")
     for name, num_parts in NUM_PARTS.items():
         parts = [part for linear, part in map(TARGETS.__getitem__, targets) if linear == name]
         if parts:

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 from zipfile import is_zipfile
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.config.json_files import InsideNames, brief, keys, read_json
 from cogfast.config.values import Range, counted
-from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
-from cogfast.model.weights.formats.torch_files import only_tensors, read_torch_file
+from cogfast.model.weights.formats.tensor_files import (
+    SafetensorsFiles,
+    only_tensors,
+    read_torch_file,
+)
 from cogfast.model.weights.source import check_finite, check_tensors, first_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,11 @@ _NORM_EPS = 1e-6
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
 # The tokens that T5's tokenizers have beside their vocabulary; mT5's extra ids begin with a space.
 _ADDED_TOKEN = re.compile(r"<pad>|</s>|<unk>|▁?<extra_id_\d{1,3}>")
-_PADDING_ID = 0
+_PADDING_ID, _END = 0, 1  # of T5's tokens and of ByT5's
+_FIRST_BYTE, _NUM_IDS = (
+    3,
+    384,
+)  # ByT5: three special tokens, the 256 bytes, 125 tokens that nothing uses
 _Tokenizer = Literal[
     "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
 ]
@@ -68,16 +74,11 @@ class _PaddedT5(nn.Module):
     """T5's encoder of captions, which are padded and truncated to `max_length` tokens."""
 
     max_length: int
-    padding_id: int
     has_warned_truncation = False
 
     @abstractmethod
-    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
-        """Captions [B] -> token ids [B, L] int64."""
-
-    @abstractmethod
-    def _count_tokens(self, caption: str) -> int:
-        """Return the number of tokens of a caption before truncation."""
+    def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each caption, all of them, with the end."""
 
     @abstractmethod
     def _embed(self, ids: Tensor) -> Tensor:
@@ -85,23 +86,21 @@ class _PaddedT5(nn.Module):
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU. Warns once about truncation."""
-        ids = self._padded_ids(captions)
-        if not self.has_warned_truncation:
-            # A caption without padding has max_length tokens or more: only these are counted again.
-            is_full = ids[:, -1] != self.padding_id
-            for caption in (c for c, full in zip(captions, is_full, strict=True) if full):
-                num_tokens = self._count_tokens(caption)
-                if num_tokens > self.max_length:
-                    self.has_warned_truncation = True
-                    logger.warning(
-                        "captions of more than max_length=%d tokens are truncated, such as this one of "
-                        "%d: %s...",
-                        self.max_length,
-                        num_tokens,
-                        caption[:60],
-                    )
-                    break
-        return torch.from_numpy(ids)
+        ids = torch.full((len(captions), self.max_length), _PADDING_ID)
+        for row, caption, tokens in zip(ids, captions, self._token_ids(captions), strict=True):
+            if len(tokens) > self.max_length and not self.has_warned_truncation:
+                self.has_warned_truncation = True
+                logger.warning(
+                    "captions of more than max_length=%d tokens are truncated, such as this one of %d: "
+                    "%s...",
+                    self.max_length,
+                    len(tokens),
+                    caption[:60],
+                )
+            # A truncated caption ends, too.
+            tokens = [*tokens[: min(len(tokens), self.max_length) - 1], _END]
+            row[: len(tokens)] = torch.tensor(tokens)
+        return ids
 
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Tensor:
@@ -154,7 +153,6 @@ class T5TextEncoder(_PaddedT5):
         _check_complete(report, weights)
         for name, weight in self.transformer.named_parameters():
             check_finite(weights, name, weight)
-        self.padding_id: int = self.tokenizer.pad_token_id
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
         self.tokenize(["a video of the sea"])
@@ -173,20 +171,10 @@ class T5TextEncoder(_PaddedT5):
                     module.float()
         return self
 
-    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
+    def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
         with _panics_as_errors(self.folder):
-            batch = self.tokenizer(
-                list(captions),
-                truncation=True,
-                max_length=self.max_length,
-                padding="max_length",
-                return_tensors="np",
-            )
-        return batch["input_ids"].astype(np.int64, copy=False)
-
-    def _count_tokens(self, caption: str) -> int:
-        with _panics_as_errors(self.folder):
-            return len(self.tokenizer(caption)["input_ids"])
+            # verbose: its warning about long captions would repeat ours.
+            return self.tokenizer(list(captions), verbose=False)["input_ids"]
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
@@ -234,49 +222,18 @@ class ByteTextEncoder(_PaddedT5):
                 f"ByteTextEncoder of {size} weights: it may have {_MOST_WEIGHTS} at most; use a "
                 "smaller d_model, d_ff or num_layers"
             )
-        self.max_length, self.padding_id = max_length, 0
-        self.width = d_model
+        self.max_length, self.width = max_length, d_model
         # PyTorch's layers draw their first weights from its global generator.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             self.transformer = _ByteT5(d_model, d_kv, d_ff, num_layers, num_heads)
         self.eval().requires_grad_(False)
 
-    def _padded_ids(self, captions: Sequence[str]) -> np.ndarray:
-        ids = np.full((len(captions), self.max_length), self.padding_id)
-        for row, caption in zip(ids, captions, strict=True):
-            tokens = _ended(_byte_tokens(caption)[: self.max_length - 1])
-            row[: len(tokens)] = tokens
-        return ids
-
-    def _count_tokens(self, caption: str) -> int:
-        return len(_ended(_byte_tokens(caption)))
+    def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
+        return [[*(b + _FIRST_BYTE for b in caption.encode()), _END] for caption in captions]
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.transformer(ids)
-
-
-# ByT5's token ids: three special tokens, the 256 bytes, then its sentinels.
-_END, _FIRST_BYTE, _NUM_SENTINELS = 1, 3, 125
-_SPECIAL_IDS = {"<pad>": 0, "</s>": _END, "<unk>": 2}
-_SENTINEL_IDS = {f"<extra_id_{i}>": _FIRST_BYTE + 256 + i for i in range(_NUM_SENTINELS)}
-_NUM_IDS = _FIRST_BYTE + 256 + _NUM_SENTINELS
-# White space beside a special token belongs to the token.
-_TOKENS = re.compile(rf"\s*({'|'.join(_SPECIAL_IDS)})\s*|({'|'.join(_SENTINEL_IDS)})")
-
-
-def _byte_tokens(caption: str) -> list[int]:
-    """Return ByT5's token ids of a caption, without the end: its UTF-8 bytes and special tokens."""
-    tokens: list[int] = []
-    for part in filter(None, _TOKENS.split(caption)):
-        token = _SPECIAL_IDS.get(part, _SENTINEL_IDS.get(part))
-        tokens += [byte + _FIRST_BYTE for byte in part.encode()] if token is None else [token]
-    return tokens
-
-
-def _ended(tokens: list[int]) -> list[int]:
-    """Append the end if it is not there."""
-    return tokens if tokens[-1:] == [_END] else [*tokens, _END]
 
 
 class _ByteT5(nn.Module):
@@ -551,8 +508,8 @@ def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
 
 
 def _check_vocabulary(tokenizer, folder: str) -> None:
-    """Raise ValueError for a vocabulary in which plain words are unknown, and for a tokenizer that
-    does not end a caption with </s> and pad it with <pad> on the right, as T5's does."""
+    """Raise ValueError for a vocabulary in which plain words are unknown, and for a tokenizer with
+    other tokens beside them than T5's."""
     with _panics_as_errors(folder):
         ids = tokenizer("a video of the sea", add_special_tokens=False)["input_ids"]
         ended = tokenizer("a video of the sea")["input_ids"]
@@ -563,18 +520,11 @@ def _check_vocabulary(tokenizer, folder: str) -> None:
         )
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     odd = [token for token in added if not _ADDED_TOKEN.fullmatch(token)]
-    sides, padding = {tokenizer.padding_side, tokenizer.truncation_side}, tokenizer.pad_token
-    wrong = None
-    if odd:
-        wrong = f"added tokens such as {brief(odd[0])!r}"
-    elif sides != {"right"}:
-        wrong = "padding or truncation on the left"
-    elif padding != "<pad>" or tokenizer.pad_token_id != _PADDING_ID:
-        wrong = f"the padding {brief(str(padding))!r}, token {tokenizer.pad_token_id}"
-    elif ended != [*ids, _END]:
-        wrong = f"tokens {ended} for a caption of {ids}"
-    if wrong is not None:
+    if odd or ended != [*ids, _END]:
+        wrong = (
+            f"added tokens such as {brief(odd[0])!r}" if odd else f"{ended} for a caption of {ids}"
+        )
         raise ValueError(
-            f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END} and pads with "
-            f"<pad> = {_PADDING_ID} on the right; copy the tokenizer's files of the T5 download again"
+            f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END}; copy the "
+            "tokenizer's files of the T5 download again"
         )

@@ -8,7 +8,6 @@ deviation. The wavelet replaces the 3D VAE, with the same interface, in the quic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, num_latent_frames
 from cogfast.model.autoencoder import DecodePlan, Moments
+from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
 
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
@@ -135,23 +135,13 @@ class WaveletState:
     @classmethod
     def load(cls, path: str | Path) -> WaveletState:
         """Read a file that `save` wrote."""
-        from safetensors import SafetensorError, safe_open
-
         if not Path(path).is_file():
             raise ValueError(
                 f"first_stage_config.params.ckpt_path={path} does not exist; "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
-        if not os.access(path, os.R_OK):  # safetensors says that there is no such file
-            raise ValueError(f"ckpt_path={path} cannot be read; change its permissions")
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                found = (file.metadata() or {}).get("format")
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(
-                f"ckpt_path={path} is not a safetensors file ({error}); write it with scripts/quickstart.py prepare FOLDER"
-            ) from None
+        files = SafetensorsFiles(Path(path))
+        found, tensors = files.metadata.get("format"), {n: files.read(n) for n in files.names()}
         if found != _FORMAT:
             raise ValueError(
                 f"ckpt_path={path} has format {found!r} instead of {_FORMAT!r}; "

@@ -23,7 +23,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
-from cogfast.model.weights.vae.image_scale import scale_of_run
+from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.generate import Prompt, VideoMaker, write_samples
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras

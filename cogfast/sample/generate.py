@@ -25,8 +25,7 @@ from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.distributed.lost_ranks import UnsharedError
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.model.weights.formats.safetensors_files import write_safetensors
-from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.model.weights.formats.tensor_files import Outgoing, write_safetensors
 from cogfast.train.assembly import Diffusion
 from cogfast.train.encode import Encoder
 from cogfast.train.video_size import LatentSize

@@ -14,8 +14,8 @@ import torch
 from cogfast.distributed.parallelize import find_shards
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.adapters import adapters_of, merge_lora, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
-from cogfast.model.weights.lora.adapters import adapters_of, merge_lora, open_adapter
 from cogfast.model.weights.source import WeightSource, check_finite
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,9 @@ from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
+from cogfast.model.weights.adapters import adapters_of, open_adapter
+from cogfast.model.weights.image_scale import scale_of
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
-from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
-from cogfast.model.weights.vae.image_scale import scale_of
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
 from cogfast.train.memory.host_blocks import allocate_base, hold_base
 

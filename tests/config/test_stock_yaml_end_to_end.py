@@ -35,7 +35,7 @@ from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
-from cogfast.model.weights.vae.names import to_sat
+from cogfast.model.weights.vae import to_sat
 from cogfast.train.encode import Encoder
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,13 +59,6 @@ def expected_ids(folder: Path, captions: list[str]) -> torch.Tensor:
     return torch.tensor([row + [0] * (MAX_LENGTH - len(row)) for row in rows])
 
 
-def test_tokens_are_sentencepieces(t5_folder: Path) -> None:
-    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
-    ids = encoder.tokenize(CAPTIONS)
-    assert torch.equal(ids, expected_ids(t5_folder, CAPTIONS))
-    assert (ids != 2).all()  # no <unk>
-
-
 def test_embeddings_are_those_of_t5_without_a_mask(t5_folder: Path) -> None:
     encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)
     direct = T5EncoderModel.from_pretrained(t5_folder, dtype=torch.float32).eval()
@@ -75,18 +67,9 @@ def test_embeddings_are_those_of_t5_without_a_mask(t5_folder: Path) -> None:
         unmasked = direct(input_ids=ids).last_hidden_state
         masked = direct(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
     embeddings = encoder(CAPTIONS)
-    assert encoder.width == 32
+    assert encoder.width == 32 and not any(p.requires_grad for p in encoder.parameters())
     assert torch.equal(embeddings, unmasked)
     assert (embeddings - masked).abs().max() > 1e-2  # the mask would matter
-
-
-def test_is_frozen_and_takes_the_callers_dtype(t5_folder: Path) -> None:
-    encoder = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH, dtype=torch.bfloat16)
-    assert not encoder.training
-    assert not any(p.requires_grad for p in encoder.parameters())
-    assert encoder(CAPTIONS).dtype == torch.bfloat16
-    exact = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)(CAPTIONS)
-    assert (encoder(CAPTIONS).float() - exact).abs().max() < 0.1  # of values up to about 3
 
 
 def test_fp16_leaves_the_linears_that_overflow_in_float32(t5_folder: Path) -> None:
@@ -97,6 +80,8 @@ def test_fp16_leaves_the_linears_that_overflow_in_float32(t5_folder: Path) -> No
     assert encoder.transformer.shared.weight.dtype == torch.float16
     encoder.to(torch.bfloat16)
     assert last.weight.dtype == torch.bfloat16
+    exact = T5TextEncoder(str(t5_folder), max_length=MAX_LENGTH)(CAPTIONS)
+    assert (encoder(CAPTIONS).float() - exact).abs().max() < 0.1  # of values up to about 3
 
 
 def test_other_folder_layouts_give_the_same_numbers(t5_folder: Path, tmp_path: Path) -> None:
@@ -117,14 +102,6 @@ def test_other_folder_layouts_give_the_same_numbers(t5_folder: Path, tmp_path: P
         assert torch.equal(
             T5TextEncoder(str(folder), max_length=MAX_LENGTH)(CAPTIONS), expected(CAPTIONS)
         )
-
-
-def test_a_folder_without_vocabulary_is_refused(t5_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "t5"
-    shutil.copytree(t5_folder, folder)
-    (folder / "spiece.model").unlink()
-    with pytest.raises(ValueError, match=r"model_dir=.*no vocabulary \(spiece.model or tokenizer"):
-        T5TextEncoder(str(folder))
 
 
 def test_a_vocabulary_beyond_the_encoder_is_refused(t5_folder: Path, tmp_path: Path) -> None:
@@ -170,17 +147,16 @@ def test_a_hub_name_is_looked_up_in_the_cache_alone(t5_folder: Path, tmp_path: P
         find("owner/t5")
 
 
-@pytest.mark.parametrize("what", ["missing folder", "no config"])
-def test_folders_without_a_t5_are_refused(what: str, t5_folder: Path, tmp_path: Path) -> None:
-    if what == "missing folder":
-        with pytest.raises(
-            ValueError, match="model_dir=.*/nowhere is not a folder; give the folder"
-        ):
-            T5TextEncoder(str(tmp_path / "nowhere"))
-    else:
-        shutil.copy(t5_folder / "spiece.model", tmp_path)
-        with pytest.raises(ValueError, match="model_dir=.* has no config.json"):
-            T5TextEncoder(str(tmp_path))
+def test_folders_without_a_t5_are_refused(t5_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model_dir=.*/nowhere is not a folder; give the folder"):
+        T5TextEncoder(str(tmp_path / "nowhere"))
+    shutil.copy(t5_folder / "spiece.model", tmp_path)
+    with pytest.raises(ValueError, match="model_dir=.* has no config.json"):
+        T5TextEncoder(str(tmp_path))
+    shutil.copy(t5_folder / "config.json", tmp_path)
+    (tmp_path / "spiece.model").unlink()
+    with pytest.raises(ValueError, match=r"model_dir=.*no vocabulary \(spiece.model or tokenizer"):
+        T5TextEncoder(str(tmp_path))
 
 
 Change = Callable[[dict[str, torch.Tensor]], object]
@@ -194,25 +170,13 @@ WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
         lambda w: w.update({"encoder.block.2.layer.0.layer_norm.weight": torch.ones(32)}),
         r"1 tensor unknown \(encoder.block.2.layer.0.layer_norm.weight\)",
     ),
-    "another width": (
-        lambda w: w.update({f"{ATTENTION}.k.weight": torch.zeros(32, 31)}),
-        r"1 tensor of another shape \(encoder.block.1.layer.0.SelfAttention.k",
-    ),
     "integers": (
         lambda w: w.update({f"{ATTENTION}.k.weight": torch.ones(32, 32, dtype=torch.int8)}),
         r"SelfAttention.k.weight is (I8|int8), but weights must be",
     ),
-    "complex": (
-        lambda w: w.update({f"{ATTENTION}.k.weight": torch.zeros(32, 32, dtype=torch.complex64)}),
-        r"SelfAttention.k.weight is (C64|complex64), but weights must be",
-    ),
     "NaN": (
         lambda w: w["shared.weight"][3].fill_(math.nan),
         r"shared.weight has 32 of 6144 numbers that are NaN or infinite",
-    ),
-    "infinity": (
-        lambda w: w["encoder.final_layer_norm.weight"][0].fill_(-math.inf),
-        r"final_layer_norm.weight has 1 of 32 numbers",
     ),
     "escapes": (
         lambda w: w.update({"\x1b]0;pwned\x07\x1b[31m evil": torch.ones(2)}),
@@ -222,8 +186,11 @@ WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
-@pytest.mark.parametrize("what", WRONG_WEIGHTS)
+@pytest.mark.parametrize(
+    ("what", "ending"),
+    [(what, "safetensors") for what in WRONG_WEIGHTS]
+    + [(what, "bin") for what in ("a tensor is missing", "integers", "NaN", "nothing")],
+)
 def test_weights_that_are_not_those_of_the_config_are_refused(
     what: str, ending: str, t5_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,13 +242,11 @@ def test_a_whole_t5_in_both_formats_is_read_from_safetensors(
 @pytest.mark.parametrize(
     ("settings", "error"),
     {
-        "left": ({"padding_side": "left"}, "padding or truncation on the left"),
-        "pad token": ({"pad_token": "</s>"}, "the padding '</s>', token 1"),
-        "a new pad token": ({"pad_token": "<sea>"}, "'<sea>'"),
         "an added word": (
             {"added_tokens_decoder": {"9": {"content": "sea", "special": False}}},
             "added tokens such as 'sea'",
         ),
+        "a new pad token": ({"pad_token": "<sea>"}, "'<sea>'"),
         "extra ids": ({"extra_ids": 10_000_000}, "extra_ids=10000000 must be .* from 0 to 100"),
     }.values(),
     ids=str,
@@ -296,29 +261,9 @@ def test_a_tokenizer_with_other_settings_than_t5s_is_refused(
         T5TextEncoder(str(folder), max_length=MAX_LENGTH)
 
 
-def test_byte_encoder_reads_utf8_bytes() -> None:
-    encoder = ByteTextEncoder()
-    ids = encoder.tokenize(["añ", "x" * 40])
-    # ByT5: three special tokens (0 pads, 1 ends), then the 256 bytes.
-    assert ids[0].tolist() == [97 + 3, 0xC3 + 3, 0xB1 + 3, 1] + [0] * 28
-    assert ids[1].tolist() == [120 + 3] * 31 + [1]
-
-
-SPECIAL = [
-    "",
-    "</s>",
-    "ends twice</s>",
-    " a <pad> b<unk>\t<unk>\u2003c ",
-    "<extra_id_0> <extra_id_12>5 <extra_id_124><extra_id_125>",
-    "<<pad><pa</s> d>",
-    "é友" * 9,
-]
-
-
-@pytest.mark.parametrize("max_length", [1, 2, 8, 32])
-@pytest.mark.filterwarnings("ignore:This sequence already has")
+@pytest.mark.parametrize("max_length", [1, 8, 32])
 def test_byte_encoder_has_the_tokens_of_byt5(max_length: int) -> None:
-    captions = SPECIAL + ["".join(pair) for pair in product(SPECIAL, repeat=2)]
+    captions = ["", "a", " two words ", "é友" * 9, "x" * 40]
     expected = ByT5Tokenizer()(
         captions,
         truncation=True,
@@ -330,13 +275,12 @@ def test_byte_encoder_has_the_tokens_of_byt5(max_length: int) -> None:
     assert torch.equal(ids, expected["input_ids"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "dtype"),
     [
-        {},
-        {"d_model": 16, "d_ff": 32, "num_layers": 1, "seed": 5},
-        {"d_model": 5, "d_kv": 3, "d_ff": 7, "num_heads": 1, "num_layers": 3},
+        ({}, torch.float32),
+        ({"d_model": 16, "d_ff": 32, "num_layers": 1, "seed": 5}, torch.bfloat16),
+        ({"d_model": 5, "d_kv": 3, "d_ff": 7, "num_heads": 1, "num_layers": 3}, torch.float16),
     ],
     ids=["default", "one layer", "odd sizes"],
 )
@@ -350,16 +294,6 @@ def test_byte_encoder_is_the_t5_of_transformers(sizes: dict, dtype: torch.dtype)
     with torch.no_grad():
         embeddings = expected(input_ids=encoder.tokenize(CAPTIONS)).last_hidden_state
     assert torch.equal(encoder(CAPTIONS), embeddings)
-
-
-def test_byte_encoder_tells_captions_apart() -> None:
-    encoder = ByteTextEncoder()
-    embeddings = encoder(["a red circle moves right", "a red circle moves left", ""])
-    assert embeddings.shape == (3, 32, encoder.width)
-    # RMS norm at the end: unit scale, which is what the video model's text projection expects.
-    assert embeddings.square().mean().sqrt() == pytest.approx(1, abs=0.01)
-    assert (embeddings[0] - embeddings[1]).abs().mean() > 0.1
-    assert not any(p.requires_grad for p in encoder.parameters())
 
 
 def test_byte_encoder_does_not_disturb_the_global_draws() -> None:

@@ -47,8 +47,8 @@ def test_bands_are_orthonormal_and_the_first_is_grey() -> None:
 
 @pytest.mark.parametrize(
     ("num_frames", "height", "width"),
-    [(9, 64, 64), (1, 8, 8), (5, 16, 40), (13, 24, 8)],
-    ids=["quickstart", "one picture", "wide", "tall"],
+    [(1, 8, 8), (5, 16, 40), (13, 24, 8)],
+    ids=["one picture", "wide", "tall"],
 )
 def test_all_bands_are_exact(num_frames: int, height: int, width: int) -> None:
     video = clips(2, num_frames, height, width)
@@ -68,13 +68,6 @@ def test_it_stays_float32_in_a_bf16_run() -> None:
     latents = wavelet.encode(clips()).mean
     assert torch.equal(latents, WaveletAutoencoder(state=state).encode(clips()).mean)
     assert (wavelet.decode(latents) - clips()).abs().max() < 1e-5
-
-
-def test_energy_is_preserved_with_the_first_frame_counted_four_times() -> None:
-    video = clips()
-    latents = WaveletAutoencoder(state=ALL_BANDS).encode(video).mean
-    expected = video.double().square().sum() + 3 * video[:, :, 0].double().square().sum()
-    assert latents.double().square().sum() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_constant_colour_by_hand() -> None:
@@ -142,24 +135,21 @@ def test_bad_state_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ckpt_path=.*does not exist; write it with"):
         WaveletAutoencoder(str(tmp_path / "none.safetensors"))
     (tmp_path / "text.safetensors").write_text("no tensors here")
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    with pytest.raises(ValueError, match="text.safetensors: truncated or damaged"):
         WaveletAutoencoder(str(tmp_path / "text.safetensors"))
     save_file({"bands": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="has format None instead of 'cogfast-wavelet-1'"):
         WaveletAutoencoder(str(tmp_path / "other.safetensors"))
     state, metadata = WaveletState.fit([clips()], 4), {"format": "cogfast-wavelet-1"}
     whole = {"bands": state.bands, "mean": state.mean, "scale": state.scale}
-    for name, tensor in {
-        "mean": torch.tensor([0.0, math.nan, 0.0, 0.0]),
-        "scale": torch.zeros(4),
-        "bands": torch.tensor([0, 1, 2, NUM_BANDS]),
-    }.items():
-        for change in ({name: tensor}, {name: tensor[:3].clone()}, {name: tensor.int()}):
-            save_file(whole | change, tmp_path / "odd.safetensors", metadata)
-            with pytest.raises(ValueError, match="odd.safetensors is damaged: bands, mean and"):
-                WaveletAutoencoder(str(tmp_path / "odd.safetensors"))
-        less = {key: value for key, value in whole.items() if key != name}
-        save_file(less, tmp_path / "odd.safetensors", metadata)
+    for change in (
+        {"mean": torch.tensor([0.0, math.nan, 0.0, 0.0])},
+        {"scale": torch.zeros(4)},
+        {"scale": state.scale[:3].clone()},
+        {"bands": torch.tensor([0, 1, 2, NUM_BANDS])},
+        {"bands": state.bands.int()},
+    ):
+        save_file(whole | change, tmp_path / "odd.safetensors", metadata)
         with pytest.raises(ValueError, match="odd.safetensors is damaged: bands, mean and"):
             WaveletAutoencoder(str(tmp_path / "odd.safetensors"))
     with pytest.raises(ValueError, match="either ckpt_path"):

@@ -24,7 +24,7 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import ImageLatentScale, TrainArguments
 from cogfast.core.slot_random import SlotRandom
-from cogfast.model.weights.vae.image_scale import pipeline_code, scale_of
+from cogfast.model.weights.image_scale import pipeline_code, scale_of
 from cogfast.sample.sizes import sampled_sizes
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.video_size import LatentSize

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +11,7 @@ import torch
 from cogfast.config.values import counted
 from cogfast.model.config import Family
 from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
-from cogfast.model.weights.formats.diffusers import write_diffusers
-from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
-from cogfast.model.weights.formats.sat_files import write_sat
-from cogfast.model.weights.identify import check_complete, identify
-from cogfast.model.weights.lora.adapters import (
+from cogfast.model.weights.adapters import (
     adapters_of,
     merge_lora,
     only_adapters,
@@ -25,11 +19,15 @@ from cogfast.model.weights.lora.adapters import (
     with_adapters,
     without_adapters,
 )
+from cogfast.model.weights.formats.diffusers import write_diffusers
+from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.image_scale import log_difference_of_run
 from cogfast.model.weights.open import open_source
+from cogfast.model.weights.sat import write_sat
 from cogfast.model.weights.source import WeightSource, first_of
-from cogfast.model.weights.vae.files import convert_vae, open_vae, verify_vae
-from cogfast.model.weights.vae.image_scale import log_difference_of_run
-from cogfast.model.weights.verify import verify as verify_target
+from cogfast.model.weights.source import verify as verify_target
+from cogfast.model.weights.vae import convert_vae, open_vae, verify_vae
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +92,19 @@ def convert(
         )
     config = identify(source)
     check_complete(source, config)
-    logger.info("%s: %s, %s", source.description, Family.of_config(config), _summary(source))
+    family, count = Family.of_config(config), counted(len(source.shapes), "tensor")
+    logger.info("%s: %s, %s", source.description, family, count)
     if to == "sat":
         write_sat(source, config, target_path, model_parallel_size, kind)
     else:
         write_diffusers(source, config, target_path, kind)
     logger.info("%s: written for %s", dst, to)
     if verify:
-        logger.info("%s: %s", dst, verify_target(source.as_written(kind), target_path))
+        logger.info(
+            "%s: %s",
+            dst,
+            verify_target(source.as_written(kind), target_path, open_source(target_path)),
+        )
 
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
@@ -120,13 +123,6 @@ def _check_sat_adapters(source: WeightSource) -> None:
             f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
             "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
         )
-
-
-def _summary(source: WeightSource) -> str:
-    numel = sum(math.prod(shape) for shape in source.shapes.values())
-    counts = Counter(str(dtype).removeprefix("torch.") for dtype in source.dtypes.values())
-    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
-    return f"{counted(len(source.shapes), 'tensor')} ({kinds}), {numel:,} parameters"
 
 
 # Facts about the training, which adapters pass on to the base that they are combined with.
@@ -191,7 +187,7 @@ def write_adapters(
     logger.info("%s: the adapters of %s: %s", written, source.description, adapters_of(source))
     if is_verified:
         expected = with_strength_in_b(source).as_written(dtype)
-        logger.info("%s: %s", written, verify_target(expected, written))
+        logger.info("%s: %s", written, verify_target(expected, written, open_source(written)))
 
 
 def _has_adapters(source: WeightSource) -> bool:

@@ -10,7 +10,7 @@ from cogfast.core.shapes import PatchSize
 from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.lora.adapters import adapters_of
+from cogfast.model.weights.adapters import adapters_of
 from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
@@ -55,19 +55,7 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
             )
     published = _published(found)
     # Tensors overrule the facts of the format, and these the published values.
-    config = _config(source, {**published, **source.facts, **found})
-    table = shapes.get("position_table.weight")
-    if table is not None and len(table) == 3:
-        held = table[1] - config.grid.num_tokens
-        if held != config.text_length:
-            raise ValueError(
-                f"{source.description}: its position table has {table[1]} rows instead of "
-                f"{config.text_length} for text and {config.grid.num_tokens} for a video of "
-                f"{config.num_frames} frames with {config.latent_height}x{config.latent_width} "
-                "latent pixels; convert from a format that stores the video's size (diffusers, or "
-                "a run of cogfast)"
-            )
-    return config
+    return _config(source, {**published, **source.facts, **found})
 
 
 def _published(found: dict[str, Any]) -> dict[str, Any]:

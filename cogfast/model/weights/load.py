@@ -13,8 +13,8 @@ from cogfast.config.values import counted
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.adapters import adapters_of, check_config, only_adapters
 from cogfast.model.weights.identify import identify
-from cogfast.model.weights.lora.adapters import adapters_of, check_config, only_adapters
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
@@ -64,8 +64,7 @@ def load_transformer(
     transformer folder; a run of cogfast or one of its checkpoints. ema: load the moving average; None:
     that of a run, if it has one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
-    weights in fp16. shards: the shard that the transformer holds of a parameter, by name; only it is
-    read where the format allows it. held: weights that are no parameters, by name. ValueError for
+    weights in fp16. shards: the shard that the transformer holds of a parameter, by name. held: weights that are no parameters, by name. ValueError for
     another member of the family and for damage.
     """
     path = Path(path)
@@ -113,7 +112,8 @@ def load_source(
         elif name != "position_table.weight" or transformer.config.position != "sincos":
             raise ValueError(
                 f"{path}: {name} has shape {list(source.shapes[name])} in the checkpoint and "
-                f"{list(wanted[target])} in the model; {_fix(name)}"
+                f"{list(wanted[target])} in the model; use the config that belongs to the checkpoint "
+                "(for a learned position table its num_frames, latent_height and latent_width)"
             )
     missing = sorted(parameters.keys() - {target for _, target in loaded})
     required = [name for name in missing if not _may_be_missing(name, transformer)]
@@ -154,15 +154,6 @@ def _target(name: str, parameters: Container[str]) -> str | None:
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
     is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
     return is_computed or is_lora_parameter(name) or name in transformer.unused_parameter_names()
-
-
-def _fix(name: str) -> str:
-    if name == "position_table.weight":
-        return (
-            "a learned table fits one video size: set num_frames, latent_height and latent_width to "
-            "the checkpoint's"
-        )
-    return "use the config that belongs to the checkpoint"
 
 
 def check_family(path: str, found: Family, config: TransformerConfig) -> None:

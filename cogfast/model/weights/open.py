@@ -7,8 +7,8 @@ from pathlib import Path
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles
-from cogfast.model.weights.formats.sat_files import find_sat_files, open_sat
+from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
+from cogfast.model.weights.sat import find_sat_files, open_sat
 from cogfast.model.weights.source import WeightSource
 
 
@@ -30,11 +30,6 @@ def _open(path: Path, ema: bool | None) -> WeightSource:
     source = _open_safetensors(path)
     if source is None:
         return open_sat(find_sat_files(path, bool(ema)))
-    if not source.shapes:
-        raise ValueError(
-            f"{source.description}: it has no tensor of a transformer; copy its *.safetensors files "
-            "again"
-        )
     if ema:
         raise ValueError(
             f"{source.description}: has no EMA weights; only SAT folders and runs can have them, "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,34 +38,12 @@ class Shard:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return (*before, self.shape[self.dim] // self.count, *after)
 
-    def overlaps(self, other: Shard) -> Iterator[tuple[int, int, int]]:
-        """Yield the overlaps with a shard of another count: (offset along `dim` of this shard, offset
-        in `other`, length), stretch by stretch."""
-        # Offsets within either shard: its stretches lie next to each other in it.
-        mine = 0
-        for low, high in self.ranges:
-            theirs = 0
-            for start, stop in other.ranges:
-                first, last = max(low, start), min(high, stop)
-                if first < last:
-                    yield mine + first - low, theirs + first - start, last - first
-                theirs += stop - start
-            mine += high - low
-
     def of(self, whole: Tensor) -> Tensor:
         """Return this shard of the whole parameter; a view if it is one stretch."""
         # Some formats store a parameter flat.
         whole = whole.reshape(self.shape)
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, numel) of the contiguous runs of the flattened whole parameter that make up the
-        flattened shard, in order."""
-        length, inner = self.shape[self.dim], math.prod(self.shape[self.dim + 1 :])
-        for row in range(math.prod(self.shape[: self.dim])):
-            for start, stop in self.ranges:
-                yield (row * length + start) * inner, (stop - start) * inner
 
 
 def join(shares: Sequence[Tensor], dim: int, num_parts: int) -> Tensor:

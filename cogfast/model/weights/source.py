@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import brief
+from cogfast.config.values import counted
 from cogfast.core.shapes import PatchSize
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
@@ -21,7 +22,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_NAME = 200  # characters
 _MOST_SHOWN = 160  # characters of names in a message
 _MOST_DIMS = 5  # 3D convolutions of the VAE; the transformer's tensors have at most 4
-
+# SAT's files have them, diffusers computes the first and has no name for the second.
+_MAY_BE_LEFT_OUT = {"position_table.weight", "unused_position_embeddings"}
 
 Shapes = Mapping[str, tuple[int, ...]]  # {cogfast's parameter name: shape}
 
@@ -135,6 +137,28 @@ def first_of(names: Sequence[str]) -> str:
             break
         shown.append(brief(name))
     return ", ".join(shown) + (", ..." if len(shown) < len(names) else "")
+
+
+def verify(source: WeightSource, target: Path, written: WeightSource) -> str:
+    """Compare `written`, the weights read back at `target`, with `source`, those that were to be
+    written, bit for bit.
+
+    Returns the result in one line. ValueError if a tensor is missing or differs.
+    """
+    missing = source.shapes.keys() - written.shapes.keys() - _MAY_BE_LEFT_OUT
+    if missing:
+        raise ValueError(
+            f"{target}: lacks {counted(len(missing), 'tensor')} of the source, first "
+            f"{first_of(sorted(missing))}; delete it and convert again"
+        )
+    names = [name for name in source.shapes if name in written.shapes]
+    for name in names:
+        expected, found = source.read(name, None), written.read(name, None)
+        if expected.dtype != found.dtype or not torch.equal(expected, found):
+            raise ValueError(
+                f"{target}: {name} differs from the source's; delete it and convert again"
+            )
+    return f"{counted(len(names), 'tensor')} read back, all equal to the source's bit for bit"
 
 
 def with_flat_patches(source: WeightSource) -> WeightSource:

@@ -21,7 +21,7 @@ from cogfast.train.assembly import text_entry
 from cogfast.train.encode import EncodeOverrides
 
 # Arguments of the encoders that do not change what they compute.
-_WITHOUT_EFFECT = ("decode_chunks", "use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
+_WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
 # Sub-folders of a diffusers model folder that each encoder reads.
 _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
@@ -79,8 +79,7 @@ def _encode_chunks(config: Config) -> str | None:
     is_ours = target is video_autoencoder_from_sat
     if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
         return None
-    chunks = arguments.get("encode_chunks", "auto")
-    return "frames" if chunks == "diffusers" else chunks
+    return arguments.get("encode_chunks", "auto")
 
 
 def _max_length(node: Mapping, config: Config) -> int | None:

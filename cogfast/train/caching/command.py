@@ -235,8 +235,7 @@ class _CacheRun:
         if not isinstance(stage, VideoAutoencoder):
             return work, None
         shape = largest_clips(self.config, self.args)
-        has_trial = self.args.vae_memory_gib is None
-        how = stage.limit_encode_memory(budget, shape, has_trial=has_trial)
+        how = stage.limit_encode_memory(budget, shape)
         if spec[ENCODE_CHUNKS] == "auto":
             # The way of the entries that are there is kept if it takes no more memory.
             before = ENCODE_MODES[ENCODE_MODES.index(work.entries[0].spec[ENCODE_CHUNKS])]

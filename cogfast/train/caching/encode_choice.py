@@ -72,12 +72,11 @@ class EncodeChoice:
         # A user's own data set may return larger clips than the configuration says.
         shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        ways, has_trial = None, self.args.vae_memory_gib is None
+        ways = None
         if self.stored is not None and stage.encode_chunks == "auto":
             ways = [self.stored]
-        plan = self.groups.on_all(lambda: stage.limit_encode_memory(budget, shape, ways, has_trial))
-        # A trial on the GPU may end differently on another rank.
-        plan = self.groups.broadcast(plan)
+        # Other ranks may have clips of another bucket.
+        plan = self.groups.broadcast(stage.limit_encode_memory(budget, shape, ways))
         log_plan(stage, shape, plan, budget)
         stage.use(plan)
         self.way = (plan.mode, plan.is_sliced)
@@ -126,7 +125,7 @@ def log_plan(
             "and change the latents"
         )
         if plan.mode == "tiles":
-            fix = "reduce data.params.video_size or max_num_frames, or set params.tile_size"
+            fix = "reduce data.params.video_size or max_num_frames"
         logger.warning(
             "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
             "%.1f; %s",

@@ -26,11 +26,11 @@ from cogfast.config.values import Problems, counted, cut, one_line, show
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.settings import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
-from cogfast.model.weights.lora.adapters import check_config, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.sample.prompt_files import missing_files
 from cogfast.train.preflight.attention_choice import check_attention

@@ -32,9 +32,9 @@ from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_s
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.formats.diffusers import find_diffusers_folder
 from cogfast.model.weights.identify import identify
+from cogfast.model.weights.image_scale import difference, pipeline_code, stock_scale
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.vae.image_scale import difference, pipeline_code, stock_scale
-from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.model.weights.vae import read_vae_config
 from cogfast.train.preflight.frozen_parts import PLACEHOLDER
 from cogfast.train.preflight.inferred import precision_values
 

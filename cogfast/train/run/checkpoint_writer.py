@@ -37,8 +37,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     step_of,
     write_manifest,
 )
-from cogfast.model.weights.formats.safetensors_files import write_safetensors
-from cogfast.model.weights.formats.tensor_stream import Outgoing
+from cogfast.model.weights.formats.tensor_files import Outgoing, write_safetensors
 from cogfast.train.memory.host_memory import host_buffer
 from cogfast.train.memory.quantized_base import holds_base
 

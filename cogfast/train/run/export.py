@@ -22,12 +22,12 @@ from cogfast.config.values import counted
 from cogfast.core.files import sync
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.adapters import only_adapters
 from cogfast.model.weights.formats.diffusers import write_transformer
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.formats.safetensors_files import write_safetensors
+from cogfast.model.weights.formats.tensor_files import write_safetensors
 from cogfast.model.weights.identify import check_complete, identify
-from cogfast.model.weights.lora.adapters import only_adapters
 from cogfast.train.run.checkpoint_writer import frozen_to_keep
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from cogfast.config import load_config
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.formats.sat_files import write_sat
+from cogfast.model.weights.sat import write_sat
 from cogfast.model.weights.source import WeightSource
 from cogfast.config.sat_network import transformer_arguments
 

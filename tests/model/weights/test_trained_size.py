@@ -18,9 +18,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import (
-    LatentSize,
     check_size,
-    warn_of_other_positions,
     warn_of_pipeline_positions,
 )
 from tests.model.weights.test_weights_load import seal, write_run
@@ -129,16 +127,12 @@ LARGER = (
     ("family", "arguments", "text"),
     [
         ("5b", LARGER, "videos of 32x32 are trained with integer positions"),
-        ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
-        ("5b", (), None),
-        ("1.5_5b", LARGER, None),
-        ("2b", (), None),
         (
             "5b_i2v",
             ("model.network_config.params.num_frames=17",),
             "9 frames use a part of the learned position table",
         ),
-        ("5b_i2v", (), None),
+        ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
     ],
 )
 def test_training_says_what_a_pipeline_will_do(
@@ -148,24 +142,6 @@ def test_training_says_what_a_pipeline_will_do(
     with caplog.at_level("INFO", logger="cogfast"):
         warn_of_pipeline_positions(load_config([base], arguments, allow_import=["tests"]))
     assert [text in line for line in caplog.messages] == [True] * (text is not None)
-
-
-@pytest.mark.parametrize("trained", ["integer", "pipeline", None])
-@pytest.mark.parametrize("rows", [4, 8])
-def test_sampling_at_other_positions_than_the_runs_is_logged(
-    trained: str | None, rows: int, caplog
-) -> None:
-    config = (
-        {}
-        if trained is None
-        else OmegaConf.to_container(OmegaConf.from_dotlist([f"{POSITION}.positions={trained}"]))
-    )
-    size = LatentSize.of_video(16, 9, rows, 12, 1, 8)
-    warn_of_other_positions(
-        tiny("5b", rotary_positions="pipeline").config, [size], {"config": config}
-    )
-    is_other = trained != "pipeline" and rows != 8
-    assert ("but the run was trained with integer" in caplog.text) == is_other
 
 
 def test_pipeline_positions_have_no_largest_size(tmp_path: Path) -> None:

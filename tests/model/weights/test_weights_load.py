@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from cogfast.core.files import checksum_of
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import FORMAT, write_manifest
-from cogfast.model.weights.formats.sat_names import PREFIX, merge_model_parallel
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.tiny_run import read_run_weights
@@ -73,23 +71,6 @@ def test_the_ema_folder_of_a_sat_checkpoint(tmp_path: Path) -> None:
     assert_same_weights(plain, loaded)
 
 
-def test_model_parallel_cuts_by_hand() -> None:
-    """q, k and v are cut each; columns for what is row-parallel; the rest is replicated."""
-    whole = torch.arange(12)
-    shards = [torch.tensor([0, 1, 4, 5, 8, 9]), torch.tensor([2, 3, 6, 7, 10, 11])]
-    merged = merge_model_parallel("blocks.3.attention.qkv.bias", shards)
-    assert torch.equal(merged, whole)
-    matrix = torch.arange(12).view(2, 6)
-    halves = list(matrix.chunk(2, dim=1))
-    for name in ("attention.out.weight", "fc2.weight", "attention.out.matrix_A.0"):
-        assert torch.equal(merge_model_parallel(f"blocks.0.{name}", halves), matrix)
-    rows = list(whole.chunk(2))
-    for name in ("fc1.weight", "fc1.bias", "attention.qkv.matrix_B.2"):
-        assert torch.equal(merge_model_parallel(f"blocks.0.{name}", rows), whole)
-    for name in ("time_embedding.fc1.weight", "blocks.0.fc2.bias", "blocks.0.attention_norm.bias"):
-        assert torch.equal(merge_model_parallel(name, [whole, whole + 1]), whole)
-
-
 WRONG = [
     ("5b", "1.5_5b", "is CogVideoX1.5-5B .* says CogVideoX-5B .* configs/cogvideox1.5_5b.yaml"),
     ("5b", "2b", "is CogVideoX-2B .* says CogVideoX-5B .* configs/cogvideox_2b.yaml"),
@@ -122,7 +103,9 @@ def test_the_fixed_table_is_computed_for_another_video_size(tmp_path: Path) -> N
     load_transformer(wider, tmp_path)
     assert torch.equal(wider.position_table.weight, table)
     save_sat(tmp_path, {"module": sat_state(tiny("5b_i2v"))})
-    with pytest.raises(ValueError, match="a learned table fits one video size: set num_fr"):
+    with pytest.raises(
+        ValueError, match="position_table.weight has shape .* learned position table its num_fr"
+    ):
         load_transformer(tiny("5b_i2v", latent_width=16), tmp_path)
 
 
@@ -149,23 +132,20 @@ def test_missing_tensors_are_listed(tmp_path: Path) -> None:
     assert len(load_transformer(tiny("5b"), tmp_path, allow_missing=True).missing) == 8
 
 
-def test_unknown_tensors_are_reported(tmp_path: Path) -> None:
-    state = sat_state(tiny("5b")) | {f"{PREFIX}mixins.swiglu.w2.0.weight": torch.zeros(2)}
-    report = load_transformer(tiny("5b"), save_sat(tmp_path, {"module": state}))
-    assert report.unexpected == [f"{PREFIX}mixins.swiglu.w2.0.weight"]
-    assert "swiglu" not in str(report)  # in a warning of its own
-
-
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere: no such folder; set args.load"):
         load_transformer(tiny("5b"), tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="no file `latest` .* check the folder's name"):
+    with pytest.raises(
+        ValueError, match="has no mp_rank_00_model_states.pt of SAT, .* check its name"
+    ):
         load_transformer(tiny("5b"), tmp_path)
     save_sat(tmp_path, {"module": sat_state(tiny("5b"))}, latest=None)
-    with pytest.raises(ValueError, match="no file `latest` that names .* write 7 into it"):
+    with pytest.raises(
+        ValueError, match="has no mp_rank_00.*; check its name, write 7 into its file latest"
+    ):
         load_transformer(tiny("5b"), tmp_path)
     (tmp_path / "latest").write_text("8")
-    with pytest.raises(ValueError, match="latest names it but it has no mp_rank_00_model_states"):
+    with pytest.raises(ValueError, match="8: has no mp_rank_00_model_states"):
         load_transformer(tiny("5b"), tmp_path)
     load_transformer(tiny("5b"), tmp_path / "7")  # an iteration's folder is a checkpoint too
 
@@ -262,59 +242,6 @@ def test_a_run_and_its_average(name: str, tmp_path: Path) -> None:
     table = read_run_weights(folder, ema=True).get("position_table.weight")
     if table is not None:  # 2B's fixed table has no average
         assert torch.equal(table, trained.position_table.weight.detach())
-
-
-def test_a_lora_run_holds_only_adapters(tmp_path: Path) -> None:
-    trained = tiny("5b", seed=1, lora_rank=4)
-    for name, parameter in trained.named_parameters():
-        parameter.requires_grad_("matrix_" in name)
-    folder = write_run(tmp_path, trained)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for slices in manifest["slices"].values():
-        for key in [k for k in slices if k.startswith("frozen/")]:
-            del slices[key]
-    seal(folder, manifest | {"frozen": {}})
-    loaded = tiny("5b", seed=2, lora_rank=4)
-    before = loaded.blocks[0].fc1.weight.clone()
-    report = load_transformer(loaded, tmp_path)
-    assert torch.equal(loaded.blocks[0].fc1.weight, before)
-    a, b = (m.blocks[1].attention.qkv.matrix_B["2"] for m in (loaded, trained))
-    assert torch.equal(a, b)
-    assert "blocks.0.fc1.weight" in report.missing and report.num_loaded == 16
-
-
-def test_damaged_runs(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, tiny("5b"), kinds=("master",))
-    with pytest.raises(ValueError, match="has no EMA weights"):
-        load_transformer(tiny("5b"), tmp_path, ema=True)
-    with pytest.raises(ValueError, match="width|in the checkpoint"):
-        load_transformer(tiny("5b", hidden_size=256, num_attention_heads=4), tmp_path)
-    file = folder / "rank-00001.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"rank-00001.safetensors has \d+ bytes instead of"):
-        load_transformer(tiny("5b"), tmp_path)
-    file.unlink()
-    with pytest.raises(ValueError, match="rank-00001.safetensors is missing"):
-        load_transformer(tiny("5b"), tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["slices"]["rank-00001.safetensors"]
-    manifest = seal(folder, manifest)
-    with pytest.raises(ValueError, match="its slices of .* end at element"):
-        load_transformer(tiny("5b"), tmp_path)
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": "other"}))
-    with pytest.raises(ValueError, match="says format other, not cogfast-checkpoint-3"):
-        load_transformer(tiny("5b"), tmp_path)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="manifest.json: damaged JSON"):
-        load_transformer(tiny("5b"), tmp_path)
-
-
-def test_a_truncated_diffusers_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"use_rotary_positional_embeddings": true}')
-    (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
-    with pytest.raises(ValueError, match="diffusion_pytorch_model.safetensors: truncated or dam"):
-        load_transformer(tiny("5b"), tmp_path)
 
 
 def test_config_refuses_what_cannot_be_built() -> None:

@@ -85,10 +85,10 @@ def test_settings_of_the_autoencoder_stay_when_its_weights_come_from_the_pipelin
     tmp_path: Path,
 ) -> None:
     folder = write_pipeline(tmp_path)
-    config = filled(folder, f"{STAGE}.params.encode_chunks=diffusers")
+    config = filled(folder, f"{STAGE}.params.encode_chunks=frames")
     assert OmegaConf.to_container(config.model.first_stage_config) == {
         "target": "cogfast.model.autoencoder.VideoAutoencoder",
-        "params": {"path": str(folder / "vae"), "encode_chunks": "diffusers"},
+        "params": {"path": str(folder / "vae"), "encode_chunks": "frames"},
     }
     assert config.origins[f"{STAGE}.params.encode_chunks"] == "command line"
     again = fill_from_pipeline(config)

@@ -19,16 +19,16 @@ from cogfast.config import load_config
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.adapters import adapters_of, open_adapter
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import (
     newest_checkpoint,
 )
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
+from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.model.weights.load import load_source, load_transformer
-from cogfast.model.weights.lora.adapters import adapters_of, open_adapter
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
-from cogfast.model.weights.vae.image_scale import scale_of_run
 from cogfast.train.trainer import Trainer
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import (

@@ -17,12 +17,13 @@ from cogfast.config.json_files import Range, Size, brief, check, read_json
 from cogfast.config.values import show
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
 from cogfast.model.config import TransformerConfig
-from cogfast.model.weights.formats.safetensors_files import (
+from cogfast.model.weights.formats.tensor_files import (
+    Outgoing,
     SafetensorsFiles,
+    new_folder,
     write_json,
     write_safetensors_folder,
 )
-from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 
@@ -50,7 +51,9 @@ _MODULES = {
     "output_modulation": ["norm_out.linear"],
     "output": ["proj_out"],
 }
-_NOT_IN_DIFFUSERS = ("unused_position_embeddings",)  # only SAT's files have it; no code reads it
+# cogfast's linears, all of which adapters may have.
+LINEARS = [name for name in _MODULES if not name.endswith(("norm", ".weight"))]
+_NOT_IN_DIFFUSERS = "unused_position_embeddings"  # only SAT's files have it; no code reads it
 _STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
@@ -64,12 +67,12 @@ _FIXED = {
     "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
     "timestep_activation_fn": "silu",
 }
-# Classes in model_index.json of the pipelines that run CogVideoX's models: whether they take an image.
-_PIPELINES = {
-    "CogVideoXPipeline": False,
-    "CogVideoXVideoToVideoPipeline": False,
-    "CogVideoXImageToVideoPipeline": True,
-}
+# Classes in model_index.json of the pipelines that run CogVideoX's models.
+_PIPELINES = (
+    "CogVideoXPipeline",
+    "CogVideoXVideoToVideoPipeline",
+    "CogVideoXImageToVideoPipeline",
+)
 
 
 def _num_parts(our_name: str) -> int:
@@ -141,21 +144,8 @@ def open_diffusers(folder: Path) -> WeightSource:
     shapes = {name: shape(name) for name in held}
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        keys = held[name]
-        # Only the stretches of the shard are read, so a rank reads its part of the file.
-        if shard is not None and len(shapes[name]) > shard.dim and _num_parts(name) == 1:
-            return torch.cat([read_stretch(keys, shard, *r) for r in shard.ranges], shard.dim)
-        whole = from_diffusers(name, [files.read(key) for key in keys])
+        whole = from_diffusers(name, [files.read(key) for key in held[name]])
         return whole if shard is None else shard.of(whole)
-
-    def read_stretch(keys: list[str], shard: Shard, start: int, stop: int) -> Tensor:
-        # q, k and v are separate tensors here, and no stretch crosses from one to the next.
-        which = 0
-        if len(keys) > 1:
-            assert shard.dim == 0, f"{keys[0]} is cut along its rows"
-            which, start = divmod(start, shard.shape[0] // len(keys))
-            stop -= which * (shard.shape[0] // len(keys))
-        return files.read_range(keys[which], shard.dim, start, stop)
 
     # Other keys are reported: a key of another class, or a part without its partners.
     used = {key for keys in held.values() for key in keys}
@@ -208,30 +198,20 @@ def _read_config(folder: Path) -> _Config:
                 f"{file}: {key}={brief(show(given[key]))}, but cogfast's network has "
                 f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
             )
-    config = check(given, _Config, str(file))
-    _check_pipeline_class(folder, config)
-    return config
+    _check_pipeline_class(folder)
+    return check(given, _Config, str(file))
 
 
-def _check_pipeline_class(folder: Path, config: _Config) -> None:
+def _check_pipeline_class(folder: Path) -> None:
     """Raise ValueError if the pipeline around a transformer folder gives it other inputs."""
     file = folder.parent / "model_index.json"
     if folder.name != "transformer" or not file.is_file():
         return
     kind = read_json(file).get("_class_name")
-    text = f"{file}: _class_name={brief(show(kind))}"
-    if not isinstance(kind, str) or kind not in _PIPELINES:
+    if kind not in _PIPELINES:
         raise ValueError(
-            f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
+            f"{file}: _class_name={brief(show(kind))} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
             f"make; use a folder of {', '.join(_PIPELINES)}"
-        )
-    # 5B-I2V and 1.5-I2V have these parts; what a text-to-video pipeline cannot run may be anything.
-    is_i2v = config.use_learned_positional_embeddings or config.ofs_embed_dim is not None
-    if not (_PIPELINES[kind] or is_i2v) and config.in_channels != config.out_channels:
-        raise ValueError(
-            f"{text} is for text-to-video, but the transformer has in_channels={config.in_channels} and "
-            f"out_channels={config.out_channels}: it may be a CogVideoX-Fun control (32) or inpainting "
-            "(33) model, whose inputs cogfast does not make; use a CogVideoX model"
         )
 
 
@@ -344,9 +324,8 @@ def diffusers_tensors(
     is_conv = not config.patch_size.joins_frames
     for name, shape in source.shapes.items():
         # diffusers computes 2B's table, and has no name for SAT's unused one.
-        if name in _NOT_IN_DIFFUSERS or (
-            name == "position_table.weight" and config.position == "sincos"
-        ):
+        is_computed = name == "position_table.weight" and config.position == "sincos"
+        if is_computed or name == _NOT_IN_DIFFUSERS:
             continue
         if name == "patch_embedding.weight" and is_conv:
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)

@@ -23,9 +23,13 @@ from torch import Tensor
 from cogfast.config.json_files import Range, brief, check, parse_json, read_json
 from cogfast.config.values import counted, show
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.formats.diffusers import diffusers_names
-from cogfast.model.weights.formats.safetensors_files import SafetensorsFiles, write_safetensors
-from cogfast.model.weights.formats.tensor_stream import Outgoing, new_folder
+from cogfast.model.weights.formats.diffusers import LINEARS, diffusers_names
+from cogfast.model.weights.formats.tensor_files import (
+    Outgoing,
+    SafetensorsFiles,
+    new_folder,
+    write_safetensors,
+)
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 
@@ -33,40 +37,17 @@ FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks 
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _HEADER_KEY = "lora_adapter_metadata"
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
-_PREFIXES = ("base_model.model.", _COMPONENT, "diffusion_model.")
+_PREFIXES = ("base_model.model.", _COMPONENT)
 _T = TypeVar("_T")
 _Alpha = Annotated[float, Range(1e-6, 1e6)]
 _Rank = Annotated[int, Range(1, 2**16)]
-_MOST_BLOCKS = 1000  # whose linears are looked for
 _NAME = re.compile(r"[\w.]{1,200}")
 _NO_ALPHA = (
     " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
 )
-# cogfast's linears, each of which is one or several linears in PEFT; all can be merged.
-_LINEARS = (
-    "blocks.{i}.attention.qkv",
-    "blocks.{i}.attention.out",
-    "blocks.{i}.fc1",
-    "blocks.{i}.fc2",
-    "blocks.{i}.modulation.linear",
-    "patch_embedding",
-    "text_embedding",
-    "output_modulation",
-    "output",
-    "time_embedding.fc1",
-    "time_embedding.fc2",
-    "ofs_embedding.fc1",
-    "ofs_embedding.fc2",
-)
-_SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
-# PEFT's names with or without an adapter's name; diffusers' older names; kohya's names.
-_SPELLINGS = (
-    re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight"),
-    re.compile(r"(?P<module>.+)[._]lora(_linear_layer)?\.(?P<side>up|down)\.weight"),
-    re.compile(r"(?P<module>.+)\.lora_(?P<side>up|down)\.weight"),
-)
+# PEFT's names, with or without an adapter's name.
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight")
 PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
-_ALPHA = re.compile(r"(?P<module>.+?)([._]lora)?\.alpha")
 
 
 def linear_parts(our_module: str) -> list[str]:
@@ -90,10 +71,7 @@ def open_peft(path: str | Path) -> WeightSource:
     file = _find(Path(path))
     files = SafetensorsFiles(file)
     keys = files.names()
-    # kohya's scripts store an alpha beside each pair, as a tensor.
-    alpha_keys = {key: match for key in keys if (match := _ALPHA.fullmatch(key))}
-    alphas = {_plain_module(m["module"]): _number(file, files, k) for k, m in alpha_keys.items()}
-    found = _Keys.of([key for key in keys if key not in alpha_keys], file)
+    found = _Keys.of(keys, file)
     if not found.ours:
         raise ValueError(
             f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
@@ -115,9 +93,7 @@ def open_peft(path: str | Path) -> WeightSource:
     strengths = {}
     for name in sorted(shapes):
         if ".matrix_B." in name:
-            module, rank = found.modules[name], shapes[name][1]
-            stored = alphas.get(module)
-            strengths[name] = _alpha(module, rank, settings) if stored is None else stored
+            strengths[name] = _alpha(found.modules[name], shapes[name][1], settings)
     # One alpha for the whole source; the few pairs with another are rescaled in `read`.
     alpha = Counter(strengths.values()).most_common(1)[0][0]
 
@@ -127,9 +103,8 @@ def open_peft(path: str | Path) -> WeightSource:
             whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
         return whole if shard is None else shard.of(whole)
 
-    has_alpha = settings is not None or alphas
     return WeightSource(
-        description=f"PEFT LoRA {file}" + ("" if has_alpha else _NO_ALPHA),
+        description=f"PEFT LoRA {file}" + (_NO_ALPHA if settings is None else ""),
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},
@@ -137,17 +112,6 @@ def open_peft(path: str | Path) -> WeightSource:
         is_partial=True,
         lora_alpha=alpha,
     )
-
-
-def _number(file: Path, files: SafetensorsFiles, key: str) -> float:
-    """Read an alpha that is stored as a tensor of one element."""
-    files.dtype(key)  # raises for dtypes that are not floating point
-    if math.prod(files.shape(key)) != 1:
-        raise ValueError(
-            f"{file}: {brief(key)} has shape {list(files.shape(key))} instead of one number; copy it "
-            "again"
-        )
-    return check(float(files.read(key)), _Alpha, f"{file}: {brief(key)}")
 
 
 def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
@@ -183,13 +147,8 @@ def peft_tensors(
         raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
     read = with_strength_in_b(source).read
     tensors = [
-        Outgoing(
-            peft_name(name),
-            source.shapes[name],
-            dtype or source.dtypes[name],
-            partial(read, name, None),
-        )
-        for name in names
+        Outgoing(peft_name(n), source.shapes[n], dtype or source.dtypes[n], partial(read, n, None))
+        for n in names
     ]
     return tensors, {_HEADER_KEY: json.dumps(_header(source.shapes, names))}
 
@@ -221,14 +180,14 @@ class _Keys:
 
     @classmethod
     def of(cls, keys: Sequence[str], file: Path) -> _Keys:
-        found, parts = cls(), _parts(filter(None, map(_block_of, keys)))
+        found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
         for key in keys:
-            match = next((m for m in (s.fullmatch(key) for s in _SPELLINGS) if m), None)
+            match = _KEY.fullmatch(key)
             if match is None or (module := _plain_module(match["module"])) not in parts:
                 found.unexpected.append(key)
                 continue
             ours, part = parts[module]
-            name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
+            name = f"{ours}.matrix_{match['side']}.{part}"
             if name in found.ours:
                 raise ValueError(
                     f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
@@ -248,21 +207,15 @@ def _block_of(name: str) -> str | None:
 def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
     linears outside of blocks."""
-    parts: dict[str, tuple[str, int]] = {}
-    numbers = {*blocks, "0"}
-    for linear in _LINEARS:
-        # Linears outside of the blocks have no {i}: one round finds them, also without blocks.
-        for ours in {linear.replace("{i}", i) for i in numbers}:
-            parts |= {theirs: (ours, i) for i, theirs in enumerate(linear_parts(ours))}
-    return parts
+    ours = [name.replace("{i}", i) for name in LINEARS for i in {*blocks, "0"}]
+    return {theirs: (name, i) for name in ours for i, theirs in enumerate(linear_parts(name))}
 
 
 def _plain_module(name: str) -> str:
-    """Return diffusers' name of a linear, without the prefixes and suffixes that tools add."""
+    """Return diffusers' name of a linear, without the prefixes that PEFT and diffusers add."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    name = name.replace(".processor.", ".")  # diffusers' names before it used PEFT
-    return f"{name}.0" if name.endswith(".to_out") else name
+    return name
 
 
 def _find(path: Path) -> Path:
@@ -351,32 +304,32 @@ def _check_settings(
 ) -> None:
     """Raise ValueError if the file does not have the tensors that its settings describe, or has other
     tensors than those of LoRA's pairs."""
-    wrong = None
-    for name in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ())):
+    wrong = [
         # A regular expression could take exponential time.
-        if not _NAME.fullmatch(name.removeprefix("^")):
-            wrong = f"a pattern {brief(name)!r}, which must be the name of a linear or its end"
-    for key in ("use_dora", "modules_to_save"):
-        if getattr(settings, key):
-            wrong = (
-                f"{key}={brief(show(getattr(settings, key)))}, but cogfast reads LoRA's pairs only"
-            )
-    if settings.bias not in (None, "none"):
-        wrong = f"bias={brief(settings.bias or '')}, but cogfast reads LoRA's pairs only"
+        f"a pattern {brief(name)!r}, which must be the name of a linear or its end"
+        for name in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ()))
+        if not _NAME.fullmatch(name.removeprefix("^"))
+    ]
+    for key in ("use_dora", "modules_to_save", "bias"):
+        value = getattr(settings, key)
+        if value and value != "none":
+            wrong.append(f"{key}={brief(show(value))}, but cogfast reads LoRA's pairs only")
     for name, module in found.modules.items():
         rank = _of_module(module, settings.rank_pattern, settings.r)
         if ".matrix_A." in name and rank not in (None, shapes[name][0]):
-            wrong = f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}"
+            wrong.append(f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}")
     targets, held = settings.target_modules, set(found.modules.values())
     # Not a pattern, and no setting that leaves some of the linears out.
-    is_whole = not settings.exclude_modules and settings.layers_to_transform is None
-    if isinstance(targets, list) and is_whole:
-        blocks = {int(block) for block in map(_block_of, [*held, *targets]) if block}
+    if (
+        isinstance(targets, list)
+        and not settings.exclude_modules
+        and settings.layers_to_transform is None
+    ):
         ends = tuple(f".{name}" for name in targets)
-        for module in _parts(map(str, range(min(max(blocks, default=0) + 1, _MOST_BLOCKS)))):
+        for module in _parts({*filter(None, map(_block_of, [*held, *targets]))}):
             # Not all models have the offset's embedding.
             is_wanted = f".{module}".endswith(ends) and not module.startswith("ofs_embedding")
             if is_wanted and module not in held:
-                wrong = f"target_modules that include {module}, which the file lacks"
-    if wrong is not None:
-        raise ValueError(f"{where}: has {wrong}; copy the LoRA's files again")
+                wrong.append(f"target_modules that include {module}, which the file lacks")
+    if wrong:
+        raise ValueError(f"{where}: has {wrong[0]}; copy the LoRA's files again")

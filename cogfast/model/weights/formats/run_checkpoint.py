@@ -23,7 +23,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     refusal,
     verify_files,
 )
-from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource
 
 _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
@@ -52,12 +52,11 @@ class RunFiles:
         self.kinds = {kind for _, kind in self._pieces}
         self.frozen = sorted(name for name, kind in self._pieces if kind == "frozen")
         known = {**manifest["frozen"], **manifest["parameters"]}
-        self._cuts = {name: tuple(about["cut"]) for name, about in known.items() if "cut" in about}
+        # {name: (dim, num_parts)} of parameters that the run held in shards.
+        self._cuts: dict[str, tuple[int, int]] = {
+            name: tuple(about["cut"]) for name, about in known.items() if "cut" in about
+        }
         self.shapes = {name: tuple(about["shape"]) for name, about in known.items()}
-
-    def has_cut(self, name: str, shard: Shard) -> bool:
-        """Return whether the files hold the parameter whole or split as `shard` is."""
-        return self._cuts.get(name, (shard.dim, shard.num_parts)) == (shard.dim, shard.num_parts)
 
     def fill(
         self, out: Tensor, name: str, kind: str, shard: Shard | None = None, start: int = 0
@@ -70,56 +69,21 @@ class RunFiles:
         shares = self._pieces.get((name, kind), {})
         count = max((count for _, count in shares), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
-        if wanted[1] == count:
+        cut = self._cuts.get(name) or (0, 1)
+        if wanted[1] == count and (
+            count == 1 or shard is None or (shard.dim, shard.num_parts) == cut
+        ):
             self._read(out, start, name, kind, wanted)
             return
-        if shard is None:
-            dim, num_parts = self._cuts[name]
-            shard = Shard(self.shapes[name], dim, num_parts, 0, 1)
-        cut = (shard.dim, shard.num_parts)
-        assert self._cuts.get(name, cut) == cut, f"{name} is cut otherwise: {self._cuts[name]}"
-        stored = [Shard(shard.shape, *cut, index, count) for index in range(count)]
-        # With nothing before `dim`, each stretch is one range of the flat parameter.
-        is_in_ranges = math.prod(shard.shape[: shard.dim]) == 1
-        fill = self._fill_ranges if is_in_ranges else self._fill_rows
-        fill(out, start, name, kind, shard, stored)
-
-    def _fill_ranges(
-        self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
-    ) -> None:
-        """Fill `out` from a parameter split along its first dim: its stretches are ranges of the flat
-        shards."""
-        inner = math.prod(shard.shape[shard.dim + 1 :])
-        for other in stored:
-            for mine, theirs, length in shard.overlaps(other):
-                low = max(start, mine * inner)
-                high = min(start + out.numel(), (mine + length) * inner)
-                if low < high:
-                    place = out[low - start : high - start]
-                    begin = low + (theirs - mine) * inner
-                    self._read(place, begin, name, kind, (other.index, other.count))
-
-    def _fill_rows(
-        self, out: Tensor, start: int, name: str, kind: str, shard: Shard, stored: list[Shard]
-    ) -> None:
-        """Fill `out` from a parameter split along a later dim: read the rows (of the dims before it)
-        that `out` touches from every shard that overlaps."""
-        inner = math.prod(shard.shape[shard.dim + 1 :])
-        width = shard.share_shape[shard.dim] * inner
-        # Read whole rows around the wanted elements; the ends are cut off below.
-        first, last = start // width, -(-(start + out.numel()) // width)
-        rows = torch.empty(last - first, width // inner, inner, dtype=out.dtype)
-        for other in stored:
-            stretches = list(shard.overlaps(other))
-            if not stretches:
-                continue
-            part = torch.empty(last - first, *other.share_shape[other.dim :], dtype=out.dtype)
-            begin = first * part[0].numel()
-            self._read(part.view(-1), begin, name, kind, (other.index, other.count))
-            part = part.view(last - first, -1, inner)
-            for mine, theirs, length in stretches:
-                rows[:, mine : mine + length] = part[:, theirs : theirs + length]
-        out.copy_(rows.view(-1)[start - first * width :][: out.numel()])
+        # The run had another number of shards: join all of its own, then cut as the caller does.
+        stored = []
+        for index in range(count):
+            values = out.new_empty(Shard(self.shapes[name], *cut, index, count).share_shape)
+            self._read(values.view(-1), 0, name, kind, (index, count))
+            stored.append(values)
+        whole = join(stored, *cut)
+        values = whole if shard is None else shard.of(whole)
+        out.copy_(values.reshape(-1)[start : start + out.numel()])
 
     def _read(self, out: Tensor, start: int, name: str, kind: str, share: tuple[int, int]) -> None:
         """Fill `out` with elements [start, start + len(out)) of one of the run's flattened shards."""
@@ -185,27 +149,19 @@ def open_run(
         )
     trained = "shadow" if ema else "master"
 
-    def verify() -> None:
-        try:
-            verify_files(checkpoint_dir, manifest, manifest["slices"])
-        except DamageError as error:
-            raise ValueError(refusal(checkpoint_dir, error)) from None
-
     def read(name: str, shard: Shard | None) -> Tensor:
         nonlocal is_verified
-        # Not when opened: hashing takes long, and a caller may only want names and shapes.
-        if not is_verified:
-            verify()
-            is_verified = True
         # Frozen parameters are stored once and have no average.
         kind = trained if name in manifest["parameters"] else "frozen"
-        if shard is not None and not files.has_cut(name, shard):
-            return shard.of(read(name, None))
         shape = files.shapes[name] if shard is None else shard.share_shape
         # Slices are stored flat, in float32: the master weights, whatever dtype the run computed
         # in.
         values = torch.empty(math.prod(shape), dtype=torch.float32)
         try:
+            # Not when opened: hashing takes long, and a caller may only want names and shapes.
+            if not is_verified:
+                verify_files(checkpoint_dir, manifest, manifest["slices"])
+                is_verified = True
             files.fill(values, name, kind, shard)
         except DamageError as error:
             raise ValueError(refusal(checkpoint_dir, error)) from None

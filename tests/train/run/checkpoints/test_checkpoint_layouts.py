@@ -114,27 +114,8 @@ def test_only_what_a_share_needs_is_read(tmp_path: Path, cut: tuple) -> None:
     for index in (2, 3):
         found = source.read("w", Shard(shape, dim, num_parts, index, 4))
         assert torch.equal(found, shares[index])
-    found = source.read("w", Shard(shape, dim, num_parts, 1, 2))
-    assert torch.equal(found, split(numbers(shape), dim, num_parts, 2)[1])
-    with pytest.raises(ValueError, match="rank-00000.safetensors: missing, truncated or damaged"):
-        source.read("w", Shard(shape, dim, num_parts, 0, 2))
     with pytest.raises(ValueError, match="rank-00000.safetensors: missing, truncated or damaged"):
         source.read("w", None)
-
-
-def test_only_the_ranges_of_the_share_are_read_of_a_whole_parameter(tmp_path: Path) -> None:
-    """Share 1 of 2 of three parts of 8 rows of 7: rows 4 to 8, 12 to 16 and 20 to 24."""
-    shape = (24, 7)
-    manifest = write_files(tmp_path, (shape, 0, 3), numbers(shape), 1, 6)
-    needed = [(28, 56), (84, 112), (140, 168)]
-    for file, slices in manifest["slices"].items():
-        ((_, s),) = slices.items()
-        end = s["start"] + s["numel"]
-        if not any(s["start"] < stop and start < end for start, stop in needed):
-            (tmp_path / file).unlink()
-    assert len(list(tmp_path.glob("*.safetensors"))) < 6
-    found = open_run(tmp_path, manifest=manifest).read("w", Shard(shape, 0, 3, 1, 2))
-    assert torch.equal(found, split(numbers(shape), 0, 3, 2)[1])
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from cogfast.config.values import counted
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
-from cogfast.model.weights.formats.diffusers import diffusers_names, from_diffusers
-from cogfast.model.weights.formats.peft import PAIR, check_pairs
+from cogfast.model.weights.formats.diffusers import from_diffusers
+from cogfast.model.weights.formats.peft import PAIR, check_pairs, linear_parts
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
@@ -108,7 +108,7 @@ def adapters_of(source: WeightSource) -> Adapters | None:
             layers.add(int(block))
             target = _TARGET_OF.get((linear, int(pair["part"])))
         if target is None:
-            others.add(_theirs(pair["module"], int(pair["part"])).split(".", 2)[-1])
+            others.add(linear_parts(pair["module"])[int(pair["part"])].split(".", 2)[-1])
         else:
             targets.add(target)
     if not pairs:
@@ -134,39 +134,26 @@ def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     return None
 
 
-def _theirs(module: str, part: int) -> str:
-    """Return diffusers' name of a linear, the usual one in LoRA files."""
-    return diffusers_names(f"{module}.weight")[part].removesuffix(".weight")
-
-
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
-    found, has_layers = adapters_of(adapter), num_blocks(shapes)
-    assert found is not None, f"{adapter.description}: no adapters"
-    num_layers = max(found.layers, default=-1) + 1
     for name, (rows, columns) in adapter.shapes.items():
         pair = PAIR.fullmatch(name)
         assert pair is not None, f"{name}: check_pairs found a pair"
-        weight = shapes.get(f"{pair['module']}.weight")
-        # Adapters of too many layers are of another model: the message below says which.
-        if weight is None and num_layers <= has_layers:
-            raise ValueError(
-                f"{adapter.description}: {name} adapts a linear that the model does not have; use "
-                "the base model that it was trained on"
-            )
-        num_parts = len(diffusers_names(f"{pair['module']}.weight"))
-        fits = weight is not None and (
-            columns == weight[1] if pair["side"] == "A" else rows * num_parts == weight[0]
+        weight = shapes.get(f"{pair['module']}.weight", (0, 0))
+        size = columns if pair["side"] == "A" else rows * len(linear_parts(pair["module"]))
+        if size == weight[1 if pair["side"] == "A" else 0]:
+            continue
+        found = adapters_of(adapter)
+        assert found is not None, f"{adapter.description}: no adapters"
+        # The width of the adapters names the family that they were trained on.
+        width = model_width(adapter.shapes) or columns
+        raise ValueError(
+            f"{adapter.description}: {name} does not fit the model, which has {num_blocks(shapes)} layers "
+            f"of width {shapes['patch_embedding.weight'][0]}: {found.num_tensors} LoRA tensors of "
+            f"{max(found.layers, default=-1) + 1} layers of width {width} are "
+            f"{_FAMILIES.get(width, 'an adapter of another model')}; use the base model that it was "
+            "trained on"
         )
-        if not fits:
-            # The width of the adapters names the family that they were trained on.
-            width = model_width(adapter.shapes) or columns
-            kind = _FAMILIES.get(width, "an adapter of another model")
-            raise ValueError(
-                f"{adapter.description}: {found.num_tensors} LoRA tensors belong to {num_layers} "
-                f"layers of width {width}: this is {kind}, the model has {has_layers} of width "
-                f"{shapes['patch_embedding.weight'][0]}; use the base model that it was trained on"
-            )
 
 
 def _adapted(adapter: WeightSource) -> set[str]:
@@ -178,10 +165,6 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     """Raise ValueError if a model of this config cannot continue to train these adapters."""
     found = adapters_of(adapter)
     assert found is not None, f"{adapter.description}: no adapters"
-    where = f"{_LORA_CONFIG}.params"
-    alpha = config.lora_alpha if found.alpha is None else found.alpha
-    rank = found.ranks[0]
-    lines = f"r: {rank}, lora_alpha: {alpha:g}"
     if found.others:
         raise ValueError(
             f"{adapter.description}: also adapts {', '.join(found.others)}, but cogfast trains "
@@ -189,34 +172,35 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
             "--merge-lora) and train new ones"
         )
     check_fits(adapter, _adaptable(config))
-    if len(found.ranks) > 1:
+    rank, *other_ranks = found.ranks
+    if other_ranks:
         raise ValueError(
             f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, but a model "
             "has the same rank everywhere; merge it into the base (cogfast convert --merge-lora)"
         )
-    if config.lora_rank is None:
-        raise ValueError(
-            f"{adapter.description}: has {found.num_tensors} LoRA tensors, but the config has no "
-            f"adapters; add {_LORA_CONFIG} with params {lines}, or first merge them into the base "
-            "(cogfast convert --merge-lora)"
-        )
-    if (rank, alpha) != (config.lora_rank, config.lora_alpha):
-        raise ValueError(
-            f"{adapter.description}: has rank {rank} and alpha {alpha:g}, the config has r="
-            f"{config.lora_rank} and lora_alpha={config.lora_alpha:g}; set {lines} in {where}"
-        )
-    if not set(found.targets) <= set(config.lora_targets):
-        raise ValueError(
-            f"{adapter.description}: has adapters of {', '.join(found.targets)}, the config has "
-            f"{', '.join(config.lora_targets)}; set target_modules: "
-            f"[{', '.join(found.targets)}] in {where}"
-        )
-    layers = set(range(config.num_layers) if config.lora_layers is None else config.lora_layers)
-    if not layers.issuperset(found.layers):
-        raise ValueError(
-            f"{adapter.description}: has adapters in layers {list(found.layers)}, the config in "
-            f"{sorted(layers)}; set layer_range: {list(found.layers)} in {where}"
-        )
+    alpha = config.lora_alpha if found.alpha is None else found.alpha
+    layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
+    if (
+        (rank, alpha) == (config.lora_rank, config.lora_alpha)
+        and set(found.targets) <= set(config.lora_targets)
+        and set(found.layers) <= set(layers)
+    ):
+        return
+
+    has_range = config.lora_layers is not None or len(found.layers) < config.num_layers
+
+    def params(rank: int, alpha: float, targets: Sequence[str], layers: Sequence[int]) -> str:
+        text = f"r: {rank}, lora_alpha: {alpha:g}, target_modules: [{', '.join(targets)}]"
+        return f"{text}, layer_range: {list(layers)}" if has_range else text
+
+    has = "no adapters"
+    if config.lora_rank is not None:
+        has = params(config.lora_rank, config.lora_alpha, config.lora_targets, layers)
+    raise ValueError(
+        f"{adapter.description}: its {found.num_tensors} LoRA tensors do not fit the config, which has {has}; "
+        f"set {params(rank, alpha, found.targets, found.layers)} in {_LORA_CONFIG}.params, or "
+        "first merge them into the base (cogfast convert --merge-lora)"
+    )
 
 
 def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -286,7 +270,7 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
 
 def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
     """Return B A / r of each part of a linear [out, in], float32; zero for parts without a pair."""
-    num_parts = len(diffusers_names(f"{module}.weight"))
+    num_parts = len(linear_parts(module))
     deltas = []
     for part in range(num_parts):
         name = f"{module}.matrix_A.{part}"

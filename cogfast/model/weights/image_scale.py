@@ -13,7 +13,7 @@ from pathlib import Path
 from cogfast.config.arguments import ImageLatentScale
 from cogfast.config.json_files import check, keys
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
-from cogfast.model.weights.vae.names import read_vae_config
+from cogfast.model.weights.vae import read_vae_config
 
 logger = logging.getLogger(__name__)
 
