@@ -149,12 +149,10 @@ def _own_log() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _pictures_only_where_they_are_looked_at(request, monkeypatch) -> None:
-    """A run of this process draws no loss.png, a quarter of its time, and writes no page, except in
-    their tests."""
+def _pages_only_where_they_are_looked_at(request, monkeypatch) -> None:
+    """A run of this process writes no page, except in the page's tests."""
     metrics = sys.modules.get("cogfast.train.watchers.metrics")
     if metrics is not None and request.path.name not in ("test_metrics.py", "test_page.py"):
-        monkeypatch.setattr(metrics.Metrics, "draw_loss", lambda self: None)
         monkeypatch.setattr(metrics.RunPage, "write", lambda self, history, is_active: None)
 
 

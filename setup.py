@@ -133,8 +133,6 @@ setup(
         f"decord>=0.6{LINUX_X86}",
         "av>=18",
         "pillow",
-        "matplotlib",
-        "rich",
         "tensorboard",
     ],
     extras_require={

@@ -2,13 +2,13 @@
 # Profile a few training steps with NVIDIA's Nsight Systems and print where the time goes. Arguments are
 # passed on to `cogfast train`; the run ends after the last profiled step:
 #   scripts/profile_nsys.sh --base configs/cogvideox_2b.yaml configs/sft.yaml args.load=...
-#   NPROC=8 START=20 STEPS=3 BLOCKS=true OUT=runs/5b scripts/profile_nsys.sh --base ...
-# NPROC: number of GPUs. START: steps before the profile begins. BLOCKS: add a range for every block of
-# the network. OUT: name of the report without .nsys-rep; open it with `nsys-ui`.
+#   NPROC=8 START=20 OUT=runs/5b scripts/profile_nsys.sh --base ...
+# NPROC: number of GPUs. START: steps before the profile begins. OUT: name of the report without
+# .nsys-rep; open it with `nsys-ui`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-NPROC=${NPROC:-1} START=${START:-10} STEPS=${STEPS:-3}
+NPROC=${NPROC:-1} START=${START:-10}
 OUT=${OUT:-runs/nsys-$(date +%Y-%m-%d-%H-%M-%S)}
 if ! command -v nsys > /dev/null; then
     echo "$0: nsys is not on PATH; install NVIDIA Nsight Systems, or run" \
@@ -35,8 +35,7 @@ nsys profile \
     --cpuctxsw=none \
     --output="$OUT" \
     "${launch[@]}" train "$@" \
-    args.profiling="$START" args.profiling_steps="$STEPS" \
-    args.profiling_blocks="${BLOCKS:-false}" args.exit_interval=$((START + STEPS))
+    args.profiling="$START" args.exit_interval=$((START + 3))
 
 if [ ! -f "$OUT.nsys-rep" ]; then
     echo "$0: no report: the run ended before step $START, or found no GPU" >&2

@@ -28,5 +28,5 @@ cogfast sample --base configs/quickstart.yaml --prompt-file "$run/some_captions.
 python scripts/quickstart.py look "$run/untrained" "$run/videos"
 python scripts/quickstart.py animate "$run/videos" "$run/videos.webp"
 echo "videos        $run/videos/contact_sheet.png, moving: $run/videos.webp"
-echo "loss curve    $run/loss.png"
+echo "page          $run/index.html, with the curves of the loss"
 echo "next          source .venv/bin/activate && cogfast sample $run --prompt TEXT --out DIR"

@@ -242,11 +242,11 @@ class TrainArguments:
     """steps of the decay of lr_schedule=sat; null: all steps"""
     lr_decay_ratio: float = 0.1
     """final over peak learning rate of lr_schedule=sat with lr_decay_style=cosine"""
-    warmup: float = 0.01
+    warmup: Annotated[float, Range(0, 1)] = 0.01
     """length of the warm-up as a fraction of all steps"""
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
     """length of the warm-up in steps; if set, replaces warmup"""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.0
     """final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and
     polynomial; polynomial ends at 1e-7 or above"""
 

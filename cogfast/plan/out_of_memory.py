@@ -6,7 +6,6 @@ after an error.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ import torch
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
-from cogfast.core.files import WriteError, write_text
 from cogfast.core.machine_limits import is_lack_of_memory
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
@@ -72,6 +70,7 @@ class MemoryWatch(Watcher):
         self.checkpointing: ActivationCheckpointing | None = None
         self.setup: Setup | None = None
         self.num_steps = 0
+        self.is_done = groups.device.type != "cuda"  # only its errors count on a CPU
         try:
             self.setup = setup_of(config, args, groups.world_size, groups.device.type)
         # No run ends because it could not be predicted.
@@ -114,35 +113,28 @@ class MemoryWatch(Watcher):
             )
 
     def after_step(self, step: int) -> None:
-        """Write plan.json, once; on a GPU, whose allocator counts, log prediction and peak of a step."""
+        """Log prediction and peak of one step on a GPU, whose allocator counts."""
         self.num_steps += 1
         device, measured = self.groups.device, _MEASURED_STEP
         if self.args.activation_checkpointing == "auto":
             measured += 1  # the policies change after the second step
-        if self.num_steps > measured:
-            return
-        is_gpu = device.type == "cuda"
         if self.num_steps < measured:
-            if is_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(device)
             return
+        self.is_done = True
         plan = self.plan() if self.groups.is_main else None
         if plan is None:
             return
-        gpu, step_ms, peak = gpu_of(device), None, None
+        logger.info(
+            "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
+            plan.peak / GIB,
+            torch.cuda.max_memory_allocated(device) / GIB,
+            torch.cuda.max_memory_reserved(device) / GIB,
+        )
+        gpu = gpu_of(device)
         time = None if gpu is None else predict_step(plan, gpu)
-        if is_gpu:
-            peak = torch.cuda.max_memory_allocated(device)
-            logger.info(
-                "memory of a step: %.1f GiB were predicted and %.1f used (%.1f reserved)",
-                plan.peak / GIB,
-                peak / GIB,
-                torch.cuda.max_memory_reserved(device) / GIB,
-            )
         if time is not None:
-            step_ms = 1000 * time.seconds
-            logger.info("a step is predicted to take %.0f ms: %s", step_ms, time.source)
-        write_plan(self.folder, plan, peak, step_ms)
+            logger.info("a step is predicted to take %.0f ms: %s", 1000 * time.seconds, time.source)
 
     def close(self, error: BaseException | None) -> None:
         if error is not None and is_out_of_memory(error):
@@ -213,21 +205,3 @@ def write_snapshot(folder: Path) -> Path | None:
     path = folder / "memory_snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
     return path
-
-
-def write_plan(folder: Path, plan: MemoryPlan, peak: int | None, step_ms: float | None) -> None:
-    """Write plan.json. A full disk does not end the run.
-
-    peak: measured; None on a CPU. step_ms: predicted.
-    """
-    content = {
-        "memory": dict(plan.largest.parts),
-        "peak": plan.peak,
-        "step_ms": step_ms,
-        "measured_peak": peak,
-        "measured_step_ms": None,
-    }
-    try:
-        write_text(folder / "plan.json", json.dumps(content, indent=2))
-    except (OSError, WriteError) as error:
-        logger.warning("%s was not written: %s", folder / "plan.json", error)

@@ -82,7 +82,6 @@ class Trainer:
                 # After the save: a run that is killed meanwhile keeps its last step.
                 if self._is_end_evaluated() and not stop.is_stopping:
                     self._evaluate(stop)
-                self.metrics.draw()
             # No rank may leave while another waits for its part of a collective.
             stop.finish()
             self.engine.wait_for_weights()

@@ -25,15 +25,15 @@ NEVER = {
     "transformers",
     "diffusers",
     "scipy",
+    "matplotlib",
 }
-# The first launch of a kernel imports Triton, and so does DeepSpeed. matplotlib draws the loss when
-# a run evaluates or ends. DeepSpeed's models check its section of a configuration; ops on the meta
-# device, by which a plan traces the network, import sympy.
+# The first launch of a kernel imports Triton, and so does DeepSpeed. DeepSpeed's models check its
+# section of a configuration; ops on the meta device, by which a plan traces the network, import sympy.
 UNUSED = {
-    "dry run": NEVER | {"triton", "tensorboard", "matplotlib", "av", "safetensors"},
-    "sample": NEVER | {"triton", "tensorboard", "matplotlib"},
-    "plan": NEVER - {"sympy"} | {"tensorboard", "matplotlib"},
-    "train": NEVER - {"sympy"} | {"matplotlib"},
+    "dry run": NEVER | {"triton", "tensorboard", "av", "safetensors"},
+    "sample": NEVER | {"triton", "tensorboard"},
+    "plan": NEVER - {"sympy"} | {"tensorboard"},
+    "train": NEVER - {"sympy"},
 }
 
 START = """

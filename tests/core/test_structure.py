@@ -42,10 +42,8 @@ LATE = {
     "deepspeed",
     "decord",
     "av",
-    "matplotlib",
     "wandb",
     "tensorboard",
-    "rich",
     "PIL",
     "sentencepiece",
 }

@@ -12,7 +12,7 @@ python=$TEST_CUDA_VENV/bin/python
 is_installed() {
     [ -x "$python" ] && "$python" - <<'END'
 import importlib.metadata as installed
-for name in ("torch", "nvidia-cuda-crt", "deepspeed", "diffusers", "peft", "decord", "matplotlib", "pytest"):
+for name in ("torch", "nvidia-cuda-crt", "deepspeed", "diffusers", "peft", "decord", "tensorboard", "pytest"):
     installed.version(name)
 END
 }
@@ -32,6 +32,6 @@ if ! is_installed 2>/dev/null; then
     pip install --quiet torch nvidia-cuda-crt setuptools wheel ninja numpy
     DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
     pip install --quiet omegaconf einops safetensors xxhash transformers diffusers peft sentencepiece av decord \
-        psutil pillow matplotlib tensorboard rich pytest
+        psutil pillow tensorboard jinja2 pytest
 fi
 "$python" tests/cuda/build_runtime.py "build/null_cuda/$(basename "$TEST_CUDA_VENV")"

@@ -28,7 +28,7 @@ from cogfast.plan.memory import GIB, plan_memory, setup_of
 from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
-from cogfast.train.watchers.profiling import Profiler
+from cogfast.train.watchers.watcher import Watchers
 from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 
@@ -176,16 +176,16 @@ def main() -> None:
         if setup.choice != "auto":  # which takes what there is
             os.environ["NULLCUDA_BYTES"] = str(int(predicted * options.card) + _CONTEXT_BYTES)
         run, observer = prepare(config), Observer()
-        profiler: Any = Profiler  # the last watcher of a step
-        after_step = profiler.after_step
+        watchers: Any = Watchers
+        after_step = watchers.after_step
 
-        def end(self: Profiler, step: int) -> None:
+        def end(self: Watchers, step: int) -> None:
             after_step(self, step)
             observer.end_step()
             if step == _NUM_TIGHT and setup.choice != "auto":
                 os.environ["NULLCUDA_BYTES"] = str(_LARGE)
 
-        profiler.after_step = end
+        watchers.after_step = end
         try:
             with check or contextlib.nullcontext():
                 run.train()

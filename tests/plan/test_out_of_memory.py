@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from cogfast.config import load_config
 from cogfast.model.block import Block
 from cogfast.plan import out_of_memory
 from cogfast.plan.memory import base_parts
-from cogfast.plan.out_of_memory import is_out_of_memory, write_plan
+from cogfast.plan.out_of_memory import is_out_of_memory
 from cogfast.plan.zero import num_trained
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
@@ -73,13 +72,6 @@ def test_the_error_names_phase_block_and_checkpoint(
     folder = run_folder(tmp_path / "runs")
     assert f"the last checkpoint is {folder / 'checkpoints' / '00000001'}" in text
     assert trainer.writer.saved_step == 1
-
-    write_plan(folder, trainer.parts.memory.plan(), 123, 4.5)
-    written = json.loads((folder / "plan.json").read_text())
-    assert written["peak"] == sum(written["memory"].values()) and written["measured_peak"] == 123
-    assert written["step_ms"] == 4.5
-    (tmp_path / "plan.json").mkdir()  # a path that cannot be written ends no run
-    write_plan(tmp_path, trainer.parts.memory.plan(), None, None)
 
 
 def test_a_plan_that_fails_ends_no_run(

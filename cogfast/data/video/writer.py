@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,7 +17,6 @@ from cogfast.core.files import write_whole
 if TYPE_CHECKING:
     from PIL import Image
 
-_GIF_SIDE, _GIF_FRAMES = 256, 32  # most pixels and frames of a preview, about 0.5 MB
 _GAP = 6  # pixels between the frames of a contact sheet
 _FONT_SIZE = 15
 _LINE = _FONT_SIZE + 4
@@ -87,28 +85,6 @@ def _rate(fps: float) -> Fraction:
         return Fraction(whole * 1000, 1001)
     # mp4 stores a fraction: whole rates and 7.5 are exact, others the nearest small one.
     return Fraction(fps).limit_denominator(1001)
-
-
-def preview_gif(video: Tensor | np.ndarray, fps: float) -> tuple[bytes, tuple[int, int]]:
-    """Encode a small animated GIF of a video, uint8 [F, H, W, 3] or [3, F, H, W] in [-1, 1].
-
-    Long videos keep their duration with fewer frames. Returns the file and its rows and columns.
-    """
-    from PIL import Image
-
-    frames = to_frames(video)
-    stride = -(-len(frames) // _GIF_FRAMES)
-    scale = min(1.0, _GIF_SIDE / max(frames.shape[1:3]))
-    rows, columns = (max(1, round(side * scale)) for side in frames.shape[1:3])
-    small = [
-        Image.fromarray(frame).resize((columns, rows), Image.Resampling.BICUBIC)
-        for frame in frames[::stride]
-    ]
-    # Pillow's default, median cut, takes nine times as long for about the same error.
-    first, *others = [picture.quantize(256, Image.Quantize.FASTOCTREE) for picture in small]
-    file, milliseconds = io.BytesIO(), 1000 * stride / fps
-    first.save(file, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
-    return file.getvalue(), (rows, columns)
 
 
 def contact_sheet(

@@ -77,12 +77,15 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.terminal import resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
-from cogfast.train.watchers.gradient_check import GradientCheck, lora_cannot_learn
 from cogfast.train.watchers.hang import HangStacks
 from cogfast.train.watchers.metrics import BandLosses, Metrics
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
+from cogfast.train.watchers.parameter_checks import (
+    GradientCheck,
+    ReplicaCheck,
+    lora_cannot_learn,
+)
 from cogfast.train.watchers.profiling import Profiler
-from cogfast.train.watchers.replica_check import ReplicaCheck
 from cogfast.train.watchers.watcher import Watchers
 
 logger = logging.getLogger(__name__)
@@ -289,18 +292,20 @@ def assemble_watchers(
         num_steps=parts.num_steps,
         samples_per_step=parts.global_batch,
     )
-    every, wait = args.replica_check_interval, engine.wait_for_weights
     # In the order of their calls; closed in the reverse order.
     watchers = [
         HangStacks(folder, groups.rank, args.collective_timeout),
         parts.checkpointing,
         parts.memory,
         parts.gradient_check,
-        ReplicaCheck(transformer, groups.tensor, every, wait),
         NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),
         metrics,
-        Profiler(folder / "profile", groups, transformer.blocks, args, parts.num_steps),
     ]
+    every, wait = args.replica_check_interval, engine.wait_for_weights
+    if groups.tensor is not None and every:
+        watchers.insert(4, ReplicaCheck(transformer, groups.tensor, every, wait))
+    if args.profiling is not None and args.profiling >= 0:
+        watchers.append(Profiler(folder / "profile", groups, args.profiling))
     return Watchers(watchers), metrics
 
 

@@ -1,19 +1,14 @@
-"""Log lines at the start and the end of a run, and the progress bar on a terminal."""
+"""Log lines at the start and the end of a run."""
 
 from __future__ import annotations
 
 import logging
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cogfast.config import Config
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -72,35 +67,3 @@ def log_commands(config: Config, folder: Path, num_steps: int, is_lora: bool) ->
             "to train on": f"the same command with {resume_words(config, folder)} {more}",
         }
     )
-
-
-def open_bar(what: str, total: int) -> Progress | None:
-    """Start a progress bar with one task; None if stderr is not a terminal.
-
-    The bar ends with the task's field `note`.
-    """
-    if not sys.stderr.isatty():
-        return None
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
-    # While it runs, rich replaces sys.stderr and prints log lines above the bar.
-    bar.start()
-    bar.add_task(what, total=total, note="")
-    return bar

@@ -1,4 +1,4 @@
-"""Metrics of a run: log lines, metrics.jsonl, TensorBoard, W&B and loss.png."""
+"""Metrics of a run: log lines, metrics.jsonl, TensorBoard, W&B and the run's page."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import dataclasses
 import json
 import logging
 import math
-import resource
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.core.files import WriteError, set_aside, write_text, write_whole
+from cogfast.core.files import WriteError, set_aside, write_text
 from cogfast.core.slot_random import SlotRandom
-from cogfast.data.video.reader import open_video
-from cogfast.data.video.writer import preview_gif
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
@@ -30,12 +27,9 @@ from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 from cogfast.sample.generate import SampledVideo
 from cogfast.train.run.folder import tensorboard_folder
-from cogfast.train.run.log_files import LogFile, TensorBoardFile
-from cogfast.train.run.loss_curve import draw_losses
 from cogfast.train.run.page.metrics_table import read_metrics
 from cogfast.train.run.page.page import RunPage
-from cogfast.train.run.terminal import open_bar
-from cogfast.train.run.wandb_run import WandbRun
+from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
 from cogfast.train.video_size import SampleSize
 from cogfast.train.watchers.watcher import Watcher
 
@@ -47,18 +41,13 @@ def memory_gib(device: torch.device) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         }
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: use the peak, which macOS reports in bytes
-        return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30}
-    return {"memory_rss_gib": pages * resource.getpagesize() / 2**30}
+    return {"memory_rss_gib": psutil.Process().memory_info().rss / 2**30}
 
 
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.98  # decay per step of the loss's running mean, about 50 steps
-_PAGE_SECONDS = 30.0  # between two pages that log lines write, at least
-_PAGE_SHARE = 0.01  # of a run's time that log lines spend on its page, at most
+_PAGE_SECONDS = 60.0  # between two pages that log lines write, at least
 _SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is logged with a hint
 
 
@@ -121,28 +110,20 @@ class Metrics(Watcher):
         self.has_logged = False  # the first line's data wait includes the start of the workers
         self.history: list[dict] = []
         self.lines = LogFile(folder / "metrics.jsonl")
-        self.is_drawn = True  # whether the last attempt to write loss.png succeeded
         self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
-        self.tensorboard = self.wandb = self.progress = None
+        self.tensorboard = self.wandb = None
         CLOCK.restart()
         if groups.is_main:
             self.history = _history_until(start_step, folder / "metrics.jsonl")
             running = [line["loss_running"] for line in self.history if line.get("loss_running")]
             self.running_loss = running[-1] if running else math.nan
-            project = args.wandb_project_name if args.wandb else None
-            self._open_writers(start_step, tensorboard_folder(folder, args), project)
-
-    def _open_writers(self, start_step: int, tensorboard: Path, wandb_project: str | None) -> None:
-        # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
-        purge_step = start_step + 1 if start_step else None
-        self.tensorboard = TensorBoardFile(tensorboard, purge_step)
-        if wandb_project is not None:
-            self.wandb = WandbRun(self.folder, wandb_project)
-        self.progress = open_bar("training", self.num_steps)
+            # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
+            purge_step = start_step + 1 if start_step else None
+            self.tensorboard = TensorBoardRun(tensorboard_folder(folder, args), purge_step)
+            if args.wandb:
+                self.wandb = WandbRun(folder, args.wandb_project_name)
 
     def close(self, error: BaseException | None) -> None:
-        if self.progress is not None:
-            self.progress.stop()
         if self.wandb is not None:
             self.wandb.finish(has_failed=error is not None)
         if self.history:
@@ -175,8 +156,6 @@ class Metrics(Watcher):
         self.timed_tokens += self.size.num_tokens
         self.timed_flops += train_flops(self.config, self.size.num_tokens)
         self.num_unlogged_steps += 1
-        if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step)
         if not self._is_logged(step):
             return None
         with CLOCK.part("log"):
@@ -250,7 +229,7 @@ class Metrics(Watcher):
             self.write(step, {"step": step, **losses})
             named = "  ".join(f"{key} {value:.4f}" for key, value in losses.items())
             logger.info("step %d/%d  %s", step, self.num_steps, named)
-        self.draw()
+        self.write_page()
         CLOCK.restart()
 
     def write(self, step: int, line: dict) -> None:
@@ -259,25 +238,16 @@ class Metrics(Watcher):
             return
         self.history.append(line)
         text = json.dumps({k: _plain(v) for k, v in line.items()})
-        self.lines.append(text.encode() + b"\n")
+        is_written = self.lines.append(text.encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
         assert self.tensorboard is not None, "rank 0 opens the writers"
-        self.tensorboard.add(step, numbers)
+        if is_written:  # else the disk is full for this file, too
+            self.tensorboard.log(step, numbers)
         if self.wandb is not None:
             self.wandb.log(step, numbers)
 
     def add_videos(self, step: int, videos: Sequence[SampledVideo]) -> None:
-        """Copy sampled videos to TensorBoard, as small GIFs, and to W&B. A failure is logged."""
-        assert self.tensorboard is not None, "rank 0 opens the writers"
-        try:
-            for video in videos:
-                gif, size = _preview(video.path)
-                self.tensorboard.add_gif(step, f"samples/{video.name}", gif, size, video.text)
-        # A picture in a log is worth no run: whatever the libraries raise is logged.
-        except Exception as error:
-            logger.warning(
-                "step %d: the samples are not in TensorBoard (%s); training continues", step, error
-            )
+        """Copy sampled videos to W&B."""
         if self.wandb is not None:
             self.wandb.log_videos(step, [(video.path, video.text) for video in videos])
 
@@ -300,49 +270,13 @@ class Metrics(Watcher):
         if wait > _SLOW_DATA * whole and self.has_logged:
             parts += ["waiting for data: raise args.num_workers"]
         self.has_logged = True
-        text = "  ".join(parts)
-        if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], note=f"loss {line['loss_running']:.4f}")
-        logger.info(text)
-
-    def draw(self) -> None:
-        """Draw loss.png and write the run's page."""
-        self.draw_loss()
-        self.write_page()
+        logger.info("  ".join(parts))
 
     def write_page(self, is_active: bool = True) -> None:
         """Write the run's page, on rank 0. is_active: the page reloads itself."""
-        start = time.perf_counter()
         if self.groups.is_main:
             self.page.write(self.history, is_active)
-        end = time.perf_counter()
-        self.next_page = end + max(_PAGE_SECONDS, (end - start) / _PAGE_SHARE)
-
-    def draw_loss(self) -> None:
-        """Draw loss.png; a failure is logged."""
-        lines = [line for line in self.history if {"loss", "loss_running"} <= line.keys()]
-        if not self.groups.is_main or not lines:
-            return
-        draw = partial(draw_losses, self.history, self.folder.name)
-        try:
-            write_whole(self.folder / "loss.png", draw)
-        # A picture is worth no run: whatever matplotlib or a full disk raises is logged.
-        except Exception as error:
-            # Once if it stays so, not at every drawing.
-            if self.is_drawn:
-                logger.warning("loss.png is not drawn (%s); training continues", error)
-            self.is_drawn = False
-        else:
-            self.is_drawn = True
-
-
-def _preview(path: Path) -> tuple[bytes, tuple[int, int]]:
-    """Return a small GIF of a video file, and its rows and columns."""
-    reader = open_video(str(path))
-    try:
-        return preview_gif(reader.read(range(len(reader))), reader.fps)
-    finally:
-        reader.close()
+        self.next_page = time.perf_counter() + _PAGE_SECONDS
 
 
 def _plain(value: object) -> object:

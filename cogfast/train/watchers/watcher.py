@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 class Watcher:
-    """Watches the steps of a run; it changes no weight. Each method is optional."""
+    """Watches the steps of a run; it changes no weight. Each method is optional.
+
+    is_done: it has seen all that it watches for, and is only closed.
+    """
+
+    is_done = False
 
     def before_step(self, step: int) -> None:
         """step: completed optimizer steps."""
@@ -32,27 +37,22 @@ class Watchers:
     """Calls watchers in their order, and closes them in the reverse one."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self.watchers = watchers
-
-        def having(name: str) -> list[Watcher]:
-            return [w for w in watchers if getattr(type(w), name) is not getattr(Watcher, name)]
-
-        self._before_step, self._after_backward = having("before_step"), having("after_backward")
-        self._after_step, self._after_log = having("after_step"), having("after_log")
+        self.watchers = self.active = watchers
 
     def before_step(self, step: int) -> None:
-        for watcher in self._before_step:
+        self.active = [watcher for watcher in self.watchers if not watcher.is_done]
+        for watcher in self.active:
             watcher.before_step(step)
 
     def after_backward(self, loss: Tensor) -> None:
-        for watcher in self._after_backward:
+        for watcher in self.active:
             watcher.after_backward(loss)
 
     def after_step(self, step: int) -> None:
-        for watcher in self._after_step:
+        for watcher in self.active:
             line = watcher.after_step(step)
             if line is not None:
-                for reader in self._after_log:
+                for reader in self.active:
                     reader.after_log(line)
 
     def __enter__(self) -> Watchers:

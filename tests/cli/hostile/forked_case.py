@@ -31,12 +31,11 @@ MAX_WAIT = 60.0
 _PROGRESS = 0.5  # seconds of processor time
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
-# Programs that record the commit and the machine of a run. matplotlib lists the fonts by fc-list,
-# DeepSpeed's ZeRO-3 the cores by numactl.
-COMMANDS = {"fc-list", "numactl", "git", "nvidia-smi", "lscpu", "uname", "ldconfig"}
+# Programs that record the commit and the machine of a run. DeepSpeed's ZeRO-3 lists the cores by numactl.
+COMMANDS = {"numactl", "git", "nvidia-smi", "lscpu", "uname", "ldconfig"}
 COMMANDS |= {"gcc", "cc", "c++", "g++"}
 
-_SCRATCH = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
+_SCRATCH = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 _STARTS = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"}
 _WRITES = {"remove", "rename", "rmdir", "mkdir", "link", "symlink", "truncate", "chmod", "chown"}
 _WRITES = {f"os.{name}" for name in _WRITES | {"utime"}} | {"shutil.rmtree", "shutil.move"}
@@ -51,7 +50,6 @@ _OURS = [
 ]
 _OURS += ["train.preflight.inferred", "sample.command", "sample.lora_overlay"]
 _THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]
-_THEIRS += ["matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.font_manager"]
 _THEIRS += ["omegaconf._impl", "omegaconf.vendor.antlr4.LL1Analyzer", "torch._dynamo"]
 _THEIRS += ["torch._inductor.compile_fx", "torch.utils.tensorboard", "transformers"]
 _THEIRS += ["transformers.convert_slow_tokenizer", "transformers.integrations.mistral"]

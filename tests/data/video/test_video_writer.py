@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageSequence
+from PIL import Image
 
-from cogfast.data.video.writer import contact_sheet, preview_gif, to_frames, write_video
+from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from tests.support.video_files import decode_all
 
 
@@ -142,19 +140,3 @@ def test_many_videos_are_in_three_columns(tmp_path):
     assert len(rows) == 4 * 80 * 80  # four frames of 80 pixels
     greys = (np.abs(sheet - 128).max(axis=2) == 0).sum()
     assert greys == 12 * 4 * 80 * 80
-
-
-def test_a_preview_is_small_and_keeps_the_duration() -> None:
-    """70 frames of 600x400 at 16 fps: every third frame, at most 256 pixels wide."""
-    ramp = np.linspace(0, 255, 600, dtype=np.uint8)[None, :, None].repeat(400, 0).repeat(3, 2)
-    video = np.stack([np.roll(ramp, 5 * i, axis=1) for i in range(70)])
-    gif, size = preview_gif(video, 16)
-    picture = Image.open(io.BytesIO(gif))
-    assert (picture.size, size) == ((256, 171), (171, 256))
-    frames = [f.convert("RGB") for f in ImageSequence.Iterator(picture)]
-    assert len(frames) == 24
-    seconds = sum(f.info["duration"] for f in ImageSequence.Iterator(picture)) / 1000
-    assert seconds == pytest.approx(70 / 16, rel=0.05)
-    wanted = Image.fromarray(video[69]).resize((256, 171), Image.Resampling.BOX)
-    assert np.abs(np.asarray(frames[-1], float) - np.asarray(wanted, float)).mean() < 5
-    assert picture.info["loop"] == 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
 from cogfast.train.trainer import Trainer
-from cogfast.train.watchers.replica_check import own_values
+from cogfast.train.watchers.parameter_checks import own_values
 
 
 class Overflows(torch.autograd.Function):

@@ -17,8 +17,8 @@ from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
-from cogfast.train.watchers import replica_check
-from cogfast.train.watchers.replica_check import ReplicaCheck
+from cogfast.train.watchers import parameter_checks
+from cogfast.train.watchers.parameter_checks import ReplicaCheck
 from tests.support.ranks.communication_ranks import CountedCollectives
 from tests.support.tensor_parallel_cases import CASES, materialize
 
@@ -72,7 +72,6 @@ def whole_parameters(name: str, group: ParallelGroup, rank: int) -> dict[str, ob
             flip(parameter(LARGE), -1, bit)
         found[f"bit {bit}"] = outcome(check)
         found["between"] = outcome(check, EVERY + 1)
-        found["never"] = outcome(ReplicaCheck(transformer, group, None))
         if rank == 1:
             flip(parameter(LARGE), -1, bit)
     found["as before"] = outcome(check)
@@ -119,7 +118,7 @@ def main() -> None:
     shared = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     data = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = ParallelGroup(rank, 2, shared[number])
-    replica_check._CHUNK = 1000  # the largest parameter here has more
+    parameter_checks._CHUNK = 1000  # the largest parameter here has more
     found = {
         name: whole_parameters(name, group, groups.rank)
         | parts_of_parameters(name, group, groups.rank, data[rank])

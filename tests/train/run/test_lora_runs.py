@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from pathlib import Path
@@ -16,17 +15,16 @@ from safetensors.torch import load_file
 from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample
 from cogfast.config import load_config
-from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.adapters import adapters_of, open_adapter
+from cogfast.model.weights.adapters import open_adapter
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import (
     newest_checkpoint,
 )
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.weights.image_scale import scale_of_run
-from cogfast.model.weights.load import load_source, load_transformer
+from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.train.trainer import Trainer
@@ -190,49 +188,6 @@ def test_dropout_is_drawn_again_in_a_resumed_run(base: Path, tmp_path: Path) -> 
     assert losses(run_folder(tmp_path / "none")) != whole
 
 
-def test_trained_adapters_of_the_mlp_work_in_diffusers(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run's adapters as a PEFT file, and merged into the base: the output of cogfast's model."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    asked = [f"{LORA}.target_modules=[to_v,ff.net.0.proj,ff.net.2]", f"{LORA}.lora_alpha=6"]
-    Trainer(load_config([base], [*asked, f"args.save={tmp_path / 'runs'}"])).train()
-    run, weights = run_folder(tmp_path / "runs"), base.parent / "base"
-    ours = build_transformer(load_config([base], asked).model)
-    load_transformer(ours, weights)
-    adapter = open_adapter(run)
-    assert adapters_of(adapter).targets == ("to_v", "ff.net.0.proj", "ff.net.2")
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 8, 3, 4, 4, generator=generator)
-    text = torch.randn(1, 8, 16, generator=generator)
-    times = torch.tensor([500])
-    rotary = get_3d_rotary_pos_embed(16, ((0, 0), (2, 2)), (2, 2), 3)
-
-    def theirs(model: torch.nn.Module) -> torch.Tensor:
-        model.norm_out.norm.eps = 1e-6  # SAT's
-        given = (latents.transpose(1, 2), text, times)
-        return model(*given, image_rotary_emb=rotary, return_dict=False)[0].transpose(1, 2)
-
-    convert(run, tmp_path / "peft", "peft")
-    convert(weights, tmp_path / "plain", "diffusers")
-    convert(weights, tmp_path / "merged", "diffusers", merge_lora=str(run))
-    with torch.no_grad():
-        plain = ours(latents, times, text)
-        load_source(ours, adapter, "the run")
-        expected = ours(latents, times, text)
-        model = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "plain")
-        model.load_lora_adapter(tmp_path / "peft", use_safetensors=True)
-        merged = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "merged")
-        for found in (theirs(model), theirs(merged)):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert (plain - expected).abs().max() > 1e-4
-    with pytest.raises(
-        ValueError, match=r"adapters of ff.net.0.proj, ff.net.2, but SAT's LoRA adapts"
-    ):
-        convert(run, tmp_path / "sat", "sat")
-
-
 @pytest.fixture(scope="module")
 def sources(trained: Path, base: Path) -> dict[str, Path]:
     """The trained adapters as the run itself, a PEFT file and a SAT checkpoint with its base."""
@@ -287,26 +242,6 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     model = build_transformer(load_config([base], [*ASKED, f"{LORA}.lora_alpha=1"]).model)
     with pytest.raises(ValueError, match="rank 2 and alpha 3, .* set r: 2, lora_alpha: 3"):
         load_transformer(model, sources["run"])
-
-
-def test_all_ranks_learn_that_one_cannot_read_its_weights(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tensor-parallel rank may be the only one that reads a damaged shard."""
-    shutil.copytree(base.parent / "base", tmp_path / "base")
-    file = next((tmp_path / "base").rglob("*.pt"))
-    content = torch.load(file)
-    next(t for n, t in content["module"].items() if n.endswith("4h.weight"))[-1, -1] = math.nan
-    torch.save(content, file)
-    shared: list[BaseException | None] = []
-    agree = ProcessGroups.agree
-    monkeypatch.setattr(
-        ProcessGroups, "agree", lambda self, error: (shared.append(error), agree(self, error))[1]
-    )
-    arguments = [*ASKED, f"args.load={tmp_path / 'base'}", f"args.save={tmp_path / 'runs'}"]
-    with pytest.raises(ValueError, match=r"fc1.weight has 1 of 4096 numbers") as caught:
-        Trainer(load_config([base], arguments))
-    assert caught.value in shared
 
 
 @pytest.mark.parametrize("what", ["output layer", "modulation"])

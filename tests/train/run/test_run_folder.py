@@ -58,6 +58,13 @@ def test_the_newest_run_of_the_experiment_is_resumed(tmp_path: Path, resume: str
     assert (folder, checkpoint) == (newest, newest / "checkpoints" / "00000002")
 
 
+def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="args.resume=latest: no run of 'a' with a checkpoint"):
+        open_run_folder(str(tmp_path), "a", "latest", ALONE)
+    folder, checkpoint = open_run_folder(str(tmp_path), "a", "auto", ALONE)
+    assert folder.is_dir() and checkpoint is None
+
+
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
     found = [open_run_folder(str(tmp_path), "a", None, ALONE)[0] for _ in range(2)]
     assert found[0] != found[1]

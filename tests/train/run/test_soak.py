@@ -1,4 +1,4 @@
-"""Long tests, run by `make soak`: many kills, and the quickstart's quality over seeds."""
+"""Long tests, run by `make soak`: many kills, and the quickstart's quality."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def test_many_kills_change_nothing(tmp_path: Path, layout: str) -> None:
     assert_same_run(whole, cut, STEPS)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
+def test_quickstart_learns(tmp_path: Path) -> None:
     """The gate that separates learned from not, over the 48 captions, from a fresh data set."""
     tree = tmp_path / "cogfast"
     skipped = shutil.ignore_patterns(".git", ".venv", "quickstart", "__pycache__")
@@ -55,7 +54,7 @@ def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
     done = subprocess.run(
         ["scripts/quickstart.sh"],
         cwd=tree,
-        env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"SEED": str(seed)},
+        env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"SEED": "1"},
         capture_output=True,
         text=True,
         timeout=1800,

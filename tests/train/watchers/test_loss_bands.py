@@ -1,4 +1,4 @@
-"""Loss by band of timesteps, and the picture of the losses."""
+"""Loss by band of timesteps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.diffusion.loss import VideoDiffusionLoss
-from cogfast.train.run.loss_curve import loss_figure
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     run,
@@ -88,71 +86,20 @@ def test_a_band_without_samples_is_null(tmp_path: Path, data: Path) -> None:
 
 
 LAYOUTS = {
-    "weights split": ["deepspeed.zero_optimization.stage=3", "args.model_parallel_size=1"],
-    "model split": ["args.model_parallel_size=2"],
-    "rows split": ["args.context_parallel_size=2"],
+    "samples": "deepspeed.train_micro_batch_size_per_gpu=2",
+    "model": "args.model_parallel_size=2",
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("weights split", marks=pytest.mark.soak), "model split", "rows split"]
-)
+@pytest.mark.parametrize("split", LAYOUTS)
 def test_two_ranks_have_the_numbers_of_one(
-    tmp_path: Path, data: Path, alone: tuple[Path, list], layout: str
+    tmp_path: Path, data: Path, alone: tuple[Path, list], split: str
 ) -> None:
-    """Under ZeRO-3 with half of the samples each, and with halves of one model or of the rows."""
     args = {"save_interval": 1, "keep_last": 0, "train_iters": 2, "log_interval": 2}
     base = write_config(tmp_path / "base.yaml", data, **args)
-    batch = 2 if layout == "weights split" else 4
-    words = [*LAYOUTS[layout], DRAWN, f"deepspeed.train_micro_batch_size_per_gpu={batch}"]
-    done = run(["train", "--base", str(base), *words], 2)
+    done = run(["train", "--base", str(base), LAYOUTS[split], DRAWN], 2)
     assert done.returncode == 0, done.stdout
     (line,), (expected, _) = lines(tmp_path), lines(alone[0])
     keys = [f"train_loss_band_{band}" for band in range(BANDS)]
     for key in ("loss", *keys):
         assert line[key] == pytest.approx(expected[key], rel=1e-4)
-
-
-def series(losses: np.ndarray, interval: int = 20, **more: float) -> list[dict]:
-    steps = range(interval, interval * len(losses) + 1, interval)
-    return [
-        {"step": step, "loss": float(loss), "grad_norm": 0.3, **more}
-        for step, loss in zip(steps, losses, strict=True)
-    ]
-
-
-def test_the_axis_of_losses_is_chosen_by_the_data() -> None:
-    steps = np.arange(100)
-    flat = series(0.172 - 0.001 * steps / 100)
-    falling = series(0.2 + 0.7 * np.exp(-steps / 20))
-    for found in (flat, falling):
-        for line in found:
-            line |= {"loss_running": line["loss"], "valid_loss": line["loss"]}
-            line |= {f"train_loss_band_{i}": line["loss"] + i for i in range(4)}
-    for found, from_zero in ((flat, False), (falling, True)):
-        whole, held_out, *bands = loss_figure(found, "run").axes
-        losses = [line["loss"] for line in found]
-        for axes in (whole, held_out):
-            low, high = axes.get_ylim()
-            assert high >= max(losses) and (low == 0) == from_zero
-            assert from_zero or high - low < 1.3 * (max(losses) - min(losses))
-        assert [axes.get_title()[:6] for axes in bands] == [f"band {i}" for i in range(4)]
-        assert bands[3].get_ylim()[0] > 3
-
-
-def test_a_loss_that_is_not_finite_is_drawn_around() -> None:
-    lines = [{"step": 1, "loss": None, "loss_running": None}, *series(np.full(3, 0.2))[1:]]
-    (axes,) = loss_figure(lines, "run").axes
-    assert axes.get_ylim()[0] < 0.2 < axes.get_ylim()[1]
-
-
-def test_a_users_loss_has_no_bands(tmp_path: Path, data: Path) -> None:
-    class Own(Trainer):
-        def compute_loss(self, batch: dict) -> Tensor:
-            latents, text = torch.randn(4, 8, 3, 4, 4), torch.zeros(4, 8, 16)
-            return self.engine(latents, torch.arange(4), text).square().mean()
-
-    base = write_config(tmp_path / "base.yaml", data, train_iters=1)
-    Own(load_config([base], [DRAWN])).train()
-    (line,) = lines(tmp_path)
-    assert [line[f"train_loss_band_{band}"] for band in range(BANDS)] == [None] * 3

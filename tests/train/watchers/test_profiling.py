@@ -10,17 +10,14 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from cogfast.cli.options import parse_train
 from cogfast.config import load_config
-from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.train.preflight.check import check_train
@@ -33,24 +30,17 @@ SCRIPT = ROOT / "scripts" / "profile_nsys.sh"
 NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
-def train(folder: Path, data: Path, *arguments: str, **args: object) -> tuple[Path, Trainer]:
-    args = {"train_iters": 4, "activation_checkpointing": "full", **args}
-    base = write_config(folder / "base.yaml", data, **args)
-    trainer = Trainer(load_config([base], arguments))
-    trainer.train()
-    return run_folder(folder / "runs"), trainer
+def train(folder: Path, data: Path, **args: object) -> Path:
+    base = write_config(folder / "base.yaml", data, **{"train_iters": 5, **args})
+    Trainer(load_config([base], ["deepspeed.gradient_accumulation_steps=2"])).train()
+    return run_folder(folder / "runs")
 
 
 @pytest.fixture(scope="module")
 def profiled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, of two micro-batches each, with the second and the third profiled."""
-    args = {"profiling": 1, "profiling_steps": 2, "profiling_blocks": True}
+    """A run of five steps, of two micro-batches each, of which the first and the last are not profiled."""
     folder = tmp_path_factory.mktemp("profiled")
-    arguments = ["deepspeed.gradient_accumulation_steps=2"]
-    run, trainer = train(folder, data, *arguments, **args)
-    blocks = trainer.engine.transformer.blocks
-    assert all(block._compiled_call_impl is None for block in blocks)
-    return run
+    return train(folder, data, profiling=1)
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +57,30 @@ def ranges(events: list[dict]) -> list[dict]:
 
 
 def test_ranges_of_the_trace(events: list[dict]) -> None:
-    """Each range occurs as often as in the step, and inside its parent."""
+    """Each range occurs as often as in the steps, and inside one of them."""
     named = Counter(event["name"] for event in ranges(events))
-    wanted = {"step 1": 1, "step 2": 1, "log": 2}
-    wanted |= dict.fromkeys(["data", "encode", "forward", "backward", "optimizer"], 4)
-    for i in range(2):
-        wanted |= dict.fromkeys([f"block {i} {w}" for w in ("forward", "recompute", "backward")], 4)
+    steps = {f"step {i}" for i in (1, 2, 3)}
+    wanted = {**dict.fromkeys(steps, 1), "log": 3}
+    wanted |= dict.fromkeys(["data", "encode", "forward", "backward", "optimizer"], 6)
     assert {name: named[name] for name in wanted} == wanted
-    assert not [name for name in named if re.match("step [^12]", name)]
-
-    def parents(event: dict) -> set[str]:
-        end = event["ts"] + event["dur"]
-        return {
-            outer["name"]
-            for outer in ranges(events)
-            if outer is not event and outer["ts"] <= event["ts"]
-            if end <= outer["ts"] + outer["dur"] + 0.01  # the file has nanoseconds
-        }
-
+    assert {name for name in named if name.startswith("step")} == steps
     for event in ranges(events):
-        if event["name"] in wanted and not event["name"].startswith("step"):
-            assert parents(event) & {"step 1", "step 2"}, event
-        block = re.fullmatch(r"(block \d) (\w+)", event["name"])
-        if block is not None:
-            outer = {"forward": "forward", "recompute": f"{block[1]} backward"}
-            assert outer.get(block[2], "backward") in parents(event), event
-    backward = [event for event in ranges(events) if event["name"].endswith(" backward")]
-    names = [event["name"] for event in backward]
-    assert names == ["block 1 backward", "block 0 backward"] * 4
-    (line,) = {event["tid"] for event in backward}
-    assert line not in {event["tid"] for event in events if event not in backward}
+        if event["name"] in wanted.keys() - steps:
+            outer = {
+                step["name"]
+                for step in ranges(events)
+                if step["ts"] <= event["ts"]
+                if event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 0.01  # nanoseconds
+            }
+            assert outer & steps, event
+
+
+def test_the_tables_have_ranges_and_ops(profiled: Path, events: list[dict]) -> None:
+    text = (profiled / "profile" / "top_ops.txt").read_text()
+    assert text.startswith("times are totals over 3 steps\n")
+    (_, *of_ranges), (_, *tops) = rows_of(text)
+    assert {row[0] for row in of_ranges} == {event["name"] for event in ranges(events)}
+    assert len(tops) == 30 and {"aten::mm", "aten::copy_"} <= {row[0] for row in tops}
 
 
 def rows_of(text: str) -> list[list[list]]:
@@ -114,75 +98,20 @@ def rows_of(text: str) -> list[list[list]]:
     return found
 
 
-def test_table_of_ops_is_the_trace_summed_up(profiled: Path, events: list[dict]) -> None:
-    """Counts and self times against those of the trace: an op's time less that of what it calls."""
-    text = (profiled / "profile" / "top_ops.txt").read_text()
-    assert text.startswith("times are totals over 2 steps\n")
-    stacks, parents, children = {}, [], Counter()
-    # the ranges of blocks' backward passes stand on a line of their own
-    ops = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
-    for i, event in enumerate(ops):
-        stack = stacks.setdefault(event["tid"], [])
-        while stack and event["ts"] >= ops[stack[-1]]["ts"] + ops[stack[-1]]["dur"] - 1e-3:
-            stack.pop()
-        parents.append(stack[-1] if stack else None)
-        children[parents[-1]] += 1
-        stack.append(i)
-    self_time, count = Counter(), Counter()
-    for event, parent in zip(ops, parents, strict=True):
-        name, outer = event["name"], None if parent is None else ops[parent]["name"]
-        if outer == name and children[parent] == 1:
-            continue  # an op that only calls itself, on its way through the dispatcher
-        self_time[outer] -= event["dur"]
-        self_time[name] += event["dur"]
-        count[name] += 1
-
-    (_, *of_ranges), (header, *tops) = rows_of(text)
-    assert header[:3] == ["Name", "Self CPU %", "Self CPU"] and len(tops) == 30
-    assert [row[2] for row in tops] == sorted((row[2] for row in tops), reverse=True)
-    whole = float(re.findall(r"Self CPU time total: ([\d.]+)ms", text)[1])
-    for name, share, ms, *_, number in tops:
-        assert number == count[name], name
-        assert ms == pytest.approx(self_time[name] / 1e3, rel=0.02, abs=0.005), name
-        assert share == pytest.approx(100 * ms / whole, abs=0.05)
-    assert {"aten::mm", "aten::copy_"} <= {row[0] for row in tops}
-    assert {row[0] for row in of_ranges} == {event["name"] for event in ranges(events)}
-    for name, _, _, _, ms, _, number in of_ranges:
-        durations = [event["dur"] for event in ranges(events) if event["name"] == name]
-        assert number == len(durations)
-        assert ms == pytest.approx(sum(durations) / 1e3, abs=0.01)
-
-
 def test_a_profile_changes_no_number_and_comes_once(
     profiled: Path, data: Path, tmp_path: Path
 ) -> None:
-    run, _ = train(tmp_path, data, "deepspeed.gradient_accumulation_steps=2", profiling=-1)
+    run = train(tmp_path, data, profiling=-1)
     assert losses(run) == losses(profiled)
     assert not (run / "profile").exists()
 
 
-def test_compiled_blocks_have_ranges_and_a_run_that_is_stopped_has_its_profile(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiled call stands for any that nn.Module.compile leaves; exit_interval ends the run
-    between the profiled steps."""
-    calls = []
-
-    def compiled(transformer: nn.Module) -> None:
-        for block in transformer.blocks:
-            block._compiled_call_impl = lambda *x, b=block: (calls.append(b), b._call_impl(*x))[1]
-
-    monkeypatch.setattr("cogfast.train.assembly.compile_blocks", compiled)
-    args = {"compile": True, "profiling": 1, "profiling_blocks": True, "exit_interval": 2}
-    run, trainer = train(tmp_path, data, **args)
-    blocks = list(trainer.engine.transformer.blocks)
-    once = [*blocks, *reversed(blocks)]  # forward, and recomputed
-    assert calls == once * 2
+def test_a_run_that_is_stopped_has_its_profile(data: Path, tmp_path: Path) -> None:
+    """exit_interval ends it between the profiled steps."""
+    run = train(tmp_path, data, profiling=1, exit_interval=2)
     text = (run / "profile" / "top_ops.txt").read_text()
-    assert text.startswith("times are totals over 1 step\n") and re.search(
-        r"block 1 recompute .* 1 +\n", text
-    )
-    assert blocks[0]._compiled_call_impl.__name__ == "<lambda>"
+    assert text.startswith("times are totals over 1 step\n")
+    assert CLOCK.part("data") is CLOCK.part("log")  # one object that does nothing
 
 
 class Cuda:
@@ -191,9 +120,9 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         note = lambda name: lambda *given: self.calls.append(" ".join([name, *given]))
-        cudart = SimpleNamespace(cudaProfilerStart=note("start"), cudaProfilerStop=note("stop"))
         monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        for name in ("start", "stop"):
+            monkeypatch.setattr(torch.cuda.profiler, name, note(name))
         monkeypatch.setattr(torch.cuda.nvtx, "range_push", note("push"))
         monkeypatch.setattr(torch.cuda.nvtx, "range_pop", note("pop"))
 
@@ -201,21 +130,16 @@ class Cuda:
 GPU = ProcessGroups(0, 1, 0, torch.device("cuda", 0), None, is_owner=False)
 
 
-def make_profiler(folder: Path, groups: ProcessGroups, **args: object) -> Profiler:
-    values = TrainArguments(**{"profiling": 2, "profiling_steps": 2, "log_interval": 100, **args})
-    return Profiler(folder, groups, nn.ModuleList([nn.Linear(2, 2)]), values, num_steps=9)
-
-
-def run_steps(profiler: Profiler, num_steps: int = 6) -> list[int]:
-    """Steps with a forward range; returns those after which a profile was finished."""
+def run_steps(profiler: Profiler, num_steps: int = 7) -> list[int]:
+    """Run steps with a forward range; return those after which a profile was finished."""
     finished = []
     for step in range(num_steps):
-        was_captured = profiler.has_captured and not profiler.is_capturing
+        was_done = profiler.is_done
         profiler.before_step(step)
         with CLOCK.part("forward"):
             pass
         profiler.after_step(step + 1)
-        if profiler.has_captured and not profiler.is_capturing and not was_captured:
+        if profiler.is_done and not was_done:
             finished.append(step + 1)
     profiler.close(None)
     return finished
@@ -227,9 +151,9 @@ def test_nsys_captures_these_steps_with_nvtx_ranges(
     caplog.set_level("INFO")
     cuda = Cuda(monkeypatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert run_steps(make_profiler(tmp_path / "profile", GPU)) == [4]
-    steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3)]
-    assert cuda.calls == ["synchronize", "start", *steps[0], *steps[1], "synchronize", "stop"]
+    assert run_steps(Profiler(tmp_path / "profile", GPU, 2)) == [5]
+    steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3, 4)]
+    assert cuda.calls == ["synchronize", "start", *sum(steps, []), "synchronize", "stop"]
     assert not (tmp_path / "profile").exists()
     assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in caplog.text
 
@@ -241,57 +165,35 @@ def test_one_rank_of_a_machine_starts_nsys_and_only_rank_0_writes(
     for name in NSYS:
         monkeypatch.delenv(name, raising=False)
     second = dataclasses.replace(GPU, rank=1, world_size=4, local_rank=1)
-    assert run_steps(make_profiler(tmp_path / "profile", second)) == [4]
+    assert run_steps(Profiler(tmp_path / "profile", second, 2)) == [5]
     assert "push forward" in cuda.calls and not {"start", "stop"} & set(cuda.calls)
     other_machine = dataclasses.replace(second, rank=2, local_rank=0)
-    run_steps(make_profiler(tmp_path / "profile", other_machine))
+    run_steps(Profiler(tmp_path / "profile", other_machine, 2))
     assert {"start", "stop"} <= set(cuda.calls)
     assert not (tmp_path / "profile").exists()
 
 
-def test_outside_of_the_capture_a_range_is_one_object_that_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = Cuda(monkeypatch)
-    for off in (None, -1):
-        profiler = make_profiler(tmp_path, GPU, profiling=off)
-        assert CLOCK.part("data") is CLOCK.part("log")
-        assert run_steps(profiler) == [] and cuda.calls == []
-
-
 def test_a_step_that_a_run_does_not_reach_is_logged(tmp_path: Path, caplog) -> None:
-    run_steps(make_profiler(tmp_path, GPU, profiling=7), num_steps=6)
+    run_steps(Profiler(tmp_path, GPU, 7), num_steps=7)
     assert "args.profiling=7: this run did not reach that step" in caplog.text
 
 
-def test_a_full_disk_costs_the_profile_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
-    (tmp_path / "profile").touch()  # a file where the folder would be
-    on_cpu = dataclasses.replace(GPU, device=torch.device("cpu"))
-    for name in NSYS:
-        monkeypatch.delenv(name, raising=False)
-    assert run_steps(make_profiler(tmp_path / "profile", on_cpu)) == [4]
-    assert "training continues" in caplog.text
-
-
-@pytest.mark.parametrize("limit", [100, 1000])
 def test_a_real_limit_on_files_leaves_no_part_of_a_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, file_limit, limit: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, file_limit
 ) -> None:
     """PyTorch itself does not notice that it could not write its trace."""
     on_cpu = dataclasses.replace(GPU, device=torch.device("cpu"))
     for name in NSYS:
         monkeypatch.delenv(name, raising=False)
-    profiler = make_profiler(tmp_path / "profile", on_cpu)
+    profiler = Profiler(tmp_path / "profile", on_cpu, 2)
     write = profiler._write
 
     def write_on_full_disk(trace: torch.profiler.profile) -> None:
-        with file_limit(limit):
+        with file_limit(100):
             write(trace)
 
     monkeypatch.setattr(profiler, "_write", write_on_full_disk)
-    assert run_steps(profiler) == [4]
+    assert run_steps(profiler) == [5]
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and re.match("profile: .*cannot be written", warnings[0]), warnings
     assert list((tmp_path / "profile").iterdir()) == []
@@ -337,10 +239,6 @@ def test_tables_of_a_gpu_count_kernels() -> None:
     [
         (["args.profiling=-2"], "args.profiling=-2 must be a whole number from -1 to"),
         (["args.profiling=4"], "args.profiling=4 must be below args.train_iters=4, where"),
-        (
-            ["args.profiling=1", "args.profiling_steps=0"],
-            "args.profiling_steps=0 must be a whole number from 1 to 1000",
-        ),
     ],
 )
 def test_bad_values_are_refused(
@@ -390,9 +288,7 @@ def test_script_runs_nsys_around_a_launch_and_prints_reports(
 ) -> None:
     fake_nsys(tmp_path)
     arguments = ["--base", "a b.yaml", "c.yaml", "args.load=x y", "--seed", "3"]
-    done = run_script(
-        tmp_path, *arguments, NPROC=str(processes), START="20", STEPS="4", BLOCKS="true"
-    )
+    done = run_script(tmp_path, *arguments, NPROC=str(processes), START="20")
     assert done.returncode == 0, done.stderr
     capture, *reports = [
         line.split("\0")[:-1] for line in (tmp_path / "record").read_text().splitlines()
@@ -418,9 +314,7 @@ def test_script_runs_nsys_around_a_launch_and_prints_reports(
         "args.seed=3",
         "args.load=x y",
         "args.profiling=20",
-        "args.profiling_steps=4",
-        "args.profiling_blocks=true",
-        "args.exit_interval=24",
+        f"args.exit_interval={20 + profiling.NUM_STEPS}",
     }
     names = ["nvtx_sum", "nvtx_gpu_proj_sum", "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum"]
     names.append("cuda_api_sum")

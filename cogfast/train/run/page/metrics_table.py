@@ -6,17 +6,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired
+from typing import Annotated, NotRequired
 
 import numpy as np
 
-from cogfast.config.json_files import keys, parse_json, read_limited
+from cogfast.config.json_files import Range, keys, parse_json, read_limited
 
 _MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]
-_LINE = keys({"step": int, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER})
 _MOST_STEP = 2**53  # JavaScript's largest exact integer
-_MOST_COLUMNS = 200
+_STEP = Annotated[int, Range(0, _MOST_STEP)]
+_LINE = keys({"step": _STEP, "loss": _NUMBER, "loss_running": _NUMBER, "valid_loss": _NUMBER})
 _NUMBERS = (float, int, type(None))
 _LARGEST = sys.float_info.max
 MOST_POINTS = 10_000  # of a column: a browser draws them within a frame
@@ -73,29 +73,18 @@ def read_metrics(path: Path) -> MetricsFile:
     return MetricsFile(lines, problems, cut)
 
 
-def to_columns(lines: Iterable[Mapping]) -> tuple[dict[str, Column], list[str]]:
-    """Return a column for every key that has numbers, in the order of the keys, and notes.
+def to_columns(lines: Iterable[Mapping]) -> dict[str, Column]:
+    """Return a column for every key that has numbers, in the order of the keys.
 
     A step that occurs twice has the numbers of its last line.
     """
     found: dict[str, dict[int, float | None]] = {}
-    notes = []
     for line in lines:
         step = line["step"]
-        if not 0 <= step < _MOST_STEP:
-            notes = ["metrics.jsonl: lines with an impossible step are left out"]
-            continue
         for key, value in line.items():
             # Not isinstance: a bool is no number here.
-            if type(value) not in _NUMBERS:
-                continue
-            column = found.get(key)
-            if column is None:
-                if len(found) > _MOST_COLUMNS:
-                    notes = [f"metrics.jsonl: only its first {_MOST_COLUMNS} keys are shown"]
-                    continue
-                column = found[key] = {}
-            column[step] = value
+            if type(value) in _NUMBERS:
+                found.setdefault(key, {})[step] = value
     found.pop("step", None)
     columns = {}
     for key, values in found.items():
@@ -105,7 +94,7 @@ def to_columns(lines: Iterable[Mapping]) -> tuple[dict[str, Column], list[str]]:
         # False for NaN, and for integers beyond the range of floats.
         finite = (v if v is not None and -_LARGEST <= v <= _LARGEST else None for v in numbers)
         columns[key] = Column(tuple(steps), tuple(finite))
-    return {key: column for key, column in columns.items() if column.finite}, notes
+    return {key: column for key, column in columns.items() if column.finite}
 
 
 def thinned(column: Column, most: int = MOST_POINTS) -> Column:

@@ -23,11 +23,9 @@ from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint,
 from cogfast.train.run.page.metrics_table import Column, read_metrics, to_columns
 
 FACTS, _METRICS, CONFIG = "run_facts.json", "metrics.jsonl", "training_config.yaml"
-MOST_CELLS = 2000  # videos on a page; the steps between are left out above it
 _BAD_FILES = ("bad_samples.jsonl", "bad_samples_valid.jsonl")
 _MOST_BAD_BYTES, _MOST_SHOWN = 1 << 26, 300
 _LEFT_OUT = "it is left out"
-_MOST_FILES = 100_000  # of a folder
 _SUFFIXES = (".mp4", ".safetensors")  # a video, or its latents with args.only_log_video_latents
 _STEP_FOLDER = re.compile(r"step-(\d{1,12})")
 _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
@@ -149,10 +147,7 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecord:
     """Read a run's folder. history: the lines of metrics.jsonl, if the caller has them."""
     problems: list[str] = []
-    columns, found = to_columns(
-        _metrics(folder / _METRICS, problems) if history is None else history
-    )
-    problems += found
+    columns = to_columns(_metrics(folder / _METRICS, problems) if history is None else history)
     config, plain = folder / CONFIG, {}
     for config in _starts(folder, "training_config"):
         try:
@@ -262,10 +257,6 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
             place = places.setdefault(int(match[2]), ("validation_res", match[1], []))
             place[2].append(name)
     steps = sorted(step for step in places if step is not None)
-    most = max(2, MOST_CELLS // max([1, *(len(names) for *_, names in places.values())]))
-    if len(steps) > most:
-        problems.append(f"{most} of {len(steps)} evaluations are shown, evenly spaced")
-        steps = [steps[i * (len(steps) - 1) // (most - 1)] for i in range(most)]
     places[None] = ("reference", "", _entries(folder / "reference"))
     texts: dict[str, str] = {}  # by key, which is the same for a prompt at every step
     found: list[tuple[str, int | None, str]] = []
@@ -297,7 +288,6 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
 def _entries(folder: Path) -> list[str]:
     """Return the names in a folder, sorted; none if it cannot be read."""
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry, _ in zip(entries, range(_MOST_FILES), strict=False))
+        return sorted(os.listdir(folder))
     except OSError:
         return []

@@ -122,15 +122,6 @@ def resume_copy(short_run: Path, folder: Path, base: Path, *overrides: str) -> P
     return copy
 
 
-def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"args\.resume=latest: no run of 'tiny' with a checkpoint"
-    ):
-        finish(base, tmp_path, "args.resume=latest")
-    finish(base, tmp_path, "args.resume=auto", "args.train_iters=1", "args.num_workers=0")
-    assert len(losses(run_folder(tmp_path))) == 1
-
-
 DECISIVE = {
     "args.seed=5": "args.seed: 1234 -> 5",
     "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -116,20 +115,10 @@ class Browser:
             assert time.monotonic() < end, f"not within {timeout} s: {script}"
             time.sleep(0.05)
 
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self._send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
     def mouse(self, kind: str, x: float, y: float, button: str = "left") -> None:
         """kind: mousePressed, mouseReleased or mouseMoved."""
         pressed = {"button": button, "buttons": 1, "clickCount": 1}
         self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
-
-    def screenshot(self, path: Path, whole: bool = False) -> Path:
-        """Save what is seen, or the whole page."""
-        answer = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
-        return path
 
     def _send(self, method: str, **parameters: object) -> dict[str, Any]:
         self._number += 1

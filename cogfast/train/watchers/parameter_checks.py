@@ -1,9 +1,4 @@
-"""Checks that parameters replicated across a tensor-parallel group are still bitwise equal.
-
-All ranks of a group compute the same update of a replicated parameter from the same gradient, so the
-copies stay equal. If they diverge (a non-deterministic sum, a memory fault), nothing else notices:
-every rank continues to train, each with a different model.
-"""
+"""Checks of a run's parameters: each trainable one gets a gradient, and copies of one stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -15,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cogfast.config.values import counted
 from cogfast.distributed.parallelize import find_shards
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.memory.host_blocks import stored_base
 from cogfast.train.watchers.watcher import Watcher
 
 _CHUNK = 2**20  # elements hashed at a time, with 8 bytes of temporary memory each
@@ -25,21 +24,78 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio as int64, spreads in
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
+def lora_cannot_learn(transformer: DiffusionTransformer, groups: ProcessGroups) -> str | None:
+    """Return why no adapter would get a gradient, or None; the same on every rank. Collective.
+
+    Zero weights behind the adapters, in the output layer or in all gates, stop every gradient.
+    """
+    # sync: once, before the first step
+    if transformer.config.lora_rank is None:
+        return None
+    if not transformer.output.weight.any():
+        return "the output layer is zero"
+    named = transformer.blocks.named_parameters()
+    gates: list[Tensor] = [p for name, p in named if ".modulation." in name]
+    stored = stored_base(transformer).items()
+    gates += [tensors["weight"] for path, tensors in stored if ".modulation." in path]
+    # Each rank of a tensor-parallel group has a part of the modulation, which may be zero.
+    is_learning = groups.decide(any(bool(p.any()) for p in gates))
+    return None if is_learning else "the blocks' modulation is zero"
+
+
+class GradientCheck(Watcher):
+    """Raises an error if nothing is trainable, or if a parameter has no gradient in the first step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError(
+                "nothing is trainable: model.not_trainable_prefixes freezes all parameters and "
+                "there is no lora_config; remove the prefix or add network_config's lora_config"
+            )
+        self.num_trainable = len(trainable)
+        self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)
+        self.waiting = set(trainable)
+        # Hooks, because ZeRO moves gradients away from the parameters as they arrive.
+        self.hooks = [p.register_hook(self._seen(name)) for name, p in trainable.items()]
+
+    def _seen(self, name: str):
+        def hook(gradient: Tensor) -> None:
+            self.waiting.discard(name)
+
+        return hook
+
+    def after_step(self, step: int) -> None:
+        """Check the first step."""
+        self.is_done = True
+        for hook in self.hooks:
+            hook.remove()
+        if self.waiting:
+            kind = "LoRA tensor" if self.is_lora else "trainable tensor"
+            raise RuntimeError(
+                f"no gradient in step {step} for {len(self.waiting)} of "
+                f"{counted(self.num_trainable, kind)}, such as "
+                f"{', '.join(sorted(self.waiting)[:3])}; freeze them with "
+                "model.not_trainable_prefixes, or check that the network uses them"
+            )
+
+
 class ReplicaCheck(Watcher):
     """Ends a run whose tensor-parallel ranks differ in a replicated parameter.
 
+    All ranks of a group compute the same update of it from the same gradient. If their copies diverge (a
+    non-deterministic sum, a memory fault), nothing else notices: each rank trains a different model.
     Each check reads the replicated parameters once, sends 8 bytes per parameter to the other ranks of
     the group, and has one host-device sync.
 
-    group: None without tensor parallelism; then nothing is compared. every: optimizer steps between
-    checks; None: never. await_weights: returns when the parameters may be read.
+    every: optimizer steps between checks. await_weights: returns when the parameters may be read.
     """
 
     def __init__(
         self,
         transformer: nn.Module,
-        group: ParallelGroup | None,
-        every: int | None,
+        group: ParallelGroup,
+        every: int,
         await_weights: Callable[[], None] = lambda: None,
     ) -> None:
         shards = find_shards(transformer)
@@ -52,7 +108,7 @@ class ReplicaCheck(Watcher):
         Raises:
             RuntimeError: the copies differ; the same on every rank of the group.
         """
-        if self.group is None or not self.every or step % self.every:
+        if step % self.every:
             return
         self.await_weights()
         mine = hash_parameters(list(self.replicated.values()))

@@ -1,15 +1,15 @@
-"""Logs of a run on a disk that is full for a while."""
+"""Numbers of a run on a disk that is full for a while, and without a connection to W&B."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cogfast.train.run.log_files import LogFile, TensorBoardFile
-from cogfast.train.run.wandb_run import WandbRun
+from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
 
 
 def test_lines_follow_when_there_is_space(
@@ -30,22 +30,29 @@ def test_lines_follow_when_there_is_space(
     assert caplog.text.count("is written again, nothing is missing") == 1
 
 
-def test_tensorboard_reads_what_a_full_disk_held_up(tmp_path: Path, file_limit) -> None:
-    first = TensorBoardFile(tmp_path, purge_step=None)
-    for step in range(1, 6):
-        with file_limit(150 if step in (3, 4) else 10_000):
-            first.add(step, {"loss": 1 / step, "lr": 0.5})
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_lacks_the_step_of_a_full_disk_alone(
+    tmp_path: Path, file_limit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer's thread ends with the error. A run that resumes hides the later steps of the first."""
+    now = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now[0])  # the files' names begin with it
+    first = TensorBoardRun(tmp_path, purge_step=None)
+    for step in range(1, 7):
+        now[0] += 1
+        with file_limit(150 if step == 3 else 10_000):
+            first.log(step, {"loss": 1 / step, "lr": 0.5})
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(s.step, s.value) for s in found.Scalars("loss")] == [
-        (step, pytest.approx(1 / step)) for step in range(1, 6)
+        (step, pytest.approx(1 / step)) for step in (1, 2, 4, 5, 6)
     ]
     assert [s.value for s in found.Scalars("lr")] == [0.5] * 5
-    resumed = TensorBoardFile(tmp_path, purge_step=3)
-    resumed.add(3, {"loss": 7.0})
-    assert len(list(tmp_path.iterdir())) == 2
+    assert caplog.text.count("TensorBoard's file does not take step") == 1
+    assert "step 3 ([Errno 27] File too large); training continues" in caplog.text
+    now[0] += 1
+    TensorBoardRun(tmp_path, purge_step=2).log(2, {"loss": 7.0})
     found = EventAccumulator(str(tmp_path)).Reload()
-    assert [s.step for s in found.Scalars("loss")] == [1, 2, 3]
-    assert found.Scalars("loss")[-1].value == 7.0
+    assert [(s.step, s.value) for s in found.Scalars("loss")] == [(1, 1.0), (2, 7.0)]
 
 
 WANDB = """

@@ -1,15 +1,19 @@
-"""The tensor-parallel rank whose copy of a parameter differs is found, and no other rank."""
+"""LoRA that can learn nothing is found, and the tensor-parallel rank whose copy of a parameter differs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cogfast.train.watchers import replica_check
-from cogfast.train.watchers.replica_check import hash_parameters
+from cogfast.model.transformer import assemble_transformer
+from cogfast.train.watchers import parameter_checks
+from cogfast.train.watchers.parameter_checks import hash_parameters, lora_cannot_learn
 from tests.support.tiny_run import launch_ranks
+from tests.support.tiny_transformers import FAMILY
 
 MODELS = ("5b", "bf16")
 TOP_BIT = {"5b": 30, "bf16": 14}
@@ -28,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def test_equal_copies_pass(found: list[dict], model: str) -> None:
     """Shards, which always differ, and the padding of ZeRO-3's partitions are not compared."""
     for rank in found:
-        for case in ("equal", "as before", "between", "never", "awaited", "zero-3, equal"):
+        for case in ("equal", "as before", "between", "awaited", "zero-3, equal"):
             assert rank[model][case] == "", case
 
 
@@ -75,7 +79,7 @@ def test_the_hash_is_that_of_whole_numbers(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hash equals that of Python's integers modulo 2^64, for any order of summation."""
-    monkeypatch.setattr(replica_check, "_CHUNK", 10)
+    monkeypatch.setattr(parameter_checks, "_CHUNK", 10)
     values = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     integers = values.flatten().view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).tolist()
     golden, wanted = 0x9E3779B97F4A7C15, 0
@@ -88,3 +92,19 @@ def test_the_hash_is_that_of_whole_numbers(
     hashes = hash_parameters([torch.nn.Parameter(values), torch.nn.Parameter(values.T)])
     assert hashes[0].item() == (wanted + 2**63) % 2**64 - 2**63
     assert hashes[1] != hashes[0]
+
+
+def test_the_modulation_of_all_ranks_counts() -> None:
+    """A rank whose part of the modulation is zero does not refuse what another rank has trained."""
+    transformer = assemble_transformer(replace(FAMILY["5b"], num_layers=1, lora_rank=2))
+    with torch.no_grad():
+        transformer.output.weight.fill_(1.0)
+        for name, parameter in transformer.blocks.named_parameters():
+            if ".modulation." in name:
+                parameter.zero_()
+    own = []
+    others = SimpleNamespace(decide=lambda flag: own.append(flag) or True)
+    assert lora_cannot_learn(transformer, others) is None
+    alone = SimpleNamespace(decide=lambda flag: flag)
+    assert lora_cannot_learn(transformer, alone) == "the blocks' modulation is zero"
+    assert own == [False]

@@ -1,0 +1,167 @@
+"""Writes a run's numbers to metrics.jsonl, TensorBoard and W&B. Losing one of them does not end training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogfast.config.values import one_line
+from cogfast.train.run.folder import wandb_id
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 64 << 20  # bytes kept until there is space; older records are dropped
+
+
+class LogFile:
+    """A file of whole records. Records that cannot be written now are kept for the next `append`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+
+    def append(self, record: bytes) -> bool:
+        """Append the waiting records and this one, and return whether they are written. Logs one warning
+        when the disk is full."""
+        was_full = bool(self._waiting)
+        self._waiting.append(record)
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            if not was_full:
+                logger.warning(
+                    "%s cannot be written (%s); training continues, and the missing records are "
+                    "written when there is space",
+                    self.path,
+                    error.strerror or error,
+                )
+            # A disk that stays full must not fill the memory as well.
+            while sum(map(len, self._waiting)) > _MOST_WAITING:
+                self._waiting.pop(0)
+            return False
+        if was_full:
+            logger.info("%s is written again, nothing is missing", self.path)
+        self._waiting.clear()
+        return True
+
+    def _write(self, content: bytes) -> None:
+        """Append all of `content` or nothing: half a record would corrupt the next ones."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: the error of a full disk must come from write, not from close.
+        with open(self.path, "ab", buffering=0) as file:
+            # After an error, the file is cut to the size that it has now.
+            start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(start)
+                raise
+
+
+class _Tracker:
+    """A failure is logged once, and again only after something was written in between."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._is_lost = False
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
+        """Return whether `action` succeeded. what: what it writes."""
+        try:
+            action()
+        # wandb has many types of exceptions, and a broken installation has more.
+        except Exception as error:
+            if not self._is_lost:
+                logger.warning(
+                    "%s does not take %s (%s); training continues", self.name, what, error
+                )
+            self._is_lost = True
+        else:
+            self._is_lost = False
+        return not self._is_lost
+
+
+class TensorBoardRun(_Tracker):
+    """Writes numbers into a folder that TensorBoard reads.
+
+    purge_step: TensorBoard ignores this and later steps of files that the folder has already.
+    """
+
+    name = "TensorBoard's file"
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        super().__init__()
+        self._folder, self._purge_step = folder, purge_step
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if not self._attempt(f"step {step}", lambda: self._log(step, numbers)):
+            # The writer's thread has ended with the error: the next numbers go into a new file.
+            self._writer = None
+
+    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            self._purge_step = None
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()  # else a run that is killed loses the last two minutes
+
+
+class WandbRun(_Tracker):
+    """Sends numbers and videos to W&B. wandb is imported here, since it is optional.
+
+    Raises RuntimeError if the run cannot be started.
+    """
+
+    name = "W&B"
+
+    def __init__(self, folder: Path, project: str) -> None:
+        super().__init__()
+        try:
+            import wandb  # pyright: ignore[reportMissingImports] - optional
+
+            self._wandb: Any = wandb
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=wandb_id(folder),  # a resumed run continues the same W&B run
+                resume="allow",
+                dir=str(folder),
+            )
+            # W&B's own steps cannot go back, as those of a resumed run do.
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise RuntimeError(
+                f"args.wandb=true, but W&B does not start ({one_line(str(error))}); run `wandb login`, "
+                "set WANDB_MODE=offline in the environment, or set args.wandb=false"
+            ) from error
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._attempt(f"step {step}", lambda: self._run.log({**numbers, "step": step}))
+
+    def log_videos(self, step: int, videos: Sequence[tuple[Path, str]]) -> None:
+        """Upload mp4 files, each with its prompt as caption, under the key `samples`."""
+
+        def log() -> None:
+            # fps is left out: W&B warns that the file decides it.
+            files = [
+                self._wandb.Video(str(path), caption=text, format="mp4") for path, text in videos
+            ]
+            self._run.log({"samples": files, "step": step})
+
+        self._attempt(f"the videos of step {step}", log)
+
+    def finish(self, has_failed: bool) -> None:
+        self._attempt("the run's end", lambda: self._run.finish(exit_code=int(has_failed)))
