@@ -148,8 +148,6 @@ class TrainArguments:
     """processes per rank that read and decode; 0: the training process reads"""
     prefetch_factor: Annotated[int, Range(1, 1024)] = 4
     """batches that each worker decodes ahead"""
-    device_prefetch: Annotated[int, Range(0, 64)] = 1
-    """batches copied to the GPU ahead of the one in use"""
     decode_timeout: Annotated[float, Range(0, 10**6)] = 120.0
     """seconds to read one sample; 0: no limit"""
     check_videos: bool = True

@@ -384,13 +384,13 @@ def setup_of(
 def _batch_bytes(
     args: TrainArguments, encoders: Encoders, size: LatentSize, model: TransformerConfig
 ) -> int:
-    """Return the bytes of the batch in use and of those that are copied ahead."""
+    """Return the bytes of the batch in use."""
     clip = 3 * math.prod(encoders.shape[1:])
     latents = 3 * 4 * size.channels * size.frames * size.height * size.width
     text = 4 * model.text_length * model.text_hidden_size
     per_sample = latents + text
     if encoders.encodes_clips:
-        per_sample += 4 * clip + args.device_prefetch * clip
+        per_sample += 5 * clip  # as bytes and as float32
     return args.batch_size * per_sample
 
 

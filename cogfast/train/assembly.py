@@ -306,9 +306,8 @@ def assemble_batches(
     groups: ProcessGroups,
     folder: Path,
     start_step: int,
-    end_step: int | None = None,
 ) -> ModelBatches:
-    """Return the training micro-batches of this rank, from `start_step` to before `end_step`."""
+    """Return the training micro-batches of this rank from `start_step` on."""
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
@@ -328,5 +327,4 @@ def assemble_batches(
         bad_samples_path=folder / "bad_samples.jsonl",
         max_bad_fraction=args.max_bad_fraction,
     )
-    num_needed = None if end_step is None else accumulation * max(0, end_step - start_step)
-    return ModelBatches(loader, groups, args.device_prefetch, num_needed)
+    return ModelBatches(loader, groups)

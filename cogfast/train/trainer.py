@@ -59,7 +59,7 @@ class Trainer:
     def _train(self) -> None:
         args, groups = self.args, self.groups
         batches = self.batches = assemble_batches(
-            self.datasets.train, args, groups, self.folder, self.step, self.num_steps
+            self.datasets.train, args, groups, self.folder, self.step
         )
         self._announce()
         with StopRequest(groups, args.max_hours, self.parts.how_to_resume) as stop:

@@ -134,9 +134,7 @@ class NonfiniteCheck(Watcher):
         groups = self.groups
         network_ranks = groups.control if self.engine.stage == 3 else groups.model_control
         # In this process: workers would read ahead far more than is needed.
-        args = dataclasses.replace(
-            self.args, num_workers=0, device_prefetch=0, max_bad_fraction=1.0
-        )
+        args = dataclasses.replace(self.args, num_workers=0, max_bad_fraction=1.0)
         given = (self.dataset, args, groups, self.folder, bad - 1)
         with groups.on_all(lambda: assemble_batches(*given)) as batches:
             for _ in range(args.gradient_accumulation_steps):
