@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.distributed.step_clock import CLOCK
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
@@ -53,9 +52,8 @@ class WeightGather:
                 self._under_way.append(work)
 
     def wait(self) -> None:
-        with CLOCK.waiting():
-            for work in self._under_way:
-                work.wait()
+        for work in self._under_way:
+            work.wait()
         self._under_way.clear()
 
 
@@ -227,8 +225,7 @@ class FusedStep:
         if not pieces:  # this rank owns only padding
             pieces = [gradients[0].new_zeros(1)]
         square = sum_of_squares(pieces)
-        with CLOCK.waiting():
-            dist.all_reduce(square)
+        dist.all_reduce(square)
         return square.sqrt().float()
 
     def _counted_slices(self) -> Iterable[tuple[int, int, int]]:

@@ -1,17 +1,21 @@
-"""Errors that come from other ranks, and the end of a rank whose torchrun is gone.
+"""Errors that come from other ranks, and the end of a rank whose torchrun is gone or that waits for a
+rank that has stopped.
 
 This file imports nothing heavy: a rank calls `end_with_torchrun` before it imports the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
+from datetime import timedelta
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -32,6 +36,10 @@ _LOST_CONNECTION = re.compile(
     r"timed out waiting \d+ ?ms for (recv|send) operation",
     re.IGNORECASE,
 )
+_BETWEEN_BEATS = 5.0  # seconds
+# Far longer than a thread waits for Python's lock while its rank compiles, encodes, reads or writes.
+_SILENCE = timedelta(seconds=60)
+_PATIENCE = timedelta(seconds=10)  # for rank 0 to end first
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -73,3 +81,60 @@ def end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Heartbeat:
+    """A thread in which all ranks meet every few seconds, until each of them has called `stop`.
+
+    A process or a machine that stops closes no connection: the other ranks would wait for it in their
+    collective, half an hour for tensors and hours for a decision. The thread meets the others whatever
+    its rank does, so that work which takes long ends no run.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Start the thread, with a gloo group of its own. Every rank must call it."""
+        import torch.distributed as dist
+
+        self.rank = rank
+        self._group = dist.new_group(backend="gloo", timeout=_SILENCE)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the other ranks to call it, too."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while True:
+            is_over = self._is_over.wait(_BETWEEN_BEATS)
+            try:
+                if self._meet(is_over):
+                    return
+            except RuntimeError as error:
+                # Any other error is a closed connection, which ends this rank's collectives, too.
+                if "timed out" in str(error).lower():
+                    self._end(str(error))
+                return
+
+    def _meet(self, is_over: bool) -> bool:
+        """Wait for the other ranks. Return whether it is over for all of them."""
+        import torch
+        import torch.distributed as dist
+
+        # Rank 0 waits for each rank and can name the one that has stopped; the others wait for rank 0.
+        limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
+        dist.monitored_barrier(self._group, limit)
+        count = torch.tensor(int(is_over))
+        self._group.allreduce(count).wait()
+        return bool(count == self._group.size())
+
+    def _end(self, error: str) -> None:
+        found = re.search(r"Rank (\d+) failed to pass", error)
+        lost = 0 if found is None else int(found[1])
+        text = f"rank {lost} has stopped: no sign of it for {_SILENCE.seconds} s"
+        with contextlib.suppress(OSError):  # the disk is full
+            tell_torchrun(text)
+        os.write(2, f"cogfast: rank {self.rank} ends: {text}\n".encode())
+        os._exit(1)  # nothing else ends the main thread's wait in a collective

@@ -29,19 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cogfast.distributed.lost_ranks import (
-    UnsharedError,
-    is_lost_connection,
-)
-from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.lost_ranks import Heartbeat, UnsharedError, is_lost_connection
+from cogfast.distributed.step_clock import CLOCK, time_collectives
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.cpu.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
-# Long, because ranks without a video to sample wait for those that have one. A rank that dies does
-# not wait this long: torchrun ends the others.
+# Long, because ranks without a video to sample wait for those that have one. For a rank that dies or
+# stops they do not wait this long (lost_ranks.py).
 _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
@@ -65,7 +62,7 @@ class ProcessGroups:
     context-parallel group (None: this rank alone). model, model_control: the ranks that work on the
     same samples, for tensors, and their gloo group for decisions (None: this rank alone). data: one
     rank of each model (None: all ranks). replicas: the ranks with the same shard of the weights,
-    between which ZeRO shards them (None: all ranks).
+    between which ZeRO shards them (None: all ranks). heartbeat: notices ranks that stop.
     """
 
     rank: int
@@ -74,6 +71,7 @@ class ProcessGroups:
     device: torch.device
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
+    heartbeat: Heartbeat | None = None
     tensor: ParallelGroup | None = None
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
@@ -136,7 +134,7 @@ class ProcessGroups:
         if self.model is not None:
             # Collectives need contiguous memory.
             value = value.contiguous()
-            with CLOCK.waiting(), _collective():
+            with _collective():
                 dist.broadcast(value, self.first_of_model, group=self.model.process_group)
         return value
 
@@ -283,6 +281,8 @@ class ProcessGroups:
         if self.is_owner and self.world_size > 1:
             # With gloo, a rank that leaves early makes the others fail.
             dist.barrier(group=self.control)
+            if self.heartbeat is not None:
+                self.heartbeat.stop()
             dist.destroy_process_group()
 
 
@@ -359,11 +359,14 @@ def start_processes(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-        if world_size == 1:
+        if world_size > 1:
+            time_collectives()
+        else:
             # torch warns of a group that still exists at the end of the process.
             atexit.register(_end_lone_process)
     control = _decision_group() if world_size > 1 else None
-    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner)
+    heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
+    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeat)
     if tensor_size * context_size == 1:
         return groups
     return _with_shared_models(groups, tensor_size, context_size, timeout)
@@ -493,8 +496,7 @@ class StopRequest:
             return self.is_stopping
         if self._pending is not None:
             work, flag = self._pending
-            with CLOCK.waiting():
-                work.wait()
+            work.wait()
             self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
         flag = torch.tensor([int(self.is_asked)])
         # MAX: one rank that was asked stops all.

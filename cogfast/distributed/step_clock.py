@@ -1,5 +1,8 @@
 """Clock of this rank's steps: the time of their parts, and the time in which they wait for other ranks.
 
+`time_collectives` lets it see the collectives of torch.distributed, cogfast's and DeepSpeed's, and
+`wait_for` the functional ones of tensor and context parallelism.
+
 On a CPU every step is timed, by the wall clock. On a GPU events are recorded in the steps that are
 logged, and read where the log line waits for the device anyway: between two events around a wait the
 GPU does nothing but wait, so their distance is the communication that computation does not hide.
@@ -7,6 +10,7 @@ GPU does nothing but wait, so their distance is the communication that computati
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,8 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+# Those of objects are left out: the thread that writes checkpoints calls them, too.
+_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather", "broadcast")
+_COLLECTIVES += ("all_gather_into_tensor",)
 _Mark = float | torch.cuda.Event
 _NO_RANGE = nullcontext()
 
@@ -37,7 +45,7 @@ class StepSplit:
 class StepClock:
     """Times the parts of a step that `enter` and `part` begin. One thread at a time uses it.
 
-    Whatever waits for another rank does so within `waiting`. now: the clock of a CPU, in seconds.
+    now: the clock of a CPU, in seconds.
 
     step, phase: completed optimizer steps, and the part of the step or of the run, for messages.
     started, num_steps, data_seconds: time, steps and waits for batches since `restart`. open_range:
@@ -161,3 +169,36 @@ def wait_for(started: Tensor) -> Tensor:
         return wait(started)
     with CLOCK.waiting():
         return wait(started)
+
+
+class _TimedWork:
+    """A collective that was started."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+
+    def wait(self, *args: object) -> object:
+        with CLOCK.waiting():
+            return self.work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def timed(run: Callable) -> Callable:
+    """Let the clock see a collective, or another wait for one."""
+
+    @functools.wraps(run)
+    def call(*args: object, **named: object) -> object:
+        with CLOCK.waiting():
+            work = run(*args, **named)
+        return None if work is None else _TimedWork(work)
+
+    return call
+
+
+@functools.cache  # once per process
+def time_collectives() -> None:
+    """Time the collectives of torch.distributed. Call it before DeepSpeed looks them up."""
+    for name in _COLLECTIVES:
+        setattr(dist, name, timed(getattr(dist, name)))

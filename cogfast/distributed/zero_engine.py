@@ -32,7 +32,7 @@ from cogfast.distributed.fused_step import (
     reason_for_stock_step,
 )
 from cogfast.distributed.process_groups import ModelParallelUnit
-from cogfast.distributed.step_clock import CLOCK
+from cogfast.distributed.step_clock import CLOCK, timed
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.model.transformer import DiffusionTransformer
@@ -40,9 +40,6 @@ from cogfast.model.weights.shard import Shard
 
 logger = logging.getLogger(__name__)
 
-# DeepSpeed's collectives, all methods of one object
-_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-_COLLECTIVES += ("all_gather", "broadcast")
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
 
@@ -180,47 +177,6 @@ def _fit_stage_3_to_checkpointing() -> None:
             setattr(hooks, name, method)
 
 
-class _TimedWork:
-    """A collective that DeepSpeed started."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def wait(self, *args: object) -> object:
-        with CLOCK.waiting():
-            return self.work.wait(*args)
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-
-def _timed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the clock of the step see a collective of DeepSpeed, or another wait for one."""
-
-    @functools.wraps(run)
-    def call(*args: object, **named: object) -> Any:
-        with CLOCK.waiting():
-            work = run(*args, **named)
-        return None if work is None else _TimedWork(work)
-
-    return call
-
-
-def _time_collectives(zero: Any, options: dict) -> None:
-    """Time DeepSpeed's waits for other ranks. options: of zero_optimization."""
-    from deepspeed.comm import comm
-
-    backend: Any = comm.cdb
-    for name in _COLLECTIVES:
-        if name not in vars(backend):  # an earlier engine has done it
-            setattr(backend, name, _timed(getattr(backend, name)))
-    overlaps = options.get("overlap_comm", options["stage"] == 3)  # DeepSpeed's default
-    if overlaps and torch.cuda.is_available():
-        # The device has nothing left to compute, and waits for the stream of the reductions.
-        epilogue = zero.overlapping_partition_gradients_reduce_epilogue
-        zero.overlapping_partition_gradients_reduce_epilogue = _timed(epilogue)
-
-
 def _copy(source: Tensor, out: Tensor) -> None:
     """Round float32 values [N] to the training dtype; those in host memory move a part at a time."""
     size = source.numel() if source.device == out.device else _MOVED
@@ -297,7 +253,12 @@ class ZeroEngine:
         else:
             self.parts = self.zero.single_partition_of_fp32_groups
             self.slices = list(self._stage12_slices(names))
-        _time_collectives(self.zero, config["zero_optimization"])
+        options = config["zero_optimization"]
+        overlaps = options.get("overlap_comm", self.stage == 3)  # DeepSpeed's default
+        if overlaps and torch.cuda.is_available():
+            # The device has nothing left to compute, and waits for the stream of the reductions.
+            epilogue = self.zero.overlapping_partition_gradients_reduce_epilogue
+            self.zero.overlapping_partition_gradients_reduce_epilogue = timed(epilogue)
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         # Every forward pass waits, also those of evaluations.
         transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())

@@ -1,4 +1,4 @@
-"""A rank ends with its torchrun, and knows a connection that another rank has broken."""
+"""A rank ends with its torchrun or when another one stops, and knows a connection that a rank has broken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cogfast.distributed.lost_ranks import is_of_another_rank
-from tests.support.tiny_run import ROOT, launch_ranks
+from tests.support.ranks.forked import start_ranks
+from tests.support.tiny_run import ROOT, free_port, launch_ranks
 
 STARTING = """
 import sys, time
@@ -104,3 +105,36 @@ def test_a_collective_waits_as_long_as_it_is_given() -> None:
     """Decisions, whose group has its own limit, still work after that."""
     done = launch_ranks(2, "-c", ONE_IS_LATE)
     assert re.search(r"ends: .*(timed? ?out|timeout).*2000 ?ms", done, re.IGNORECASE), done
+
+
+ONE_STOPS = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from cogfast.distributed import lost_ranks
+from cogfast.distributed.process_groups import start_processes
+lost_ranks._BETWEEN_BEATS, lost_ranks._SILENCE = 0.1, timedelta(seconds=2)
+lost_ranks._PATIENCE = timedelta(seconds=2)
+groups = start_processes()
+if groups.rank == int(sys.argv[1]):
+    time.sleep(3)  # work for which the other rank waits
+dist.barrier(groups.control)
+print("works", flush=True)
+if groups.rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+groups.close()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_ends_the_other_and_long_work_does_not(tmp_path: Path, rank: int) -> None:
+    output = tmp_path / "output"
+    ranks = start_ranks(["-c", ONE_STOPS, str(rank)], 2, free_port(), str(output))
+    other = ranks[1 - rank]
+    other.join(120)
+    ranks[rank].kill()
+    ranks[rank].join()
+    text = output.read_text()
+    assert other.exitcode == 1 and text.count("works") == 2, text
+    line = f"cogfast: rank {1 - rank} ends: rank {rank} has stopped: no sign of it for 2 s\n"
+    assert line in text

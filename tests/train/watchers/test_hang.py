@@ -1,4 +1,5 @@
-"""A rank that hangs: collective_timeout ends the run, whose last line has the rank's stack."""
+"""A rank that hangs: collective_timeout ends the run, whose last line has the rank's stack. A rank that
+stops ends it sooner."""
 
 from __future__ import annotations
 
@@ -91,17 +92,22 @@ def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: 
     name = "tests.train.watchers.test_hang.HangingReads"
     dataset = {"target": name, "params": {"how": how, "pids": str(pids)}}
     data = write_clips(tmp_path / "data", num_clips=1)
-    args = {"dataset": dataset, "train_iters": 50, "collective_timeout": 10, "decode_timeout": 0}
+    args = {"dataset": dataset, "train_iters": 50, "decode_timeout": 0}
+    if how == "sleeps":
+        args["collective_timeout"] = 10
     base = write_config(tmp_path / "base.yaml", data, check_videos=False, **args)
     words = ["deepspeed.train_micro_batch_size_per_gpu=2", "--allow-import", "tests"]
     done = run_program(["-m", "cogfast", "train", "--base", str(base), *words], 2)
     assert done.returncode == 1, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
-    folder = run_folder(tmp_path / "runs") / "hang"
-    frames = "test_hang.py:" if how == "sleeps" else "no stack"
-    assert f"no progress: rank 1 ({frames}" in line
-    assert line.count("rank 1 (") == 1 and "; stacks are in hang/" in line
-    if how == "sleeps":
+    if how == "stops":  # at the default collective_timeout
+        text = "rank 1 has stopped: no sign of it for 60 s"
+        assert line == f"cogfast: rank 0 ends: {text}"
+        assert text in done.stdout.rpartition("Root Cause")[2]
+    else:
+        folder = run_folder(tmp_path / "runs") / "hang"
+        assert "no progress: rank 1 (test_hang.py:" in line
+        assert line.count("rank 1 (") == 1 and "; stacks are in hang/" in line
         assert "in hang_here" in (folder / "rank-1.txt").read_text()
     for pid in json.loads(pids.read_text()):
         with pytest.raises(ProcessLookupError):
