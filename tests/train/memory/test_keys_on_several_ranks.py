@@ -4,7 +4,7 @@ same keys, and resumes from another layout. Keys that only move memory do not ch
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,43 +28,30 @@ from tests.support.tiny_run import (
 from tests.support.tiny_transformers import randomize
 
 STEPS_OF_A_LAUNCH = 20  # gloo groups of ended runs keep 32 files each, and select() takes 1,024
-STEPS, SAVED_AT, NUM_LAYERS = 5, 3, 4
+STEPS, SAVED_AT, NUM_LAYERS = 4, 2, 4
 DEEP = {"num_layers": NUM_LAYERS, "hidden_size": 64, "num_attention_heads": 4}
 CLIP = "deepspeed.gradient_clipping=0.28"  # below the norm of the steps
 POLICY = "args.activation_checkpointing"
 STAGE = "deepspeed.zero_optimization.stage"
 WHOLE = "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
+BF16 = "deepspeed.bf16.enabled=true"  # only compared with the same layout
 
 CONTEXT, TENSOR = "args.context_parallel_size=2", "args.model_parallel_size=2"
-BF16 = "deepspeed.bf16.enabled=true"  # only compared with the same layout
-ROWS = "args.sequence_parallel=true"
-ZERO_3 = (f"{STAGE}=3", WHOLE)
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks and words
+KINDS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks and words
     "one process": (1, ()),
     "dp 2": (2, (f"{MICRO}=2",)),
-    "dp 2, zero-3": (2, (f"{MICRO}=2", *ZERO_3)),
     "cp 2": (2, (CONTEXT,)),
-    "cp 2, zero-1": (2, (CONTEXT, f"{STAGE}=1")),
-    "cp 2, zero-3": (2, (CONTEXT, *ZERO_3)),
     "tp 2": (2, (TENSOR,)),
-    "tp 2, zero-1": (2, (TENSOR, f"{STAGE}=1")),
-    "tp 2, zero-3": (2, (TENSOR, *ZERO_3)),
-    "tp 2, rows split": (2, (TENSOR, ROWS)),
-    "dp 2 x cp 2": (4, (f"{MICRO}=2", CONTEXT)),
+    "tp 2, rows split": (2, (TENSOR, "args.sequence_parallel=true")),
     "dp 2 x tp 2": (4, (f"{MICRO}=2", TENSOR)),
-    "dp 2 x tp 2, zero-3": (4, (f"{MICRO}=2", TENSOR, *ZERO_3)),
     "cp 2 x tp 2": (4, (CONTEXT, TENSOR)),
-    "cp 2, bf16": (2, (CONTEXT, BF16)),
-    "tp 2, rows split, bf16": (2, (TENSOR, ROWS, BF16)),
-    "tp 2, zero-3, bf16": (2, (TENSOR, *ZERO_3, BF16)),
-    "dp 2 x cp 2, zero-3, bf16": (4, (f"{MICRO}=2", CONTEXT, *ZERO_3, BF16)),
-    "dp 2 x tp 2, bf16": (4, (f"{MICRO}=2", TENSOR, BF16)),
 }
 
 INT8, FP8 = "args.quantize_base=int8", "args.quantize_base=fp8"
 BLOCKS = "args.offload_blocks=3"
-COPIES = ("args.offload_activations=true", f"{POLICY}=full")
+ACTIVATIONS = "args.offload_activations=true"
+COPIES = (ACTIVATIONS, f"{POLICY}=full")
 EIGHT, HOST = "args.optimizer_moments=8bit", "args.ema_device=cpu"
 
 
@@ -85,11 +72,10 @@ KEYS = {
     "fp8, blocks, activations": Keys((FP8, BLOCKS, *COPIES), True, same_bits="fp8"),
     "blocks": Keys((BLOCKS,), True, same_bits="lora"),
     "all": Keys(()),
-    "activations": Keys(
-        ("args.offload_activations=true", f"{POLICY}=attention_kept"), False, "all"
+    "encoders, ema, activations": Keys(
+        ("args.offload_encoders=true", HOST, ACTIVATIONS, f"{POLICY}=attention_kept"),
+        same_bits="all",
     ),
-    "encoders": Keys(("args.offload_encoders=true",), same_bits="all"),
-    "ema, activations": Keys((HOST, *COPIES), same_bits="all"),
     "8bit": Keys((EIGHT,)),
     "8bit, ema, activations": Keys((EIGHT, HOST, *COPIES), same_bits="8bit"),
     "lora, 8bit, ema": Keys((EIGHT, HOST), is_lora=True),
@@ -100,43 +86,48 @@ ROUNDED = [name for name, keys in KEYS.items() if {EIGHT, FP8} & {*keys.words}]
 
 @dataclass(frozen=True)
 class Run:
-    """Keys at a layout. resumed_from: the layout with whose checkpoint it begins."""
+    """Keys at a layout. resumed_from: one with whose checkpoint it begins."""
 
     keys: str
-    layout: str
-    resumed_from: str | None = None
+    kind: str
+    stage: int = 2
+    is_bf16: bool = False
+    resumed_from: Run | None = None
 
     @property
-    def is_bf16(self) -> bool:
-        return BF16 in LAYOUTS[self.layout][1]
+    def words(self) -> list[str]:
+        more = [f"{STAGE}={self.stage}", *[WHOLE] * (self.stage == 3), *[BF16] * self.is_bf16]
+        return [*KINDS[self.kind][1], *KEYS[self.keys].words, *more, CLIP]
 
     def __str__(self) -> str:
-        text = f"{self.keys}: {self.layout}"
-        return text if self.resumed_from is None else f"{text}, resumed from {self.resumed_from}"
+        text = f"{self.keys}: {self.kind}, zero-{self.stage}{', bf16' * self.is_bf16}"
+        return (
+            text if self.resumed_from is None else f"{text}, resumed from {self.resumed_from.kind}"
+        )
 
 
 QUICK = [
-    Run("int8, blocks, activations", "cp 2"),
-    Run("int8", "tp 2"),
+    Run("int8, blocks, activations", "cp 2", stage=3),
     Run("fp8", "tp 2"),
-    Run("8bit, ema, activations", "cp 2"),
-    Run("8bit", "tp 2"),
-    Run("8bit", "cp 2", resumed_from="tp 2"),
-    Run("int8, blocks, activations", "tp 2, zero-3, bf16"),
+    Run("8bit, ema, activations", "tp 2"),
+    Run("8bit, ema, activations", "cp 2", resumed_from=Run("8bit, ema, activations", "tp 2")),
 ]
+# Each pair of keys and kind, of keys and stage, of kind and stage, and of each of them and dtype; keys
+# without those that move memory run beside them.
 SOAKED = [
-    Run(keys, layout)
-    for keys in KEYS
-    for layout in LAYOUTS
-    # Keys without those that move memory run beside them.
-    if layout != "one process"
-    and keys not in ("lora", "int8", "fp8", "all", "8bit")
-    and (KEYS[keys].same_bits or BF16 not in LAYOUTS[layout][1])
+    Run(
+        keys,
+        kind,
+        (k + n) % 3 + 1,
+        is_bf16=(k // 2 + n) % 3 == 0 and KEYS[keys].same_bits is not None,
+    )
+    for k, keys in enumerate(name for name in KEYS if KEYS[name].same_bits or "," in name)
+    for n, kind in enumerate(KINDS)
+    if kind != "one process"
 ]
 SOAKED += [
-    Run("int8, blocks, activations", "cp 2, zero-3", resumed_from="one process"),
-    Run("int8, blocks, activations", "one process", resumed_from="tp 2"),
-    Run("lora, 8bit, ema", "one process", resumed_from="dp 2 x tp 2, zero-3"),
+    Run(keys, "one process", resumed_from=Run(keys, kind, stage=3))
+    for keys, kind in (("int8, blocks, activations", "tp 2"), ("lora, 8bit, ema", "dp 2 x tp 2"))
 ]
 RUNS = [*QUICK, *(run for run in SOAKED if run not in QUICK)]
 
@@ -144,6 +135,11 @@ RUNS = [*QUICK, *(run for run in SOAKED if run not in QUICK)]
 def marked(runs: list[Run]) -> list:
     marks = lambda run: [] if run in QUICK else pytest.mark.soak
     return [pytest.param(run, marks=marks(run), id=str(run)) for run in runs]
+
+
+def plain_run(run: Run) -> Run:
+    """Return the run without the keys that move memory."""
+    return replace(run, keys=KEYS[run.keys].same_bits or "", resumed_from=None)
 
 
 @pytest.fixture(scope="module")
@@ -180,32 +176,30 @@ def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, P
     mine = [item for item in request.session.items if item.module is request.module]
     wanted = {item.callspec.params["run"] for item in mine if "run" in item.callspec.params}
     for run in list(wanted):
-        same = KEYS[run.keys].same_bits
-        wanted |= {Run(same, run.layout)} if same else set()
+        wanted |= {plain_run(run)} if KEYS[run.keys].same_bits and not run.resumed_from else set()
         if not run.is_bf16:
             wanted |= {Run(run.keys, "one process")}
-        if run.keys in ROUNDED and not run.is_bf16:
-            wanted |= {Run("lora" if KEYS[run.keys].is_lora else "all", "one process")}
+            if run.keys in ROUNDED:
+                wanted |= {Run("lora" if KEYS[run.keys].is_lora else "all", "one process")}
         if run.resumed_from:
-            wanted.add(Run(run.keys, run.resumed_from))
+            wanted.add(run.resumed_from)
     folder, found = bases[True].parent, {}
     # Last, since DeepSpeed's stage 3 replaces F.linear in its process, whose results round differently.
-    order = sorted(wanted, key=lambda run: ("zero-3" in run.layout, str(run)))
+    order = sorted(wanted, key=lambda run: (run.stage == 3, str(run)))
     for is_resumed in (False, True):
         for ranks in (1, 2, 4):
             steps = []
             for run in order:
-                number, words = LAYOUTS[run.layout]
-                if number != ranks or (run.resumed_from is not None) != is_resumed:
+                if KINDS[run.kind][0] != ranks or (run.resumed_from is not None) != is_resumed:
                     continue
-                save, keys = folder / str(run), KEYS[run.keys]
+                save, words = folder / str(run), run.words
                 found[run] = save
-                more = [*words, *keys.words, CLIP]
                 if run.resumed_from:
-                    source = folder / str(Run(run.keys, run.resumed_from))
-                    steps.append(["copy", str(source), f"{SAVED_AT:08d}", str(save / "run")])
-                    more.append(f"args.resume={save / 'run'}")
-                steps.append([str(bases[keys.is_lora]), f"args.save={save}", *more])
+                    source = str(folder / str(run.resumed_from))
+                    steps.append(["copy", source, f"{SAVED_AT:08d}", str(save / "run")])
+                    words.append(f"args.resume={save / 'run'}")
+                base = str(bases[KEYS[run.keys].is_lora])
+                steps.append([base, f"args.save={save}", *words])
             for at in range(0, len(steps), STEPS_OF_A_LAUNCH):
                 part = steps[at : at + STEPS_OF_A_LAUNCH]
                 if ranks == 1:
@@ -252,7 +246,7 @@ MOVED = [run for run in RUNS if KEYS[run.keys].same_bits and not run.resumed_fro
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked(MOVED))
 def test_moved_memory_changes_no_bit(runs: dict[Run, Path], run: Run) -> None:
-    plain, other = runs[Run(KEYS[run.keys].same_bits or "", run.layout)], runs[run]
+    plain, other = runs[plain_run(run)], runs[run]
     for key in ("loss", "grad_norm"):
         assert torch.equal(numbers(plain, key), numbers(other, key))
     for ema in (False, True):
@@ -290,7 +284,13 @@ def test_what_ranks_round_is_as_good_as_in_one_process(runs: dict[Run, Path], ru
         assert 0 < off(found, whole) <= 1.5 * off(rounded, whole)
 
 
-PLANNED = {2: ("cp 2", "tp 2"), 4: ("dp 2 x cp 2", "dp 2 x tp 2, zero-3", "cp 2 x tp 2")}
+PLANNED = {
+    2: [("int8, blocks, activations", "cp 2", 2), ("8bit, ema, activations", "tp 2", 2)],
+    4: [
+        ("int8, blocks, activations", "dp 2 x tp 2", 3),
+        ("8bit, ema, activations", "cp 2 x tp 2", 2),
+    ],
+}
 
 
 @pytest.mark.slow
@@ -299,20 +299,16 @@ def test_the_plan_counts_what_ranks_keep(
     bases: dict[bool, Path], tmp_path: Path, ranks: int
 ) -> None:
     """Weights, state of the optimizer and host memory; tiny models are rounded up by some percent."""
-    cases = [
-        (name, layout)
-        for name in ("int8, blocks, activations", "8bit, ema, activations")
-        for layout in PLANNED[ranks]
-    ]
+    cases = [Run(*case) for case in PLANNED[ranks]]
     steps = []
-    for name, layout in cases:
-        words = [f"args.save={tmp_path / name}-{layout}", "args.train_iters=2", *KEYS[name].words]
-        steps.append([str(bases[KEYS[name].is_lora]), *words, *LAYOUTS[layout][1]])
+    for run in cases:
+        words = [f"args.save={tmp_path / str(run)}", "args.train_iters=2", *run.words]
+        steps.append([str(bases[KEYS[run.keys].is_lora]), *words])
     file, program = tmp_path / "found.json", "tests/support/ranks/held_memory_ranks.py"
     launch_ranks(ranks, program, str(file), json.dumps(steps))
-    for (name, layout), found in zip(cases, json.loads(file.read_text()), strict=True):
+    for run, found in zip(cases, json.loads(file.read_text()), strict=True):
         assert len(found) == ranks
         for part, (kept, planned) in (item for rank in found for item in rank.items()):
-            assert kept == pytest.approx(planned, rel=0.05), f"{name}, {layout}: {part}"
-        assert (found[0]["blocks on the host"][0] > 0) is KEYS[name].is_lora
+            assert kept == pytest.approx(planned, rel=0.05), f"{run}: {part}"
+        assert (found[0]["blocks on the host"][0] > 0) is KEYS[run.keys].is_lora
         assert found[0]["activations on the host"][0] > 0

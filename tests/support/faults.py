@@ -1,0 +1,82 @@
+"""Runs in which one rank fails somewhere: `torchrun ... tests/support/faults.py BASE SAVE FAULT:WORD,WORD ...`.
+
+Each argument is a run with its overrides, saved below SAVE/<number of the run>. Rank 1 fails where
+FAULT names, or rank 0 where only rank 0 does such work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from cogfast.__main__ import main as cogfast
+from cogfast.config import load_config
+from cogfast.distributed.process_groups import start_processes
+from cogfast.sample.evaluate import Evaluator
+from cogfast.sample.generate import VideoMaker
+from cogfast.train.encode import Encoder
+from cogfast.train.run import checkpoint_writer
+from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.trainer import Trainer
+
+FAULTS: dict[str, tuple[object, str]] = {
+    "loss": (Evaluator, "_band_losses"),
+    "prompts": (Evaluator, "_prompts"),
+    "condition": (VideoMaker, "condition"),
+    "write": (checkpoint_writer, "write_safetensors"),
+    "complete": (CheckpointWriter, "_complete"),
+    "first batch": (Encoder, "__call__"),  # in training: it ends the run
+}
+FATAL = ("first batch",)
+ON_RANK_0 = ("prompts", "complete")
+ON_DISK = ("write", "complete")
+
+
+def failing(name: str, original: Callable) -> Callable:
+    """`original` out of order; the disk is full only the first time."""
+    num_calls = 0
+
+    def call(*args: object, **named: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if name in FATAL:
+            raise ZeroDivisionError(name)
+        if name not in ON_DISK:
+            raise torch.OutOfMemoryError(f"no memory for {name}")
+        if num_calls == 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **named)
+
+    return call
+
+
+def main() -> None:
+    base, save, *runs = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    groups = start_processes()
+    for number, run in enumerate(runs):
+        name, _, arguments = run.partition(":")
+        overrides = [f"args.save={Path(save) / str(number)}", *arguments.split(",")]
+        overrides = [argument for argument in overrides if argument]
+        if name in FATAL:
+            owner, attribute = FAULTS[name]
+            call = failing(name, vars(owner)[attribute]) if rank == 1 else vars(owner)[attribute]
+            with patch.object(owner, attribute, call):
+                sys.exit(cogfast(["train", "--base", base, *overrides]))
+        config = load_config([base], overrides)
+        if name == "none" or rank != (0 if name in ON_RANK_0 else 1):
+            Trainer(config).train()
+            continue
+        owner, attribute = FAULTS[name]
+        with patch.object(owner, attribute, failing(name, vars(owner)[attribute])):
+            Trainer(config).train()
+    groups.close()
+
+
+if __name__ == "__main__":
+    main()
