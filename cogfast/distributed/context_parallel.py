@@ -27,53 +27,9 @@ from cogfast.distributed.step_clock import wait_for
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
-from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 
 _ops = torch.ops._c10d_functional
-
-
-def check_context_parallel_size(
-    size: int,
-    tensor_size: int,
-    config: TransformerConfig,
-    splits_rows: bool = False,
-    num_tokens: int | None = None,
-) -> None:
-    """Check that a context-parallel size fits the model.
-
-    tensor_size: args.model_parallel_size. splits_rows: args.sequence_parallel. num_tokens: text and
-    video tokens of a sample; None: unknown.
-
-    Raises:
-        ValueError: `size` does not divide a rank's heads, LoRA dropout is on, there are fewer tokens
-            than ranks, or splits_rows is set and the ranks do not divide num_tokens.
-    """
-    key, heads = f"args.context_parallel_size={size}", config.num_attention_heads // tensor_size
-    if size < 1 or heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        of = f"num_attention_heads={config.num_attention_heads}"
-        if tensor_size > 1:
-            of += f" / args.model_parallel_size={tensor_size} = {heads}"
-        raise ValueError(f"{key} must divide {of}; use {sizes}")
-    if size == 1:
-        return
-    if config.lora_dropout > 0:
-        raise ValueError(
-            f"{key} does not support lora_dropout={config.lora_dropout}: the ranks would drop the same "
-            "entries of different rows; use lora_dropout: 0"
-        )
-    if num_tokens is None:
-        return
-    if num_tokens < size:
-        raise ValueError(f"{key} exceeds the {num_tokens} tokens of a sample; use a smaller size")
-    ranks = size * tensor_size
-    if splits_rows and num_tokens % ranks:
-        raise ValueError(
-            f"args.sequence_parallel=true with {key} splits {num_tokens} text and video tokens between "
-            f"{ranks} ranks, which does not divide them; use sizes that do, another video size, or "
-            "args.sequence_parallel=false"
-        )
 
 
 def rows_of_ranks(num_rows: int, size: int) -> list[int]:

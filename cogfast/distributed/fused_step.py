@@ -158,13 +158,10 @@ class FusedStep:
         self._counted = list(self._counted_slices())
         self._starts: dict[tuple[int, int], int] = {}  # by partition and id of the parameter
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
-        if zero.contiguous_gradients:
-            self._reduce_and_fill = zero.reduce_independent_p_g_buckets_and_remove_grads
-            zero.reduce_independent_p_g_buckets_and_remove_grads = self._fill_bucket
-            if self._is_alone():
-                zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
-                zero.reduce_ipg_grads = self._store_kept
-                zero.setup_buckets = self._begin_backward
+        if zero.contiguous_gradients and self._is_alone():
+            zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
+            zero.reduce_ipg_grads = self._store_kept
+            zero.setup_buckets = self._begin_backward
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
         if zero.gradient_accumulation_dtype == zero.dtype:
             zero.copy_grads_in_partition = self._store_gradient
@@ -259,31 +256,6 @@ class FusedStep:
             start += piece.numel()
         assert start == flat.numel(), f"gradients of {start} in a partition of {flat.numel()}"
         return flat
-
-    def _fill_bucket(self, parameter: nn.Parameter, part: int) -> None:
-        """Copy a new gradient into the bucket that is reduced next.
-
-        DeepSpeed's own method also serves offloading and experts, and asks twice for the stream:
-        0.1 ms on the host for each parameter, as much as a kernel of the backward pass.
-        """
-        zero, n = self.zero, parameter.numel()
-        bucket = zero.ipg_buckets[zero.get_param_comm_dtype(parameter)]
-        # Only its method reduces a full bucket, and gradients that are larger than a bucket.
-        if not 0 < n <= zero.reduce_bucket_size - bucket.elements:
-            self._reduce_and_fill(parameter, part)
-            return
-        key, gradient = zero.get_param_id(parameter), zero.get_gradient_for_reduction(parameter)
-        assert not zero.params_already_reduced[key], "a gradient is reduced once per backward pass"
-        place = bucket.buffer[bucket.index].narrow(0, bucket.elements, n)
-        place.copy_(gradient.view(-1))
-        gradient.data = place.view_as(gradient)  # frees the memory that autograd allocated
-        if zero.overlap_comm and gradient.is_cuda:
-            # The reduction, on its own stream, waits for these. By index: without one, PyTorch
-            # reads the environment first.
-            bucket.copy_streams.add(torch.cuda.current_stream(gradient.get_device()))
-        bucket.elements += n
-        bucket.grads.append(gradient)
-        bucket.params.append((part, parameter.param_idx_in_group, key))  # pyright: ignore[reportAttributeAccessIssue]
 
     def _is_alone(self) -> bool:
         """Whether the averaged gradient is the rank's own, bit for bit."""

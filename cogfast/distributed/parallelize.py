@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -37,7 +38,6 @@ from cogfast.distributed.tensor_parallel import (
     RowParallelLora,
     SharedHeadNorm,
 )
-from cogfast.model.attention import Attention, HeadNorm
 from cogfast.model.block import Block
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import LoraLinear
@@ -59,39 +59,60 @@ _HIDDEN_FROM_DYNAMO = (
 _HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
 
 
-def check_model_parallel_size(
-    size: int, config: TransformerConfig, splits_rows: bool = False, num_tokens: int | None = None
+def check_parallel_sizes(
+    config: TransformerConfig,
+    tensor: int,
+    context: int = 1,
+    splits_rows: bool = False,
+    tokens: Sequence[int] = (),
 ) -> None:
-    """Check that a tensor-parallel size fits the model.
+    """Check that args.model_parallel_size and context_parallel_size fit the model and its samples.
 
-    splits_rows: args.sequence_parallel. num_tokens: text and video tokens of a sample; None: unknown.
+    splits_rows: args.sequence_parallel. tokens: text and video tokens of a sample, by video size.
 
     Raises:
-        ValueError: `size` does not divide the heads, LoRA dropout is on, or splits_rows is set while
-            `size` is 1 or does not divide num_tokens.
+        ValueError: a size does not divide the heads that are left for it, LoRA dropout is on, there are
+            fewer tokens than context-parallel ranks, or splits_rows is set and the ranks do not divide
+            the tokens or hold whole weights. It begins with the key.
     """
     heads = config.num_attention_heads
-    if size < 1 or heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    of = f"num_attention_heads={heads}"
+    tensor_key, context_key = (
+        f"args.model_parallel_size={tensor}",
+        f"args.context_parallel_size={context}",
+    )
+    _check_divides_heads(tensor_key, tensor, heads, of)
+    if tensor > 1:
+        heads //= tensor
+        of += f" / {tensor_key} = {heads}"
+    _check_divides_heads(context_key, context, heads, of)
+    if tensor * context > 1 and config.lora_dropout > 0:
         raise ValueError(
-            f"args.model_parallel_size={size} must divide num_attention_heads={heads}; use {sizes}"
+            f"{context_key if tensor == 1 else tensor_key} does not support "
+            f"lora_dropout={config.lora_dropout}: each rank would drop other entries; use lora_dropout: 0"
         )
-    if size > 1 and config.lora_dropout > 0:
-        raise ValueError(
-            f"args.model_parallel_size={size} does not support lora_dropout={config.lora_dropout}: "
-            "the shards of a layer would drop other entries than the whole layer; use lora_dropout: 0"
-        )
-    if splits_rows and size == 1:
+    if splits_rows and tensor == 1:
         raise ValueError(
             "args.sequence_parallel=true splits rows between tensor-parallel ranks, but "
             "args.model_parallel_size=1; set that to 2 or more, or sequence_parallel to false"
         )
-    if splits_rows and num_tokens is not None and num_tokens % size:
-        raise ValueError(
-            f"args.sequence_parallel=true splits {num_tokens} text and video tokens between "
-            f"args.model_parallel_size={size} ranks, which does not divide them; use a size "
-            "that does, another video size, or args.sequence_parallel=false"
-        )
+    for number in tokens:
+        if number < context:
+            raise ValueError(
+                f"{context_key} exceeds the {number} tokens of a sample; use a smaller size"
+            )
+        if splits_rows and number % (tensor * context):
+            raise ValueError(
+                f"args.sequence_parallel=true splits {number} text and video tokens between "
+                f"{tensor * context} ranks ({tensor_key}, {context_key}), which does not divide them; use "
+                "sizes that do, another video size, or args.sequence_parallel=false"
+            )
+
+
+def _check_divides_heads(key: str, size: int, heads: int, of: str) -> None:
+    if size < 1 or heads % size:
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(f"{key} must divide {of}; use {sizes}")
 
 
 def parallelize(
@@ -102,19 +123,30 @@ def parallelize(
     A transformer on the meta device stays there, so that the whole model is never in memory.
     splits_rows: split the sequence between the ranks outside of the linears (sequence_parallel.py).
     """
-    check_model_parallel_size(group.size, transformer.config)
+    check_parallel_sizes(transformer.config, group.size)
     if group.size == 1:
         return
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
-    column, row = ColumnParallelLinear, RowParallelLinear
+    columns, rows = (
+        partial(ColumnParallelLinear, group=group),
+        partial(RowParallelLinear, group=group),
+    )
     if splits_rows:
-        column, row = RowGatheringLinear, RowScatteringLinear
+        columns = partial(RowGatheringLinear, group=group)
+        rows = partial(RowScatteringLinear, group=group)
     last = len(transformer.blocks) - 1
     for i, block in enumerate(transformer.blocks):
         assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-        _parallelize_attention(block.attention, group, column, row)
-        block.set_submodule("fc1", _cut_columns(block.get_submodule("fc1"), group, column))
-        block.set_submodule("fc2", _cut_rows(block.get_submodule("fc2"), group, row))
+        # Cut within each of q, k and v, so that a rank has the same heads of all three.
+        _cut(block, "attention.qkv", partial(columns, num_parts=3), ColumnParallelLora)
+        _cut(block, "attention.out", rows, RowParallelLora)
+        _cut(block, "fc1", columns, ColumnParallelLora)
+        _cut(block, "fc2", rows, RowParallelLora)
+        for name in ("query_norm", "key_norm"):
+            norm = getattr(block.attention, name)
+            # A norm that has no weights has no gradient to sum.
+            if norm is not None and norm.elementwise_affine:
+                setattr(block.attention, name, SharedHeadNorm(norm, group))
         linear = block.modulation.linear
         gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
         block.set_submodule("modulation.linear", gathered)
@@ -124,46 +156,20 @@ def parallelize(
     _mark(transformer)
 
 
-def _parallelize_attention(
-    attention: Attention,
-    group: ParallelGroup,
-    column: type[ColumnParallelLinear],
-    row: type[RowParallelLinear],
+def _cut(
+    block: Block,
+    path: str,
+    cut: Callable[[nn.Linear], Any],
+    cut_lora: Callable[[LoraLinear, Any], nn.Module],
 ) -> None:
-    # Cut within each of q, k and v, so that a rank has the same heads of all three.
-    qkv = _cut_columns(attention.get_submodule("qkv"), group, column, num_parts=3)
-    attention.set_submodule("qkv", qkv)
-    attention.set_submodule("out", _cut_rows(attention.get_submodule("out"), group, row))
-    attention.query_norm = _shared(attention.query_norm, group)
-    attention.key_norm = _shared(attention.key_norm, group)
-
-
-def _cut_columns(
-    linear: nn.Module,
-    group: ParallelGroup,
-    column: type[ColumnParallelLinear],
-    num_parts: int = 1,
-) -> nn.Module:
-    """Return this rank's shard of a linear by outputs, with its adapters if it has any."""
+    """Replace a linear of a block by this rank's shard, with its adapters if it has any."""
+    linear = block.get_submodule(path)
     if isinstance(linear, LoraLinear):
-        return ColumnParallelLora(linear, column(linear.original, group, num_parts))
-    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
-    return column(linear, group, num_parts)
-
-
-def _cut_rows(linear: nn.Module, group: ParallelGroup, row: type[RowParallelLinear]) -> nn.Module:
-    """Return this rank's shard of a linear by inputs, with its adapters if it has any."""
-    if isinstance(linear, LoraLinear):
-        return RowParallelLora(linear, row(linear.original, group))
-    assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
-    return row(linear, group)
-
-
-def _shared(norm: HeadNorm | None, group: ParallelGroup) -> HeadNorm | None:
-    # A norm that has no weights has no gradient to sum.
-    if norm is None or not norm.elementwise_affine:
-        return norm
-    return SharedHeadNorm(norm, group)
+        shard = cut_lora(linear, cut(linear.original))
+    else:
+        assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
+        shard = cut(linear)
+    block.set_submodule(path, shard)
 
 
 def find_shards(transformer: nn.Module) -> dict[str, Shard]:

@@ -178,18 +178,12 @@ class SequenceParallelBlock(Block):
         self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
     ) -> Tensor:
         if self.is_first:
-            self._check_rows(hidden.shape[1])
+            if hidden.shape[1] % self.group.size:  # the size of a data set of one's own
+                text = f"{hidden.shape[1]} text and video tokens between {self.group.size} ranks"
+                raise ValueError(f"cannot split {text} evenly; use args.sequence_parallel=false")
             hidden = _SplitRows.apply(hidden, self.group)
         hidden = super().forward(hidden, conditioning, num_text, rotation)
         return _JoinRows.apply(hidden, self.group) if self.is_last else hidden
-
-    def _check_rows(self, num_rows: int) -> None:
-        if num_rows % self.group.size:
-            raise ValueError(
-                f"{num_rows} text and video tokens cannot be split evenly between "
-                f"args.model_parallel_size={self.group.size} ranks; use a size that divides them, "
-                "another video size, or args.sequence_parallel=false"
-            )
 
 
 def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:

@@ -21,7 +21,7 @@ from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.train.memory.host_weights import HostWeights
+from cogfast.train.memory.host_memory import HostWeights
 
 # The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
 # (upstream sat/diffusion_video.py add_noise_to_first_frame).

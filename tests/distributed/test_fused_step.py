@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.distributed.fused_step import DeviceLossScaler, FusedStep
-from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.distributed.fused_step import DeviceLossScaler
+from cogfast.distributed.process_groups import ModelParallelUnit, ProcessGroups, start_processes
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.optimizer import parameter_groups
@@ -100,36 +99,6 @@ EVALUATED_AT, SAVED_AT = (1, 2, BAD_STEP), 4
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class SharedModel:
-    """DeepSpeed's mpu interface for two ranks that share one model."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.alone = [torch.distributed.new_group([r]) for r in range(self.size)][self.rank]
-
-    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
-        return self.alone
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
-        return torch.distributed.group.WORLD
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.size
-
-    def get_model_parallel_rank(self) -> int:
-        return self.rank
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-
 class Network(nn.Module):
     """Parameters that end nowhere near a partition, one above the bucket, one without a gradient."""
 
@@ -168,7 +137,7 @@ def make(case: Case, use_stock_step: bool) -> ZeroEngine:
     optimizer = FusedEmaAdam(parameter_groups(network, 0.1), lr=1e-2)
     mpu = None
     if case.is_model_shared:
-        mpu = SharedModel()
+        mpu = ModelParallelUnit(start_processes(tensor_size=2))
         for p in network.first.parameters():
             p.tensor_model_parallel = True
     # Earlier engines must not be collected in the middle of an import: what they then import ends in
@@ -447,18 +416,11 @@ def test_step_equals_deepspeeds(runs: dict, case: Case, place: tuple[int, int]) 
         )
     assert ours["skipped"] == stock["skipped"] == 1
     assert ours["in a row"] == stock["in a row"] == 0
-
-
-@pytest.mark.slow
-@everywhere(CASES)
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    runs: dict, case: Case, place: tuple[int, int]
-) -> None:
-    before, after = runs[place][case.name, False]["bad step"]
-    assert any(name.startswith("shadow") for name in before)
+    # A gradient that is not finite changes nothing.
+    before, after = ours["bad step"]
+    assert before["updates 0"] == BAD_STEP and any(name.startswith("shadow") for name in before)
     for name, value in before.items():
         assert torch.equal(after[name], value), name
-    assert before["updates 0"] == BAD_STEP
 
 
 @pytest.mark.slow
@@ -528,11 +490,8 @@ def test_no_host_reads_sees_the_stock_step(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "case",
     [
-        Case(clip=0.05),
         Case(1, clip=0.05, accumulation=3),
-        Case(dtype="fp32", clip=0.05),
         Case(zero={"contiguous_gradients": False}),
-        Case(data_types={"grad_accum_dtype": "fp32"}),
         Case(dtype="fp16", clip=0.05, fp16={"initial_scale_power": 8}),
     ],
     ids=lambda case: case.name,
@@ -562,12 +521,8 @@ def steps_without_host_reads(
     assert engine.num_skipped == 0
 
 
-# Settings of the dynamic loss scale, whose window of 1,000 steps no test can wait for.
-SCALINGS = [
-    {"loss_scale_window": 5, "hysteresis": 1},
-    {"loss_scale_window": 4, "hysteresis": 3},
-    {"loss_scale_window": 3, "hysteresis": 2, "consecutive_hysteresis": True},
-]
+# The window of DeepSpeed's default, 1,000 steps, is too long for a test.
+SCALING = {"loss_scale_window": 4, "hysteresis": 3}
 OVERFLOWS = (3, 4, 5, 6, 11, 19, 20, 30, 31, 40)
 
 
@@ -586,27 +541,23 @@ def scaled_steps(
     return found, snapshot(engine)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_the_loss_scale_is_deepspeeds(scaling: dict) -> None:
+def test_the_loss_scale_is_deepspeeds() -> None:
     """The scale, its counters, the skipped steps and the weights, over 45 steps."""
     start_processes()
-    case = Case(dtype="fp16", fp16={"initial_scale_power": 8, **scaling})
+    case = Case(dtype="fp16", fp16={"initial_scale_power": 8, **SCALING})
     ours, stock = (scaled_steps(case, is_stock, range(45)) for is_stock in (False, True))
     assert ours[0] == stock[0]
     scales = [numbers["cur_scale"] for numbers in ours[0]]
-    changes = [b / a for a, b in itertools.pairwise(scales)]
-    assert {0.5, 1, 2} <= set(changes)
+    assert {0.5, 1, 2} <= {b / a for a, b in itertools.pairwise(scales)}
     assert ours[0][-1]["skipped"] == len(OVERFLOWS)
-    assert ours[1].keys() == stock[1].keys()
-    for name, value in stock[1].items():
-        assert torch.equal(ours[1][name], value), name
+    torch.testing.assert_close(ours[1], stock[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_stock", [False, True], ids=["from DeepSpeed's", "to DeepSpeed's"])
 def test_a_resumed_step_takes_the_other_ones_loss_scale(is_stock: bool) -> None:
     """A checkpoint that one step wrote continues under the other one, as JSON keeps it."""
     start_processes()
-    case = Case(dtype="fp16", fp16={"initial_scale_power": 6, **SCALINGS[1]})
+    case = Case(dtype="fp16", fp16={"initial_scale_power": 6, **SCALING})
     first, _ = scaled_steps(case, not is_stock, range(22))
     saved = json.loads(json.dumps(first[-1]))
     resumed, _ = scaled_steps(case, is_stock, range(22, 45), saved)
@@ -615,29 +566,24 @@ def test_a_resumed_step_takes_the_other_ones_loss_scale(is_stock: bool) -> None:
     assert [scale(n) for n in first + resumed] == [scale(n) for n in whole]
 
 
-@pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "DeepSpeed's"])
-def test_a_resumed_run_takes_the_new_settings_of_the_loss_scale(is_stock: bool) -> None:
+def test_a_resumed_run_takes_the_new_settings_of_the_loss_scale() -> None:
     """Only the scale and its counters are the checkpoint's, and only if both scales are dynamic."""
     start_processes()
-    dynamic = {"initial_scale_power": 6, "loss_scale_window": 1000, "hysteresis": 1}
-    changed = {"loss_scale_window": 4, "hysteresis": 3, "min_loss_scale": 2}
-    constant = {"loss_scale": 128}
 
-    def steps(settings: dict, start: dict | None, count: range) -> list[dict]:
+    def steps(settings: dict, start: dict | None, count: range) -> dict:
         case = Case(dtype="fp16", fp16={"initial_scale_power": 6, **settings})
-        found, _ = scaled_steps(case, is_stock, count, start)
-        return json.loads(json.dumps(found))
+        return scaled_steps(case, False, count, start)[0][-1]
 
-    before = steps(dynamic, None, range(10))[-1]
+    before = steps({"loss_scale_window": 1000, "hysteresis": 1}, None, range(10))
     assert before["cur_scale"] == 2.0**2  # 4 of these steps overflow
-    after = steps(changed, before, range(10, 11))[-1]
-    settings = [after[key] for key in ("scale_window", "delayed_shift", "min_scale")]
-    assert settings == [4, 3, 2]
-    assert (after["cur_scale"], after["cur_iter"]) == (2.0**2, 11)
-    to_constant = steps(constant, before, range(10, 12))[-1]
-    assert (to_constant["cur_scale"], to_constant["dynamic"]) == (128, False)
-    to_dynamic = steps(dynamic, to_constant, range(2, 5))[-1]
-    assert (to_dynamic["cur_scale"], to_dynamic["dynamic"]) == (2.0**4, True)
+    changed = {"loss_scale_window": 4, "hysteresis": 3, "min_loss_scale": 2}
+    after = steps(changed, before, range(10, 11))
+    keys = ("scale_window", "delayed_shift", "min_scale", "cur_scale", "cur_iter")
+    assert [after[key] for key in keys] == [4, 3, 2, 2.0**2, 11]
+    constant = steps({"loss_scale": 128}, before, range(10, 12))
+    assert (constant["cur_scale"], constant["dynamic"]) == (128, False)
+    dynamic = steps({"loss_scale_window": 1000}, constant, range(2, 5))
+    assert (dynamic["cur_scale"], dynamic["dynamic"]) == (2.0**5, True)
 
 
 def test_a_scale_at_its_minimum_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,31 +627,6 @@ def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecut
         assert tuple(n.item() for n in numbers) == want
         seen.add(stock.cur_scale)
     assert len(seen) > 5 and ours.cur_iter == stock.cur_iter
-
-
-def test_deepspeed_is_called_for_a_reduction_and_not_for_each_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its method takes 0.1 ms for a gradient that only enters the bucket, on the host of a GPU."""
-    method, entered = "reduce_independent_p_g_buckets_and_remove_grads", []
-    real = getattr(DeepSpeedZeroOptimizer, method)
-    monkeypatch.setattr(
-        DeepSpeedZeroOptimizer,
-        method,
-        lambda zero, p, i: entered.append(p.numel()) or real(zero, p, i),
-    )
-    start_processes()
-    engine = make(Case(), False)  # buckets of 600 elements
-    micro_batch(engine, 0, 0)
-    assert entered == []  # one rank has nothing to reduce
-    monkeypatch.setattr(FusedStep, "_is_alone", lambda step: False)
-    micro_batch(make(Case(zero={"reduce_bucket_size": 10_000}), False), 0, 0)
-    assert entered == []
-    engine = make(Case(), False)
-    micro_batch(engine, 0, 0)
-    sizes = [p.numel() for p in engine.transformer.parameters()]
-    assert engine.transformer.middle.weight.numel() in entered  # larger than a bucket
-    assert 0 < len(entered) < len(sizes)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to without the host's help."""
+"""Host memory that a GPU copies from and to without the host's help, and frozen weights that wait in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -62,3 +62,36 @@ def host_buffer(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _warn(num_bytes: int) -> None:
     """Warn once for each size."""
     logger.warning("cannot pin %d bytes of host memory: copies take longer", num_bytes)
+
+
+class HostWeights:
+    """Moves the weights of a frozen module to pinned host memory, and copies them back for its use.
+
+    They do not change, so only the first `leave` copies to the host. Copies and computation are on
+    the current stream. device: where the module computes; it is there at first.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.is_present = True
+        self._on_host: list[tuple[Tensor, Tensor]] = []  # tensors of the module, and their copies
+
+    def fetch(self) -> None:
+        """Copy the weights to the device, if they are not there."""
+        if self.is_present:
+            return
+        for tensor, host in self._on_host:
+            tensor.data = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+        self.is_present = True
+
+    def leave(self) -> None:
+        """Release the device's memory of the weights."""
+        if not self.is_present:
+            return
+        if not self._on_host:
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                copy = host_buffer(tensor).copy_(tensor)  # sync: once
+                self._on_host.append((tensor, copy))
+        for tensor, host in self._on_host:
+            tensor.data = host
+        self.is_present = False

@@ -38,8 +38,6 @@ class OffloadedActivations:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Host buffers that are not in use, by the position of their tensors in a block.
         self.free: dict[int, list[Tensor]] = defaultdict(list)
-        # Buffers that are too small by now, each until the copies that the stream had been given end.
-        self._dropped: deque[tuple[Tensor, torch.Event]] = deque()
         self._last: BlockTensors | None = None  # of the block that ran last
         self._in_flight: deque[BlockTensors] = deque()
 
@@ -61,11 +59,9 @@ class OffloadedActivations:
         buffer = free.pop() if free else None
         if buffer is not None and buffer.nbytes >= like.nbytes:
             return buffer
-        # A larger bucket of videos replaces the buffers of a smaller one.
-        while self._dropped and self._dropped[0][1].query():
-            self._dropped.popleft()
         if buffer is not None and self.stream is not None:
-            self._dropped.append((buffer, self.stream.record_event()))
+            # A larger bucket of videos replaces the buffers of a smaller one, which copies may still use.
+            self.stream.synchronize()  # sync: once for each size and buffer of a block
         return host_buffer(like)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:

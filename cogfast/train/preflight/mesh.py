@@ -7,8 +7,7 @@ import os
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
-from cogfast.distributed.context_parallel import check_context_parallel_size
-from cogfast.distributed.parallelize import check_model_parallel_size
+from cogfast.distributed.parallelize import check_parallel_sizes
 from cogfast.model.config import TransformerConfig
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
@@ -30,21 +29,13 @@ def check_mesh(
     if not sizes and "video_size" in data_arguments(config):
         sizes = [sampled_size(config, model)]
     tokens = [video.num_tokens(model) for video in sizes]
-    key = "args.model_parallel_size"
     try:
-        # Heads first: they depend on the model alone, tokens also on the size of the videos.
-        check_model_parallel_size(tensor, model)
-        for number in (None, *tokens):
-            check_model_parallel_size(tensor, model, rows, number)
+        check_parallel_sizes(model, tensor, context, rows, tokens)
     except ValueError as error:
-        refuse(config, key, str(error))
+        refuse(config, str(error).partition("=")[0], str(error))
+    key = "args.model_parallel_size"
     _check_divides(config, key, tensor, world, heads, f"the number of ranks, {world}")
     key = "args.context_parallel_size"
-    try:
-        for number in (None, *tokens):
-            check_context_parallel_size(context, tensor, model, rows, number)
-    except ValueError as error:
-        refuse(config, key, str(error))
     left, of = world // tensor, f"the number of ranks, {world}"
     if tensor > 1:
         of += f" / args.model_parallel_size={tensor} = {left}"

@@ -19,8 +19,6 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
 from cogfast.kernels.gpu.fused_ema_adam import launch_average
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
-from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.plan.memory import rules_of
 from cogfast.plan.zero import lasting_state
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
@@ -29,8 +27,7 @@ from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
-from tests.support.tiny_run import run as run_cogfast
+from tests.support.tiny_run import losses, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY
 
 HOST, EIGHT = "args.ema_device=cpu", "args.optimizer_moments=8bit"
@@ -80,15 +77,6 @@ def test_the_host_ema_has_the_bits_of_the_devices(use_num_updates: bool) -> None
         optimizer = FusedEmaAdam(params, **HYPER, use_num_updates=use_num_updates, ema_decay=0.97)
         found.append(stepped(optimizer, params, grads, has_host_ema))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_the_host_ema_beside_every_update(build) -> None:  # noqa: F811
-    found = []
-    for has_host_ema in (True, False):
-        params, grads = random_case([(77,), (1100,)])
-        found.append(stepped(build(params, **HYPER), params, grads, has_host_ema))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_an_average_is_that_of_float64() -> None:
@@ -171,42 +159,13 @@ def test_a_run_resumes_with_the_other_moments(
         assert torch.equal(back.engine.view(s, "exp_avg"), coded.engine.view(s, "exp_avg"))
 
 
-def test_8bit_checkpoints_load_into_another_layout(tmp_path: Path, base: Path) -> None:
-    """Two ranks save, one resumes: its blocks begin elsewhere, but decoded values keep their codes."""
-    halved = "deepspeed.train_micro_batch_size_per_gpu=2"
-    words = [EIGHT, HOST, "args.train_iters=2", f"args.save={tmp_path}"]
-    done = run_cogfast(["train", "--base", str(base), *words, halved], processes=2)
-    assert done.returncode == 0, done.stdout
-    config = load_config([base], [EIGHT, HOST, f"args.save={tmp_path}", "args.resume=latest"])
-    engine = Trainer(config).engine
-    checkpoint = newest_checkpoint(run_folder(tmp_path))
-    assert checkpoint is not None
-    files = RunFiles(checkpoint, read_manifest(checkpoint))
-    # The smallest code of a block, relative to the largest value of the run.
-    for kind, smallest in (
-        ("master", 0),
-        ("shadow", 0),
-        ("exp_avg", 2**-15),
-        ("exp_avg_sq", 2**-31),
-    ):
-        pairs = []
-        for piece in engine.slices:
-            saved = torch.empty(piece.numel)
-            files.fill(saved, piece.parameter, kind, None, piece.start)
-            pairs.append((engine.view(piece, kind), saved))
-        largest = max(saved.abs().max() for _, saved in pairs)
-        assert all(((a - b).abs() <= smallest * largest).all() for a, b in pairs), kind
-
-
-@pytest.mark.parametrize("num_steps", [8, pytest.param(100, marks=pytest.mark.soak)])
-def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, base: Path, num_steps: int) -> None:
-    words = (f"args.train_iters={num_steps}", "args.save_interval=null", "args.log_interval=1")
+def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, base: Path) -> None:
+    words = ("args.train_iters=8", "args.save_interval=null", "args.log_interval=1")
     plain, coded = (
         losses(train(base, tmp_path / name, *words, *more).folder)
         for name, more in (("plain", ()), ("coded", (EIGHT, HOST)))
     )
-    last = slice(-min(20, num_steps), None)
-    off = abs(torch.tensor(coded)[last].mean() / torch.tensor(plain)[last].mean() - 1)
+    off = abs(torch.tensor(coded).mean() / torch.tensor(plain).mean() - 1)
     assert off < 0.02 and coded != plain
 
 
@@ -262,7 +221,7 @@ def test_the_plan_counts_the_bytes(base: Path) -> None:
 
     plain, small = state_of(10**9), state_of(10**9, HOST, EIGHT)
     assert (plain.moments, plain.ema) == (4 * 10**9, 2 * 10**9)
-    assert small.ema == DEVICE_BYTES == 2**27
+    assert small.ema == DEVICE_BYTES == 2**26
     blocks = -(-(10**9 // 2) // 256)
     assert small.moments == 2 * (10**9 // 2 + 2 * blocks)
     p = torch.nn.Parameter(torch.zeros(1000))

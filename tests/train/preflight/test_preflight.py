@@ -117,8 +117,7 @@ REFUSED = {
         "another number of ranks (--nproc_per_node)"
     ),
     "args.model_parallel_size=3 args.sequence_parallel=true": (
-        "args.sequence_parallel=true splits 17776 text and video tokens between "
-        "args.model_parallel_size=3 ranks, which does not divide them"
+        "args.sequence_parallel=true splits 17776 text and video tokens between 3 ranks"
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
     "args.quantize_base=int8": (

@@ -13,7 +13,7 @@ from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.plan.memory import GIB, host_parts
 from cogfast.train.encode import EncodeOverrides, Encoder
-from cogfast.train.memory.host_weights import HostWeights
+from cogfast.train.memory.host_memory import HostWeights
 from tests.plan.test_memory import CACHED, plan_of
 
 # On the CPU itself the copies are made, too.
