@@ -60,9 +60,9 @@ class ProcessGroups:
 
     control: gloo group of all ranks, for decisions. tensor, context: the tensor- and the
     context-parallel group (None: this rank alone). model, model_control: the ranks that work on the
-    same samples, for tensors, and their gloo group for decisions (None: this rank alone). data: one
-    rank of each model (None: all ranks). replicas: the ranks with the same shard of the weights,
-    between which ZeRO shards them (None: all ranks). heartbeat: notices ranks that stop.
+    same samples, for tensors, and their gloo group for decisions (None: this rank alone). replicas:
+    the ranks with the same shard of the weights, between which ZeRO shards them (None: all ranks).
+    heartbeat: notices ranks that stop.
     """
 
     rank: int
@@ -76,7 +76,6 @@ class ProcessGroups:
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
     model_control: dist.ProcessGroup | None = None
-    data: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
 
     @property
@@ -256,7 +255,6 @@ class ProcessGroups:
             context=None,
             model=None,
             model_control=None,
-            data=None,
             replicas=None,
         )
 
@@ -401,10 +399,7 @@ def _with_shared_models(
     context = group_of([model[i::tensor_size] for model in models for i in range(tensor_size)])
     # With one axis, its group is that of the model.
     model = group_of(models) if tensor and context else tensor or context
-    data, _ = split([ranks[i::size] for i in range(size)])
-    replicas = data
-    if context_size > 1:
-        replicas, _ = split([ranks[i::tensor_size] for i in range(tensor_size)])
+    replicas, _ = split([ranks[i::tensor_size] for i in range(tensor_size)])
     control, _ = dist.new_subgroups_by_enumeration(
         models, timeout=_DECISION_TIMEOUT, backend="gloo"
     )
@@ -414,7 +409,6 @@ def _with_shared_models(
         context=context,
         model=model,
         model_control=control,
-        data=data,
         replicas=replicas,
     )
 

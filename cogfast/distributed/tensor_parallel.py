@@ -63,6 +63,8 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 class _SumOverGroup(torch.autograd.Function):
+    """All-reduce forward, identity backward: the gradient is replicated already."""
+
     @staticmethod
     def forward(ctx, x: Tensor, name: str) -> Tensor:
         # Not in place: selective checkpointing may keep the product from before the sum.
@@ -74,6 +76,12 @@ class _SumOverGroup(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
+    """All-gather columns [B, N / size] -> [B, N].
+
+    sums_gradient: backward reduce-scatters the gradient; otherwise it is replicated, and each rank
+    takes its part.
+    """
+
     @staticmethod
     def forward(ctx, x: Tensor, group: ParallelGroup, sums_gradient: bool) -> Tensor:
         ctx.group, ctx.sums_gradient = group, sums_gradient
@@ -123,23 +131,9 @@ def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
     return _CopyToGroup.apply(x, group.name)
 
 
-def sum_over_group(x: Tensor, group: ParallelGroup) -> Tensor:
-    """All-reduce forward, identity backward: the gradient is replicated already."""
-    return _SumOverGroup.apply(x, group.name)
-
-
 def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """Return the largest of the ranks' numbers in each place, without a gradient."""
     return wait_for(_ops.all_reduce(x, "max", group.name))
-
-
-def gather_columns(x: Tensor, group: ParallelGroup, sums_gradient: bool = False) -> Tensor:
-    """All-gather columns [B, N / size] -> [B, N].
-
-    sums_gradient: reduce-scatter the gradient in backward; otherwise it is replicated, and each rank
-    takes its part.
-    """
-    return _GatherColumns.apply(x, group, sums_gradient)
 
 
 def share_vectors(vectors: Sequence[Tensor], group: ParallelGroup) -> Sequence[Tensor]:
@@ -226,7 +220,7 @@ class GatheredLinear(ColumnParallelLinear):
         self.sums_gradient = sums_gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_columns(super().forward(x), self.group, self.sums_gradient)
+        return _GatherColumns.apply(super().forward(x), self.group, self.sums_gradient)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -238,7 +232,7 @@ class RowParallelLinear(ParallelLinear):
 
     def leave(self, product: Tensor) -> Tensor:
         """Leave the row-parallel region: all-reduce the partial products."""
-        return sum_over_group(product, self.group)
+        return _SumOverGroup.apply(product, self.group.name)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(self.product(x))

@@ -629,32 +629,6 @@ def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecut
     assert len(seen) > 5 and ours.cur_iter == stock.cur_iter
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_gradients_are_stored_at_their_places(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer reads the reduction's output, without a flattened or a float32 copy."""
-    start_processes()
-    engine = make(Case(dtype=dtype), False)
-    micro_batch(engine, 0, 0)
-    zero, seen = engine.zero, []
-    pieces = [[p.data_ptr() for p in zero.averaged_gradients[i]] for i in range(len(engine.parts))]
-    update = FusedEmaAdam.step
-
-    def step(optimizer: FusedEmaAdam) -> None:
-        seen.extend(p.grad for p in engine.parts)
-        update(optimizer)
-
-    monkeypatch.setattr(FusedEmaAdam, "step", step)
-    engine.step(1e-2)
-    assert len(seen) == 2
-    for gradient, addresses in zip(seen, pieces, strict=True):
-        assert gradient.dtype == zero.dtype
-        assert gradient.data_ptr() % 16 == 0
-        begin, size = gradient.data_ptr(), gradient.numel() * gradient.itemsize
-        landed = [address for address in addresses if begin <= address < begin + size]
-        assert len(landed) >= len(addresses) - 2  # all but `unused` and the padding
-    assert all(p.grad is None for p in engine.parts)
-
-
 @pytest.mark.parametrize(
     ("make_optimizer", "changes", "reason"),
     [

@@ -44,21 +44,13 @@ STEP += (("optimizer", 4.0, 2.0), ("log", 9.0, 0.0))
 SPLIT = StepSplit(2000.0, 9000.0, 4000.0, 4000.0, 4 / 20)
 
 
-def test_parts_are_without_the_waits_inside_them(wall: Clock) -> None:
+def test_parts_are_averages_without_the_waits_inside_them(wall: Clock) -> None:
     clock = StepClock(wall)
-    for _ in range(2):  # the log line of the first step belongs to neither
-        clock.begin_step(0, CPU, is_logged=False)
-        play(clock, wall, *STEP)
+    for _ in range(2):  # the log line of the second step belongs to neither pair
+        for scale, parts in ((0.5, STEP[:-1]), (1.5, STEP)):
+            clock.begin_step(0, CPU, is_logged=False)
+            play(clock, wall, *((name, scale * work, scale * wait) for name, work, wait in parts))
         assert clock.take() == SPLIT
-
-
-def test_steps_are_averaged(wall: Clock) -> None:
-    clock = StepClock(wall)
-    for scale in (0.5, 1.5):
-        clock.begin_step(0, CPU, is_logged=False)
-        play(clock, wall, *((name, scale * work, scale * wait) for name, work, wait in STEP[:-1]))
-    clock.enter("log")
-    assert clock.take() == SPLIT
 
 
 def test_waits_outside_of_steps_are_not_counted(wall: Clock) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,67 +47,14 @@ def test_the_optimizers_state_is_allocated_before_the_first_step(
             assert not state[kind].any() and state[kind].numel() in (weights.numel(), 1)
 
 
-class Driver:
-    """Stands for CUDA's driver."""
-
-    def __init__(self, has_virtual_memory: bool) -> None:
-        self.value = has_virtual_memory
-
-    def cuInit(self, flags: int) -> None:
-        assert flags == 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> None:
-        device._obj.value = index
-
-    def cuDeviceGetAttribute(self, out: Any, attribute: int, device: ctypes.c_int) -> None:
-        assert (attribute, device.value) == (102, 3)
-        out._obj.value = self.value
-
-
-SEGMENTS = "expandable_segments:True"
-
-
-@pytest.mark.parametrize(
-    ("has_virtual_memory", "setting", "expected"),
-    [
-        (True, {}, SEGMENTS),
-        (False, {}, None),
-        (None, {}, None),
-        (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
-        (True, {"PYTORCH_ALLOC_CONF": ""}, ""),
-    ],
-    ids=["default", "a virtual GPU", "no driver", "the user's", "the user's, new name"],
-)
-def test_expandable_segments_are_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-    has_virtual_memory: bool | None,
-    setting: dict[str, str],
-    expected: str | None,
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_users_setting_of_the_allocator_stays(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def load(name: str) -> Driver:
-        if has_virtual_memory is None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return Driver(has_virtual_memory)
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    # All changes of the environment are undone at the end of the test.
-    monkeypatch.setattr(os, "environ", {**setting})
-    use_expandable_segments(3)
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accumulation_is_the_whole_batch(tmp_path: Path, data: Path, stage: int) -> None:
-    """4 samples at once and 2 times 2 have the same losses and gradient norms."""
-    found = []
-    for name, arguments in (
-        ("whole", [f"{MICRO}=4"]),
-        ("parts", [f"{MICRO}=2", f"{ACCUMULATION}=2"]),
-    ):
-        trainer = make(tmp_path / name, data, f"{STAGE}={stage}", *arguments, train_iters=6)
-        trainer.train()
-        found.append(losses(run_folder(tmp_path / name / "runs")))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    monkeypatch.setattr(os, "environ", {name: ""})
+    monkeypatch.setattr(ctypes, "CDLL", pytest.fail)  # the driver is not asked
+    use_expandable_segments(0)
+    assert os.environ == {name: ""}
 
 
 @pytest.mark.parametrize(

@@ -120,20 +120,6 @@ def test_policies_count_in_training_alone() -> None:
     assert calls.counts[FLASH] == 2
 
 
-def test_calls_replace_blocks_in_training_and_memory_is_read_before_them() -> None:
-    transformer = tiny("5b").train()
-    given, ran = inputs("5b"), []
-    make = lambda i: lambda *x: (ran.append(i), transformer.blocks[i](*x))[1]
-    transformer.use_calls([make(0), make(1)], before=lambda hidden: ran.append(hidden.shape))
-    out = transformer(**given)
-    num_tokens = given["text"].shape[1] + given["latents"].shape[2:].numel() // 4
-    assert ran == [(len(out), num_tokens, 128), 0, 1]
-    transformer.eval()(**given)
-    assert len(ran) == 3
-    transformer.use_calls(None)
-    assert torch.equal(transformer.train()(**given), out) and len(ran) == 3
-
-
 @pytest.mark.slow  # Inductor compiles C++
 def test_policies_hold_in_compiled_blocks() -> None:
     """The blocks of a policy share one graph, and ops whose results are kept do not run again."""
