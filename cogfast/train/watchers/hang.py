@@ -18,7 +18,7 @@ from cogfast.train.watchers.watcher import Watcher
 
 _FRAMES = 3  # innermost frames in a message
 # Files in which a rank waits for others.
-_WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|process_groups\.py|fused_step\.py")
+_WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|process_groups\.py|step_clock\.py")
 
 
 class HangStacks(Watcher):
