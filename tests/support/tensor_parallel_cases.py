@@ -93,7 +93,9 @@ CASES = {
 CASES |= {
     f"rows {name}": replace(CASES[name], splits_rows=True, text_length=60)
     for name in (
-        *FAMILY,
+        "2b",
+        "5b",
+        "1.5_5b_i2v",
         "lora",
         "frozen",
         "one target",
