@@ -129,6 +129,7 @@ groups.close()
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_ends_the_other_and_long_work_does_not(tmp_path: Path, rank: int) -> None:
     output = tmp_path / "output"
+    output.touch()
     ranks = start_ranks(["-c", ONE_STOPS, str(rank)], 2, free_port(), str(output))
     other = ranks[1 - rank]
     other.join(120)
