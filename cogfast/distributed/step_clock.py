@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Those of objects are left out: the thread that writes checkpoints calls them, too.
+# Not the collectives of objects: the thread that writes checkpoints calls them, too.
 _COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather", "broadcast")
 _COLLECTIVES += ("all_gather_into_tensor",)
 _Mark = float | torch.cuda.Event
