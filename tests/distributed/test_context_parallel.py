@@ -76,7 +76,6 @@ def loss_of(transformer: DiffusionTransformer, name: str) -> dict[str, Tensor]:
 
 def check(folder: Path, name: str) -> None:
     expected, found = loss_of(model_of(name), name), torch.load(folder / f"{name}.pt")
-    found.pop("sent")
     assert found.keys() == expected.keys()
     tolerance = 2e-5 if CASES[name].dtype == torch.float32 else 3e-2
     for key, value in expected.items():
@@ -97,16 +96,6 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_equal_one(of_two: Path, name: str) -> None:
     check(of_two, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["even", "batch of 2", "2b"])
-def test_bytes_of_all_to_alls(of_two: Path, name: str) -> None:
-    """docs/scaling.md: 4 (c-1)/c^2 U per block, in forward and in backward."""
-    case, config = CASES[name], FAMILY[CASES[name].family]
-    unit = case.batch * case.num_tokens() * config.hidden_size * 4
-    expected = 2 * 2 * 4 * (2 - 1) / 2**2 * unit  # 2 blocks, 2 passes
-    assert torch.load(of_two / f"{name}.pt")["sent"] == expected
 
 
 @pytest.mark.soak

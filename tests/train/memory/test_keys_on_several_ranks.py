@@ -282,33 +282,3 @@ def test_what_ranks_round_is_as_good_as_in_one_process(runs: dict[Run, Path], ru
             for folder in (exact, one, other)
         )
         assert 0 < off(found, whole) <= 1.5 * off(rounded, whole)
-
-
-PLANNED = {
-    2: [("int8, blocks, activations", "cp 2", 2), ("8bit, ema, activations", "tp 2", 2)],
-    4: [
-        ("int8, blocks, activations", "dp 2 x tp 2", 3),
-        ("8bit, ema, activations", "cp 2 x tp 2", 2),
-    ],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_plan_counts_what_ranks_keep(
-    bases: dict[bool, Path], tmp_path: Path, ranks: int
-) -> None:
-    """Weights, state of the optimizer and host memory; tiny models are rounded up by some percent."""
-    cases = [Run(*case) for case in PLANNED[ranks]]
-    steps = []
-    for run in cases:
-        words = [f"args.save={tmp_path / str(run)}", "args.train_iters=2", *run.words]
-        steps.append([str(bases[KEYS[run.keys].is_lora]), *words])
-    file, program = tmp_path / "found.json", "tests/support/ranks/held_memory_ranks.py"
-    launch_ranks(ranks, program, str(file), json.dumps(steps))
-    for run, found in zip(cases, json.loads(file.read_text()), strict=True):
-        assert len(found) == ranks
-        for part, (kept, planned) in (item for rank in found for item in rank.items()):
-            assert kept == pytest.approx(planned, rel=0.05), f"{run}: {part}"
-        assert (found[0]["blocks on the host"][0] > 0) is KEYS[run.keys].is_lora
-        assert found[0]["activations on the host"][0] > 0
