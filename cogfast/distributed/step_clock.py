@@ -125,6 +125,8 @@ class StepClock:
         for part, is_wait, start, end in self._spans:
             self._seconds[part, is_wait] += start.elapsed_time(end) / 1000
         number, seconds = self._num_measured, self._seconds
+        if self._part is not None:
+            seconds.pop((self._part, True), None)
         self._part = None
         self._forget_parts()
         whole = sum(s for (_, is_wait), s in seconds.items() if not is_wait)

@@ -40,7 +40,7 @@ def play(clock: StepClock, wall: Clock, *parts: tuple[str, float, float]) -> Non
 
 
 STEP = (("data", 1.0, 0.0), ("encode", 2.0, 0.0), ("forward", 3.0, 0.5), ("backward", 6.0, 1.5))
-STEP += (("optimizer", 4.0, 2.0), ("log", 9.0, 0.0))
+STEP += (("optimizer", 4.0, 2.0), ("log", 9.0, 3.0))
 SPLIT = StepSplit(2000.0, 9000.0, 4000.0, 4000.0, 4 / 20)
 
 
