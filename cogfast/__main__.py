@@ -236,7 +236,7 @@ def plan(argv: Sequence[str]) -> None:
     config = _load(request.config)
     from cogfast.plan.text import describe_plan
 
-    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus, request.as_json))
+    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus))
 
 
 def report(argv: Sequence[str]) -> None:

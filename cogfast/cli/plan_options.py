@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ class PlanRequest:
     config: Request
     gpu: str | None
     num_gpus: int | None
-    as_json: bool
 
 
 def parse_plan(argv: Sequence[str]) -> PlanRequest:
@@ -25,8 +23,6 @@ def parse_plan(argv: Sequence[str]) -> PlanRequest:
         "plan", "Predict memory and step time of a run on each GPU, without loading weights."
     )
     add_plan_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--tp", metavar="N", help="same as args.model_parallel_size=N")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -34,16 +30,7 @@ def parse_plan(argv: Sequence[str]) -> PlanRequest:
         help="set a key of the configuration, as for `cogfast train`",
     )
     found = parse_words(parser, argv, visible=("seed",))
-    request = whole_request(found)
-    if found.tp is not None:
-        override = f"args.model_parallel_size={found.tp}"
-        request = dataclasses.replace(request, overrides=[*request.overrides, override])
-    return PlanRequest(
-        config=request,
-        gpu=found.gpu,
-        num_gpus=found.gpus,
-        as_json=found.json,
-    )
+    return PlanRequest(config=whole_request(found), gpu=found.gpu, num_gpus=found.gpus)
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -99,7 +99,6 @@ class DiffusionTransformer(nn.Module):
         )
         # Set by use_calls, such as checkpointed versions of the blocks.
         self.training_calls: Sequence[BlockCall] | None = None
-        self._before_training_calls: Callable[[Tensor], None] | None = None
         self.row_split: RowSplit | None = None
         self.block_source: BlockSource | None = None
         self.final_norm = make_norm(eps=NORM_EPS)
@@ -132,15 +131,12 @@ class DiffusionTransformer(nn.Module):
                 if isinstance(module, LoraLinear):
                     module.kernels = kernels
 
-    def use_calls(
-        self, calls: Sequence[BlockCall] | None, before: Callable[[Tensor], None] | None = None
-    ) -> None:
+    def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
         """Run these instead of the blocks in training mode, such as checkpointed versions of them.
 
-        calls: one for each block; None: the blocks themselves. before: called before the first of
-        `calls` with its input, [B, S, M].
+        calls: one for each block; None: the blocks themselves.
         """
-        self.training_calls, self._before_training_calls = calls, before
+        self.training_calls = calls
 
     def unused_parameter_names(self) -> list[str]:
         """Return the names of parameters that never get a gradient."""
@@ -208,8 +204,6 @@ class DiffusionTransformer(nn.Module):
         split = self.row_split
         if split is not None:
             hidden, conditioning, num_text = split.split(hidden, conditioning, num_text)
-        if calls is not None and self._before_training_calls is not None:
-            self._before_training_calls(hidden)
         every: Iterable[BlockCall] = self.blocks if calls is None else calls
         if self.block_source is not None:
             every = self.block_source.around(every)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
-from cogfast.config.json_files import keys, read_json
-from cogfast.config.values import Range
 from cogfast.core.shapes import num_latent_frames
 from cogfast.data.datasets import ListedVideos
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
 
 _FLOAT32 = 4
-_SIDE = Annotated[int, Range(1, 2**20)]
-_SIZES = ("d_model", "d_ff", "d_kv", "num_heads", "num_layers", "vocab_size")
-T5_FILE = keys(dict.fromkeys(_SIZES, NotRequired[_SIDE]))
-# google/t5-v1_1-xxl, which all CogVideoX models use
-T5_XXL: dict[str, int] = dict(zip(_SIZES, (4096, 10240, 64, 64, 24, 32128), strict=True))
-_T5_BUCKETS = 32  # of relative positions
+# google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
+# which fp16 keeps in float32
+T5_NUMEL, _T5_WO_NUMEL = 4_762_310_656, 24 * 10_240 * 4096
+_T5_WIDTH, _T5_INNER, _T5_HEADS = 4096, 10_240, 64
 
 # The VAE of all CogVideoX models. Bytes of its activations are for 16-bit numbers, and per pixel:
 # of all frames if it encodes whole clips, else of one frame. They come from dry runs of diffusers'
@@ -113,15 +107,6 @@ class Encoders:
         return "tiles", tiled(rows, columns, _TILE, per_pixel, video).num_bytes
 
 
-def t5_numel(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the elements of T5's encoder, and of its `wo`, which fp16 keeps in float32."""
-    width, inner = sizes["d_model"], sizes["num_heads"] * sizes["d_kv"]
-    wo = sizes["num_layers"] * sizes["d_ff"] * width
-    layer = 4 * width * inner + 2 * width * sizes["d_ff"] + 2 * width
-    rest = sizes["vocab_size"] * width + _T5_BUCKETS * sizes["num_heads"] + width
-    return sizes["num_layers"] * layer + wo + rest, wo
-
-
 def find_encoders(
     config: Config,
     args: TrainArguments,
@@ -193,20 +178,13 @@ def _text_encoder(
         if entry.get("input_key", "txt") != "txt" or is_none(entry):
             continue
         node = {"target": entry.target, "params": entry.get("params")}
-        target, params = resolve(node, config.allow_import)
+        target, _ = resolve(node, config.allow_import)
         if target is not T5TextEncoder:
             return 0, 0
-        sizes: dict[str, int] = dict(T5_XXL)
-        folder = Path(str(params.get("model_dir", "")))
-        for file in (folder / "config.json", folder / "text_encoder" / "config.json"):
-            if file.is_file():
-                sizes |= {k: v for k, v in read_json(file, T5_FILE).items() if k in sizes}
-                break
-        numel, wo = t5_numel(sizes)
-        weights = numel * number_bytes
+        weights = T5_NUMEL * number_bytes
         if args.precision == "fp16":
-            weights += wo * (_FLOAT32 - number_bytes)
-        scores = 2 * sizes["num_heads"] * length**2 * (_FLOAT32 + number_bytes)
-        rows = length * (3 * sizes["d_ff"] + 6 * sizes["d_model"]) * number_bytes
+            weights += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
+        scores = 2 * _T5_HEADS * length**2 * (_FLOAT32 + number_bytes)
+        rows = length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
         return weights, batch * (scores + rows)
     return 0, 0

@@ -2,6 +2,7 @@
 
 `climb` makes them one after the other until the plan fits, and then takes back what is not needed.
 args.fit=auto makes the changes, `cogfast plan` and the error of a run that is out of memory name them.
+`apply_checkpointing` gives the blocks of a run their policies, also those of `auto`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,33 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from cogfast.config import Config, with_words
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.plan.memory import GIB, MARGIN, MemoryPlan, Setup, plan_memory, setup_of, usable
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.plan.memory import (
+    GIB,
+    MARGIN,
+    MemoryPlan,
+    Setup,
+    base_parts,
+    choose_policies,
+    gap_bytes,
+    plan_memory,
+    setup_of,
+    usable,
+)
 from cogfast.plan.trace import Traces
-from cogfast.train.memory.activation_checkpointing import describe
+from cogfast.train.memory.activation_checkpointing import (
+    LADDER,
+    Policy,
+    apply_policies,
+    describe,
+)
+from cogfast.train.memory.offloaded_activations import OffloadedActivations
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +102,12 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     args, setup = TrainArguments.from_config(config), start.plan.setup
     gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
     number = gpus[-1] if gpus else setup.world_size
-    made, device = [w for w in words if w.startswith(_TRACED)], "cpu" if setup.is_cpu else "cuda"
+    made = [word for word in words if word.startswith(_TRACED)]
     traces: Traces | None = None
     for each in (start, before):
         if made == [w for c in each.changes for w in c.split() if w.startswith(_TRACED)]:
             traces = each.plan.setup.traces
-    changed = setup_of(config, args, number, device, traces)
+    changed = setup_of(config, args, number, traces)
     return Fitted(changes, config, args, plan_memory(changed, start.plan.card))
 
 
@@ -119,7 +140,7 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
         yield "args.quantize_base=int8"
     if rules.has_ema and not rules.is_offloaded and not rules.has_8bit_moments and not is_frozen:
         yield "args.optimizer_moments=8bit"
-    if not has_gpus or is_frozen or setup.is_cpu:
+    if not has_gpus or is_frozen:
         return
     number = 2 * setup.world_size
     while number <= _MOST_GPUS and rules.stage >= 1:
@@ -149,6 +170,45 @@ def fit_to_device(
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
     return found.config, found.args
+
+
+def apply_checkpointing(
+    transformer: DiffusionTransformer,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    setup: Setup | None,
+) -> tuple[Policy, ...]:
+    """Run each block under the policy of args.activation_checkpointing; return the policies.
+
+    Call it when all that lasts is in memory: `auto` chooses for the rest, the same on all ranks.
+    setup: of the run; None if it cannot be predicted, in which case `auto` is full.
+    """
+    number, choice = len(transformer.blocks), args.activation_checkpointing
+    assert choice is not None, "from_config chooses one"
+    policies: tuple[Policy, ...] = ("full" if choice == "auto" else choice,) * number
+    if choice == "auto" and setup is not None:
+        chosen = choose_policies(setup, _budget(setup, groups.device))
+        # The rank with the least memory decides: its blocks have climbed LADDER least.
+        policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
+        logger.info("activation checkpointing: %s", describe(policies))
+    elif choice == "auto":
+        logger.warning(
+            "activation checkpointing: %s, because the memory of the run cannot be predicted; "
+            "args.activation_checkpointing=attention_kept, pointwise or none keeps more",
+            describe(policies),
+        )
+    offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
+    apply_policies(transformer, policies, args.compile, offload)
+    return policies
+
+
+def _budget(setup: Setup, device: torch.device) -> int:
+    """Return the bytes that the plan of a step may have so that the step fits."""
+    free, total = free_memory(device)
+    # What lasts is in memory already, and is part of the plan. No allocator counts on a CPU.
+    is_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
+    return free - total + usable(total) + held - gap_bytes(setup)
 
 
 def fit_lines(found: Fitted) -> list[str]:

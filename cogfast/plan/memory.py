@@ -21,7 +21,6 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.deepspeed_keys import stage_and_sums
 from cogfast.config.merged_config import to_dict
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.tensor_parallel import ParallelGroup
@@ -47,8 +46,7 @@ from cogfast.train.video_size import LatentSize, largest_size
 
 GIB = 2**30
 MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
-# cuBLAS and cuDNN workspaces and small tensors that last. On a CPU: what libraries keep, as measured.
-_WORKSPACE, _CPU_WORKSPACE = 2**26, 48 * 2**20
+_WORKSPACE = 2**26  # of cuBLAS and cuDNN, and small tensors that last
 _STEP = ("training", "optimizer step")
 _UNKNOWN = 2**62  # free bytes of a card that is not known
 
@@ -59,8 +57,7 @@ class Setup:
 
     traces: of the shard of one rank. size, batch_size: of the largest micro-batch.
     choice: args.activation_checkpointing. eval_batch: samples of an evaluation's forward pass; 0 without
-    one. batch_bytes: of the batches on the device. shape: (B, S) of the blocks' input on this rank, where
-    it is another one than size and batch_size give. is_sampling: args.mode=inference.
+    one. batch_bytes: of the batches on the device. is_sampling: args.mode=inference.
     """
 
     traces: Traces
@@ -75,8 +72,6 @@ class Setup:
     context_size: int = 1
     is_sampling: bool = False
     offloads: bool = False
-    is_cpu: bool = False
-    shape: tuple[int, int] | None = None
 
     @property
     def transformer(self) -> DiffusionTransformer:
@@ -97,14 +92,18 @@ class Setup:
         return not any(linear.weight.requires_grad for _, linear in linears)
 
     @property
-    def planned_shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
+        """Return (B, S) of the blocks' input on this rank."""
         rows = -(-self.size.num_tokens(self.transformer.config) // self.context_size)
         return self.batch_size, rows
 
     @property
     def edges(self) -> Edges:
-        batch, rows = self.shape or self.planned_shape
-        return self.traces.edges(self.size, batch).scaled(rows / self.planned_shape[1])
+        return self.traces.edges(self.size, self.batch_size)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return num_trained(self.transformer)
 
     @cached_property
     def state(self) -> State:
@@ -114,7 +113,7 @@ class Setup:
         return [self.block(number, policy).kept for number, policy in enumerate(policies)]
 
     def block(self, number: int, policy: Policy) -> Trace:
-        return self.traces.block(number, self.shape or self.planned_shape, policy)
+        return self.traces.block(number, self.shape, policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,38 +211,29 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
     return chosen
 
 
-def with_shape(setup: Setup, shape: tuple[int, int]) -> Setup:
-    """Return the setup for micro-batches whose blocks have an input of (B, S) rows."""
-    return setup if shape == (setup.shape or setup.planned_shape) else replace(setup, shape=shape)
-
-
 def gap_bytes(setup: Setup) -> int:
     """Return up to how much more than the plan the allocator reserves in a step, since gradients come to
     lie between activations.
 
     On a CUDA runtime that computes nothing it was 3.4 GiB for 2B (this says 3.2) and 12.4 for 5B (10.4).
     """
-    return setup.rules.partition(num_trained(setup.transformer)) * setup.rules.sum_bytes
+    return setup.rules.partition(setup.num_trained) * setup.rules.sum_bytes
 
 
 def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
     """Return the bytes that last from step to step, by part."""
-    state, workspace = setup.state, _CPU_WORKSPACE if setup.is_cpu else _WORKSPACE
+    state = setup.state
     if setup.is_sampling:
         encoders = setup.encoders.resident(is_evaluated=True)
-        return {"weights": state.weights, "encoders": encoders, "workspaces": workspace}
-    parts = {
+        return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
+    return {
         "weights": state.weights,
         "master weights": state.master,
         "moments": state.moments,
         "EMA": state.ema,
         "encoders": setup.encoders.resident(is_evaluated),
-        "batches, workspaces": setup.batch_bytes + workspace,
+        "batches, workspaces": setup.batch_bytes + _WORKSPACE,
     }
-    if setup.is_cpu:
-        # The checkpoint's writer keeps its copies, which are host memory on a GPU's machine.
-        parts["copy for checkpoints"] = state.master + state.moments + state.ema
-    return parts
 
 
 def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
@@ -251,7 +241,8 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
 
     Gradients grow while activations shrink, so the peak may be at any block.
     """
-    edges, gradients = setup.edges, Gradients(setup.transformer, setup.rules)
+    edges = setup.edges
+    gradients = Gradients(setup.transformer, setup.rules, setup.num_trained)
     # Gradients of an optimizer in host memory leave the device bucket by bucket.
     leaves = setup.rules.is_offloaded and setup.rules.stage < 3
     most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
@@ -329,7 +320,7 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
 def _evaluation_phases(
     setup: Setup, base: dict[str, int], card: int | None, name: str
 ) -> list[Phase]:
-    forward = setup.traces.forward((setup.eval_batch, setup.planned_shape[1]))
+    forward = setup.traces.forward((setup.eval_batch, setup.shape[1]))
     phases = [Phase(name, {**base, "block at work": forward})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
     how, num_bytes = setup.encoders.decode_peak(max(0, free))
@@ -340,11 +331,7 @@ def _evaluation_phases(
 
 
 def setup_of(
-    config: Config,
-    args: TrainArguments,
-    world_size: int,
-    device_type: str = "cuda",
-    traces: Traces | None = None,
+    config: Config, args: TrainArguments, world_size: int, traces: Traces | None = None
 ) -> Setup:
     """Collect what decides the memory of a configuration on `world_size` ranks.
 
@@ -377,7 +364,6 @@ def setup_of(
         context_size=args.context_parallel_size,
         is_sampling=is_sampling,
         offloads=args.offload_activations,
-        is_cpu=device_type == "cpu",
     )
 
 
@@ -439,7 +425,3 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
         copies_gradients=not is_fused_adam or args.kernels == "torch",
     )
-
-
-def network_of(config: Config) -> TransformerConfig:
-    return TransformerConfig(**transformer_arguments(config.model.network_config.params))

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from cogfast.plan.gpus import Gpu
 from cogfast.plan.memory import MemoryPlan, Setup
 from cogfast.plan.trace import Work, train_flops
-from cogfast.plan.zero import num_trained
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 
 _LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%
@@ -79,7 +78,7 @@ def micro_batch_work(plan: MemoryPlan) -> tuple[Work, Work]:
 
 def count_traffic(setup: Setup, micro_batch: Work, persistent: int = PERSISTENT_NUMEL) -> Traffic:
     """Count what a GPU sends. persistent: stage3_param_persistence_threshold."""
-    rules, trained = setup.rules, num_trained(setup.transformer)
+    rules, trained = setup.rules, setup.num_trained
     times, ring = rules.accumulation, (rules.data_size - 1) / rules.data_size * rules.weight_bytes
     inside = sum(n * op.num_bytes for op, n in micro_batch.items() if op.kind == "sent")
     if rules.stage < 3:
@@ -145,7 +144,7 @@ def _seconds(work: Work, gpu: Gpu) -> dict[str, float]:
 def _optimizer_bytes(setup: Setup) -> float:
     """Return the bytes that FusedStep moves: state in and out, gradients twice, and new weights."""
     state, rules = setup.state, setup.rules
-    part = rules.partition(num_trained(setup.transformer))
+    part = rules.partition(setup.num_trained)
     numbers = part * (2 * rules.sum_bytes + rules.weight_bytes)
     return 2 * (state.master + state.moments + state.ema) + numbers
 
@@ -163,7 +162,7 @@ def _communication(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -
     gradients, weights = traffic.gradients / link, traffic.weights / link
     if rules.overlaps:
         # The gradients in the last bucket are sent when there is nothing left to compute.
-        trained = num_trained(setup.transformer)
+        trained = setup.num_trained
         last = (trained % rules.bucket or min(trained, rules.bucket)) / trained
         gradients = max(last * gradients, gradients - _BACKWARD_PART * computed)
     if rules.stage == 3:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Sequence
 
@@ -11,22 +9,23 @@ import torch
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
-from cogfast.plan.gpus import Gpu, find_gpu, parse_gpu
+from cogfast.model.config import TransformerConfig
+from cogfast.plan.gpus import Gpu, gpu_of, parse_gpu
 from cogfast.plan.ladder import FIT, Fitted, climb, fit_lines
 from cogfast.plan.memory import (
     GIB,
     MemoryPlan,
     gap_bytes,
     host_parts,
-    network_of,
     plan_memory,
     setup_of,
     usable,
 )
 from cogfast.plan.seconds import StepTime, predict_step
-from cogfast.plan.zero import num_held, num_trained
+from cogfast.plan.zero import num_held
 from cogfast.train.memory.activation_checkpointing import describe
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 
@@ -37,10 +36,8 @@ _NOTHING_FITS = (
 )
 
 
-def describe_plan(
-    config: Config, gpu: str | None = None, num_gpus: int | None = None, as_json: bool = False
-) -> str:
-    """Return the prediction for `config` as text or JSON.
+def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None = None) -> str:
+    """Return the prediction for `config` as text.
 
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
@@ -50,7 +47,8 @@ def describe_plan(
     if config.model.get("network_config") is None:
         raise ValueError("model.network_config is missing; add a model file to --base")
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    check_mesh(config, args, network_of(config), world_size)
+    network = transformer_arguments(config.model.network_config.params)
+    check_mesh(config, args, TransformerConfig(**network), world_size)
     if args.mode != "inference":
         check_global_batch(config, args, world_size)
     plan = plan_memory(setup_of(config, args, world_size), memory)
@@ -63,8 +61,6 @@ def describe_plan(
     if not plan.fits:
         fix = climb(config, args, plan, has_gpus=True)
     step = None if entry is None else predict_step(plan, entry)
-    if as_json:
-        return _to_json(plan, name, fix, step, changes)
     lines = _lines(args, plan, name, fix, changes)
     if entry is not None:
         lines += _time_lines(step)
@@ -78,8 +74,7 @@ def _card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     if not torch.cuda.is_available():
         return "", None, None
     properties = torch.cuda.get_device_properties(0)
-    entry = find_gpu(properties.name, properties.total_memory / GIB)
-    return properties.name, properties.total_memory, entry
+    return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
 
 
 def _lines(
@@ -108,41 +103,11 @@ def _lines(
     return lines
 
 
-def _to_json(
-    plan: MemoryPlan,
-    card_name: str,
-    fix: Fitted | None,
-    step: StepTime | None,
-    changes: Sequence[str],
-) -> str:
-    setup = plan.setup
-    found = {
-        "gpu": card_name or None,
-        "card": plan.card,
-        "usable": None if plan.card is None else usable(plan.card),
-        "gpus": setup.world_size,
-        "model_parallel_size": setup.model_size,
-        "zero_stage": setup.rules.stage,
-        "activation_checkpointing": list(plan.policies),
-        "phases": {phase.name: dict(phase.parts) for phase in plan.phases},
-        "host": host_parts(setup, plan.policies),
-        "peak": plan.peak,
-        "peak_phase": plan.largest.name,
-        "fits": plan.fits if plan.card is not None else None,
-        "step": None if step is None else {**dataclasses.asdict(step), "seconds": step.seconds},
-        "fit": list(changes),
-        "fix": None
-        if fix is None or not fix.plan.fits
-        else {"changes": list(fix.changes), "peak": fix.plan.peak},
-    }
-    return json.dumps(found, indent=2) + "\n"
-
-
 def _model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
     held = f"{num_held(transformer) / 1e6:.1f} M parameters"
     held += " a GPU" if plan.setup.model_size > 1 else ""
-    trained = f", {num_trained(transformer) / 1e6:.1f} M of them trained"
+    trained = f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
     trained = "" if plan.setup.is_sampling else trained
     width = transformer.config.hidden_size
     layers = counted(plan.setup.num_layers, "layer")

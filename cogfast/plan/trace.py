@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import NoRotation
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.memory.activation_checkpointing import Policy, block_call
-from cogfast.train.memory.quantized_base import base_linears
+from cogfast.train.memory.quantized_base import Linear
 from cogfast.train.video_size import LatentSize
 
 Kind = Literal["matmul", "fp8", "attention", "attention backward", "memory", "sent"]
@@ -87,15 +87,6 @@ class Edges:
     head: tuple[Event, ...]
     embed: tuple[Event, ...]
     work: Work
-
-    def scaled(self, ratio: float) -> Edges:
-        """Return the memory for `ratio` times as many rows."""
-        if ratio == 1:
-            return self
-        of = lambda events: tuple(
-            Event(int(e.peak * ratio), int(e.live * ratio), e.numel) for e in events
-        )
-        return Edges(int(self.embedded * ratio), of(self.head), of(self.embed), self.work)
 
 
 def _nbytes(tensors: Any) -> int:
@@ -181,13 +172,13 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 class _Recorder(LiveBytes):
-    """Counts the ops of `part`, a module of the transformer, and the events of its backward pass."""
+    """Counts the ops of `part` and the events of its backward pass."""
 
-    def __init__(self, transformer: DiffusionTransformer, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__(_ALLOCATOR_BLOCK, scratch)
-        # Weights in host memory are no parameters.
-        held = [linear.weight for _, linear in base_linears(transformer)]
-        self.ignore([*transformer.parameters(), *transformer.buffers(), *held])
+        # Weights in host memory are neither parameters nor buffers.
+        held = [module.weight for module in part.modules() if isinstance(module, Linear)]
+        self.ignore([*part.parameters(), *part.buffers(), *held])
         self.trained = [p for p in part.parameters() if p.requires_grad]
         self.work, self.base = Work(), 0
         self.events: list[Event] = []
@@ -288,7 +279,7 @@ def trace_block(
     shape: (B, S) of the input of all blocks, on this rank.
     """
     block = transformer.blocks[number]
-    recorder = _Recorder(transformer, block)
+    recorder = _Recorder(block)
     given = _block_inputs(transformer, block, shape)
     call = block_call(block, policy, keep_rng=transformer.config.lora_dropout > 0)
     seed = torch.empty((), device=_META, requires_grad=has_input_gradient)
@@ -311,7 +302,7 @@ def trace_block(
 def trace_forward(transformer: DiffusionTransformer, shape: tuple[int, int]) -> int:
     """Return the peak bytes of a forward pass without gradients, with the blocks' input."""
     block = transformer.blocks[len(transformer.blocks) // 2]
-    recorder = _Recorder(transformer, block)
+    recorder = _Recorder(block)
     like, *given = _block_inputs(transformer, block, shape)
     with torch.no_grad(), recorder:
         block(torch.empty_like(like), *given)
@@ -347,7 +338,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
     """Trace what a micro-batch of `batch` samples costs before and after the blocks, with the loss."""
     config = transformer.config
     others = nn.ModuleList(m for n, m in transformer.named_children() if n != "blocks")
-    recorder = _Recorder(transformer, others)
+    recorder = _Recorder(others)
     head: list[tuple[Event, ...]] = []
     embedded: list[int] = []
 
@@ -363,7 +354,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
     text = empty(batch, config.text_length, config.text_hidden_size, dtype=transformer.dtype)
     image = None if extra <= 0 else empty(batch, extra, *shape[2:])
     x0, timesteps = empty(*shape), empty(batch, dtype=torch.int64)
-    before = transformer.training_calls, transformer._before_training_calls, transformer.training
+    calls, was_training = transformer.training_calls, transformer.training
     source, transformer.block_source = transformer.block_source, None  # it has no memory here
     transformer.train().use_calls([boundary])
     try:
@@ -381,21 +372,10 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
             embed = recorder.take_events()
     finally:
         transformer.block_source = source
-        transformer.use_calls(*before[:2])
-        transformer.train(before[2])
+        transformer.use_calls(calls)
+        transformer.train(was_training)
     first = Event(peak - recorder.base, peak - recorder.base, 0)
     return Edges(embedded[0], (first, *head[0]), embed, recorder.take_work())
-
-
-def gradient_reaches(transformer: DiffusionTransformer) -> list[tuple[bool, bool]]:
-    """Return for each block if its input has a gradient, and if anything inside it has."""
-    with_input = transformer.patch_embedding.weight.requires_grad
-    reaches = []
-    for block in transformer.blocks:
-        inside = with_input or any(p.requires_grad for p in block.parameters())
-        reaches.append((with_input, inside))
-        with_input = inside
-    return reaches
 
 
 class Traces:
@@ -404,20 +384,26 @@ class Traces:
     def __init__(self, transformer: DiffusionTransformer) -> None:
         self.transformer = transformer
         self._found: dict[tuple, Any] = {}
-        self._kinds = []
-        reaches = gradient_reaches(transformer)
-        for block, (has_input, _) in zip(transformer.blocks, reaches, strict=True):
+        self._first_alike: list[int] = []  # by block
+        self._has_input_gradient: list[bool] = []  # by block
+        first_of_kind: dict[tuple, int] = {}
+        has_input_gradient = transformer.patch_embedding.weight.requires_grad
+        for number, block in enumerate(transformer.blocks):
             trained = tuple(n for n, p in block.named_parameters() if p.requires_grad)
             modules = tuple(n for n, _ in block.named_modules())
             is_split = isinstance(block, SequenceParallelBlock)
             ends = (block.is_first, block.is_last) if is_split else ()
-            self._kinds.append((has_input, trained, modules, ends))
+            kind = (has_input_gradient, trained, modules, ends)
+            self._first_alike.append(first_of_kind.setdefault(kind, number))
+            self._has_input_gradient.append(has_input_gradient)
+            has_input_gradient = has_input_gradient or bool(trained)
 
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
         """Return the trace of a block; see trace_block."""
-        kind = self._kinds[number]
-        make = lambda: trace_block(self.transformer, number, shape, policy, kind[0])
-        return self._once((kind, shape, policy), make)
+        first = self._first_alike[number]
+        has_input = self._has_input_gradient[first]
+        make = lambda: trace_block(self.transformer, first, shape, policy, has_input)
+        return self._once((first, shape, policy), make)
 
     def edges(self, size: LatentSize, batch: int) -> Edges:
         return self._once((size, batch), lambda: trace_edges(self.transformer, size, batch))
@@ -437,13 +423,15 @@ def train_flops(config: TransformerConfig, num_tokens: int) -> float:
 
     With LoRA the adapters alone are trained.
     """
+    # All blocks behind the first are alike, unless some have no adapters.
+    built = 2 if config.num_layers > 2 and config.lora_layers is None else config.num_layers
     with torch.device("meta"):
-        transformer = assemble_transformer(config).to(torch.bfloat16)
+        transformer = assemble_transformer(replace(config, num_layers=built)).to(torch.bfloat16)
     freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
     traces = Traces(transformer)
     flops = 0.0
     for number in range(config.num_layers):
-        trace = traces.block(number, (1, num_tokens), "none")
+        trace = traces.block(min(number, built - 1), (1, num_tokens), "none")
         for op, times in (trace.forward_work + trace.backward_work).items():
             # One of attention's five products backward is a recomputation.
             flops += times * op.flops * (0.8 if op.kind == "attention backward" else 1)

@@ -117,10 +117,12 @@ class Gradients:
     held, buffers: now. Micro-batches before the last one left their sum.
     """
 
-    def __init__(self, transformer: DiffusionTransformer, rules: ZeroRules) -> None:
+    def __init__(
+        self, transformer: DiffusionTransformer, rules: ZeroRules, num_trained: int
+    ) -> None:
         self.rules, self.held, self.buffers = rules, 0, 0
         self._waiting = 0  # elements that wait for a reduction
-        part, self._number = rules.partition(num_trained(transformer)), rules.weight_bytes
+        part, self._number = rules.partition(num_trained), rules.weight_bytes
         self._flat = part * rules.sum_bytes
         # Whether every gradient stays until the end of the step.
         self._stays = rules.stage == 1 and not rules.overlaps

@@ -32,8 +32,7 @@ _ZERO_3_WAITS = (
 # The first three steps allocate. Step 4 logs, 5 does not.
 NUM_STEPS, LOG_INTERVAL = 6, 4
 LOG_LAUNCHES = 80  # beside those of other steps
-# The first step that allocates nothing: before, policy auto measures what it has, and the device has
-# little memory.
+# The first step that allocates nothing: before, the device has little memory.
 FIRST_STEADY = 4
 
 _PRECISION = {

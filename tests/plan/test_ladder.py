@@ -1,23 +1,46 @@
-"""args.fit=auto: its changes make the run fit, cost little, and do not change what is trained."""
+"""args.fit=auto and activation checkpointing `auto`: runs fit, at little cost, and train the same."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from bench.steps.step_models import CONFIG_2B, CONFIG_5B
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
+from cogfast.core.live_bytes import LiveBytes
+from cogfast.model.transformer import assemble_transformer
 from cogfast.plan import ladder, out_of_memory
+from cogfast.plan.encoders import Encoders
 from cogfast.plan.gpus import parse_gpu
-from cogfast.plan.ladder import Fitted, climb
-from cogfast.plan.memory import GIB, MARGIN, host_parts, plan_memory, setup_of, usable
-from cogfast.plan.zero import num_trained
+from cogfast.plan.ladder import Fitted, apply_checkpointing, climb
+from cogfast.plan.memory import (
+    GIB,
+    MARGIN,
+    Setup,
+    base_parts,
+    gap_bytes,
+    host_parts,
+    plan_memory,
+    setup_of,
+    training_phase,
+    usable,
+)
+from cogfast.plan.trace import Traces, scratch
+from cogfast.plan.zero import ZeroRules, num_trained
+from cogfast.train.memory.activation_checkpointing import LADDER, Policy, apply_policies
 from cogfast.train.trainer import Trainer
+from cogfast.train.video_size import LatentSize
 from tests.support.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.support.tiny_transformers import tiny
 
 FILES = [ROOT / "configs" / name for name in ("cogvideox_5b.yaml", "lora.yaml", "sft.yaml")]
 CACHED = "args.latent_cache=cache"
@@ -163,3 +186,140 @@ def test_a_machine_with_too_little_memory_for_its_ranks_is_named(
     out_of_memory.warn_of_host_memory({"blocks": 8 * GIB, "EMA": 2 * GIB})
     text = caplog.records[0].getMessage()
     assert "8 ranks" in text and "80.0 GiB" in text and "blocks 8.0, EMA 2.0" in text
+
+
+# --- activation checkpointing `auto` ---
+
+
+NUM_LAYERS = 3
+KINDS = {"5b": {}, "2b": {}, "lora": {"lora_rank": 128}}
+# From the policies that recompute most to those that recompute least
+CANDIDATES: list[tuple[Policy, ...]] = [("full",) * NUM_LAYERS] + [
+    (below,) * (NUM_LAYERS - number) + (above,) * number
+    for below, above in pairwise(LADDER)
+    for number in range(1, NUM_LAYERS + 1)
+]
+AUTO: Any = SimpleNamespace(
+    activation_checkpointing="auto", compile=False, offload_activations=False
+)
+
+
+class OtherRanks:
+    """Stands for the groups of a rank with a GPU; the other ranks have chosen `others`."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, *others: tuple[Policy, ...]) -> None:
+        self.others = others
+
+    def gather(self, value: tuple[Policy, ...]) -> list[tuple[Policy, ...]]:
+        return [value, *self.others]
+
+
+def setup_of_steps(kind: str, sum_bytes: int = 0) -> Setup:
+    """Return the setup of a few layers of a real model, without ZeRO: gradients stay where autograd put them.
+
+    sum_bytes: of a gradient that `auto` leaves a gap for.
+    """
+    config = replace(CONFIG_2B if kind == "2b" else CONFIG_5B, num_layers=NUM_LAYERS, **KINDS[kind])
+    with torch.device("meta"):
+        transformer = assemble_transformer(config).to(torch.bfloat16).train()
+    for name, p in transformer.named_parameters():
+        p.requires_grad_(".matrix_" in name or kind != "lora" and "position_table" not in name)
+    rules = {"stage": 1, "data_size": 1, "weight_bytes": 2, "is_fused": False, "bucket": 0}
+    return Setup(
+        traces=Traces(transformer),
+        rules=ZeroRules(**rules, sum_bytes=sum_bytes),
+        size=LatentSize.of_model(config),
+        batch_size=1,
+        choice="auto",
+        encoders=Encoders(shape=(0, 0, 0, 0)),
+    )
+
+
+def peak_of_step(setup: Setup) -> int:
+    """Run a step on the meta device; return the most bytes of its tensors, beside what lasts."""
+    transformer, size, meta = setup.transformer, setup.size, {"device": "meta"}
+    config = transformer.config
+    x0 = torch.empty(1, size.channels, size.frames, size.height, size.width, **meta)
+    timesteps = torch.empty(1, dtype=torch.int64, **meta)
+    text = torch.empty(
+        1, config.text_length, config.text_hidden_size, dtype=transformer.dtype, **meta
+    )
+    ops = LiveBytes(512, scratch)
+    ops.ignore([*transformer.parameters(), *transformer.buffers()])
+    with ops:
+        out = transformer(x0, timesteps, text)
+        loss = (out.float() - x0).square().mean()
+        del out
+        loss.backward()
+    transformer.zero_grad()
+    return ops.peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every possible choice is run, and the memory of its step counted."""
+    setup, peaks = setup_of_steps(kind), []
+    for policies in CANDIDATES:
+        apply_policies(setup.transformer, policies)
+        peaks.append(peak_of_step(setup))
+    assert peaks == sorted(peaks) and peaks[-1] > 2 * peaks[0]
+    steps = [i for i, (one, more) in enumerate(pairwise(peaks)) if more > 1.005 * one]
+    assert len(steps) >= 5
+    held = 3 * GIB
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    groups: Any = OtherRanks()
+    for i in steps[::2]:
+        # The workspaces of the plan are not among the ops.
+        free = (peaks[i] + peaks[i + 1]) // 2 + sum(base_parts(setup).values()) - held
+        total = int((held + free) / (1 - MARGIN))
+        memory = (total - held, total)
+        monkeypatch.setattr(ladder, "free_memory", lambda device, memory=memory: memory)
+        found = apply_checkpointing(setup.transformer, AUTO, groups, setup)
+        assert found == CANDIDATES[i], (i, steps)
+        assert peak_of_step(setup) == peaks[i]
+    everywhere: Any = OtherRanks(("full",) * NUM_LAYERS)
+    assert apply_checkpointing(setup.transformer, AUTO, everywhere, setup) == CANDIDATES[0]
+
+
+def test_auto_leaves_memory_for_gaps_between_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of_steps("2b", sum_bytes=2)
+    gap, last = 2 * num_trained(setup.transformer), CANDIDATES[-2]
+    usable = training_phase(setup, last).total + gap
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    groups: Any = OtherRanks()
+    for less, expected in ((0, CANDIDATES[-2]), (2**20, CANDIDATES[-3])):
+        total = int((usable - less) / (1 - MARGIN)) + 2
+        monkeypatch.setattr(ladder, "free_memory", lambda device, total=total: (total, total))
+        assert apply_checkpointing(setup.transformer, AUTO, groups, setup) == expected
+
+
+def test_without_a_plan_auto_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    groups: Any = OtherRanks()
+    assert apply_checkpointing(tiny("5b"), AUTO, groups, None) == ("full",) * 2
+    assert "full in all 2 layers, because the memory of the run cannot be predicted" in caplog.text
+
+
+def test_a_run_has_the_same_losses_under_each_policy(
+    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, chosen = {}, ("attention_kept", "pointwise")
+    with_memory = lambda n: monkeypatch.setattr(ladder, "free_memory", lambda device: (n, n))
+    for choice in (*LADDER, "auto"):
+        path = tmp_path / choice / "base.yaml"
+        base = write_config(path, clips, train_iters=3, activation_checkpointing=choice)
+        config = load_config([base])
+        if choice == "auto":  # memory for one layer's worth of a rung
+            setup = setup_of(config, TrainArguments.from_config(config), 1)
+            lasting = sum(base_parts(setup).values())
+            needed = training_phase(setup, chosen).total - lasting + gap_bytes(setup)
+            memory = int(needed / (1 - MARGIN)) + 2
+            with_memory(memory)
+        trainer = Trainer(config)
+        expected = chosen if choice == "auto" else (choice,) * 2
+        assert trainer.parts.memory.policies == expected
+        trainer.train()
+        found[choice] = losses(run_folder(tmp_path / choice / "runs"))
+    assert len(found["none"]) == 3
+    assert all(numbers == found["none"] for numbers in found.values())

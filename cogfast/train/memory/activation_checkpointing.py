@@ -5,7 +5,7 @@
     attention_kept  keep attention's output and lse; recompute the rest
     full            keep only the block's input
 
-All policies give the same gradients, bit for bit where the kernels are deterministic. plan/auto.py
+All policies give the same gradients, bit for bit where the kernels are deterministic. plan/ladder.py
 chooses for `auto`. With args.compile, pointwise and attention_kept run inside the compiled graph and
 guide the compiler's partitioner.
 """
@@ -134,13 +134,12 @@ def apply_policies(
     transformer: DiffusionTransformer,
     policies: Sequence[Policy],
     is_compiled: bool = False,
-    before: Callable[[Tensor], None] | None = None,
     offload: OffloadedActivations | None = None,
 ) -> None:
     """Run each block under its policy while the transformer is in training mode.
 
-    before: called before the first block with its input, [B, S, M]. offload: moves what the policies
-    keep to host memory; no policy may be `none`, and is_compiled allows `full` alone.
+    offload: moves what the policies keep to host memory; no policy may be `none`, and is_compiled allows
+    `full` alone.
     """
     keep_rng = transformer.config.lora_dropout > 0  # no other op in a block uses random numbers
     calls: list[BlockCall] = []
@@ -150,7 +149,7 @@ def apply_policies(
             calls.append(_offloading_call(block, number, policy, keep_rng, offload))
         else:
             calls.append(block_call(block, policy, keep_rng, is_compiled))
-    transformer.use_calls(calls, before)
+    transformer.use_calls(calls)
 
 
 def describe(policies: Sequence[Policy]) -> str:

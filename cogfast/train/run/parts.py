@@ -36,8 +36,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
     step_of,
 )
-from cogfast.plan.auto import ActivationCheckpointing
-from cogfast.plan.ladder import fit_to_device
+from cogfast.plan.ladder import apply_checkpointing, fit_to_device
 from cogfast.plan.out_of_memory import MemoryWatch
 from cogfast.sample.evaluate import Evaluator
 from cogfast.train.assembly import (
@@ -121,7 +120,6 @@ class Parts:
     exporter: Exporter
     writer: CheckpointWriter
     gradient_check: GradientCheck
-    checkpointing: ActivationCheckpointing
     memory: MemoryWatch
 
     def how_to_resume(self) -> str:
@@ -213,22 +211,13 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     )
     # Before ZeRO-3 divides the parameters.
     how_to_resume = lambda: _how_to_resume(config, folder, writer)
-    memory = MemoryWatch(config, args, groups, transformer, folder, how_to_resume)
+    memory = MemoryWatch(config, args, groups, how_to_resume)
     mpu = None if groups.tensor is None else ModelParallelUnit(groups)
     # Last, because DeepSpeed copies the loaded weights into its flat partitions.
     settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
     engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
     size = SampleSize(config, transformer.config, args.sampling_fps)
-    assert args.activation_checkpointing is not None, "from_config chooses one"
-    checkpointing = memory.checkpointing = ActivationCheckpointing(
-        transformer,
-        args.activation_checkpointing,
-        groups,
-        memory.setup,
-        is_compiled=args.compile,
-        has_buckets=size.has_buckets,
-        is_offloaded=args.offload_activations,
-    )
+    memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
     resize = data_arguments(config).get("resize", "crop")
     evaluator = Evaluator(engine, diffusion, encoder, datasets.valid, args, groups, folder, resize)
     layout = args.folder_layout
@@ -264,7 +253,6 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         exporter=exporter,
         writer=writer,
         gradient_check=gradient_check,
-        checkpointing=checkpointing,
         memory=memory,
     )
 
@@ -295,7 +283,6 @@ def assemble_watchers(
     # In the order of their calls; closed in the reverse order.
     watchers = [
         HangStacks(folder, groups.rank, args.collective_timeout),
-        parts.checkpointing,
         parts.memory,
         parts.gradient_check,
         NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),

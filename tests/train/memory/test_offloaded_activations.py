@@ -23,7 +23,6 @@ from cogfast.plan.memory import (
     host_parts,
     setup_of,
     training_phase,
-    with_shape,
 )
 from cogfast.train.memory import offloaded_activations
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
@@ -203,7 +202,7 @@ def test_runs_have_the_same_losses(base: Path, tmp_path: Path) -> None:
         trainer.train()
         found.append(losses(run_folder(save)))
     assert len(found[0]) == 3 and found[1] == found[0] and found[2] == found[0]
-    assert trainer.parts.checkpointing.policies == ("attention_kept",) * LAYERS
+    assert trainer.parts.memory.policies == ("attention_kept",) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(base: 
     config = load_config([base], [DEEP, policy("full")])
     args = TrainArguments.from_config(config)
     # Activations are the largest part.
-    plain = with_shape(setup_of(config, args, 1), (10**4, 20))
+    plain = replace(setup_of(config, args, 1), batch_size=10**4)
     setup = replace(plain, offloads=True)
     for name in POLICIES:
         kept, policies = setup.block(1, name).kept, [name] * LAYERS
