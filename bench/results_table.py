@@ -29,7 +29,7 @@ START = "<!-- benchmarks: start. Written by python -m bench.results_table; edits
 END = "<!-- benchmarks: end -->"
 NOT_MEASURED = "not measured"
 _NULL_RUNTIME = "null runtime"  # in the device's name, of tests/cuda/runtime
-_STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
+STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
 _SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
@@ -53,7 +53,7 @@ _GPU_PIECES = {
     "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
 # Ratios of bench.steps.cpu_peers, and as they are shown.
-_PEERS = {
+PEERS = {
     "speed-up over diffusers": "over diffusers",
     "over compiled diffusers": "over compiled diffusers",
 }
@@ -139,8 +139,6 @@ def _of_machine(results: Results) -> list[str]:
     lines += _data(results.rows("data"))
     lines += _data_runs(results.rows("data_runs"))
     lines += _cpu_peers(results.rows("cpu_peers"))
-    for report in results.of("finetune_step"):
-        lines += _finetune_steps(report)
     return lines
 
 
@@ -205,7 +203,7 @@ def _both(key: str, show: Callable[..., str] = _number) -> Show:
     return both
 
 
-def _threads(row: Row) -> str:
+def threads_of(row: Row) -> str:
     number = row.get("threads")
     return "" if number is None else ", one thread" if number == 1 else f", {number} threads"
 
@@ -214,9 +212,9 @@ def _threads(row: Row) -> str:
 
 
 def _steps(results: Results) -> list[str]:
-    rows = results.rows(*_STEP_PIECES)
+    rows = results.rows(*STEP_PIECES)
     case = lambda row: (
-        f"{_model(row)}, {row['engine']}, checkpointing {row['checkpointing']}{_threads(row)}"
+        f"{_model(row)}, {row['engine']}, checkpointing {row['checkpointing']}{threads_of(row)}"
     )
     lines = _question(
         "How long does a step take with the same checkpointing?",
@@ -375,8 +373,8 @@ def _data_runs(rows: Sequence[Row]) -> list[str]:
 
 def _cpu_peers(rows: Sequence[Row]) -> list[str]:
     columns = {
-        "case": lambda row: f"{row['model']}, {row['dtype']}{_threads(row)}",
-        **{shown: _of(key, _ratio) for key, shown in _PEERS.items()},
+        "case": lambda row: f"{row['model']}, {row['dtype']}{threads_of(row)}",
+        **{shown: _of(key, _ratio) for key, shown in PEERS.items()},
         "cogfast, ms": _of("ours median_ms"),
         "diffusers / compiled, ms": lambda row: " / ".join(
             _number(row[f"{side} median_ms"]) for side in ("diffusers", "diffusers compiled")
@@ -384,33 +382,6 @@ def _cpu_peers(rows: Sequence[Row]) -> list[str]:
         "matmuls and attention alone, ms": _of("floor median_ms"),
     }
     return _question("How long does a training step take on a CPU?", columns, rows)
-
-
-def _finetune_steps(report: Report) -> list[str]:
-    """A step of `cogfast finetune` against the loop of CogVideo's trainer, with the same arguments."""
-
-    def case(row: Row) -> str:
-        trained = "all weights" if row["mode"] == "sft" else "LoRA"
-        flag = str(row["gradient_checkpointing"]).lower()
-        case = f"{row['model']}, {trained}, {row['dtype']}, --gradient_checkpointing {flag}"
-        return case + _threads(report)
-
-    columns = {
-        "case": case,
-        "time of cogfast / CogVideo": _of("ratio", "{:.2f}".format),
-        "cogfast, ms": _of("ours_median_ms"),
-        "CogVideo, ms": _of("theirs_median_ms"),
-        "cogfast, p10 to p90": _spread("ours_"),
-        "CogVideo, p10 to p90": _spread("theirs_"),
-    }
-    question = (
-        "How long does a step of `cogfast finetune` take against CogVideo's diffusers trainer?"
-    )
-    load, cores = report["load_average"], report["cpu_cores"]
-    note = "Ratios are medians over pairs that follow each other. CogVideo's trainer keeps no EMA. Load"
-    average = f"{load['before']:.1f} before and {load['after']:.1f} after, on {cores} cores"
-    lines = _question(question, columns, report["rows"])
-    return [*lines, "", f"{note} average: {average}."]
 
 
 # --- the table of the README ---
@@ -440,7 +411,7 @@ def _range(values: Iterable[float]) -> str | None:
 def _peer_speed_up(rows: Sequence[Row]) -> str | None:
     found = []
     for dtype in sorted({row["dtype"] for row in rows}):
-        eager, compiled = (_range(r[k] for r in rows if r["dtype"] == dtype) for k in _PEERS)
+        eager, compiled = (_range(r[k] for r in rows if r["dtype"] == dtype) for k in PEERS)
         found.append(f"{dtype}: {eager} ({compiled})")
     return "; ".join(found) or None
 

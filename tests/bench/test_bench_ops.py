@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,18 +99,6 @@ def test_bytes_at_the_shapes_of_the_models() -> None:
     assert adam.num_bytes("step") == 36e9  # bf16 gradient, four float32 streams both ways, copy
 
 
-def test_update_of_one_tensor_and_of_many() -> None:
-    """The quickstart's parameters with float32 gradients, the norm and the clip included."""
-    one, many = optimizer_benches(TINY)[-2:]
-    assert (one.num_tensors, many.num_tensors) == (1, 100)
-    for bench in (one, many):
-        assert bench.check() == []
-        assert bench.num_bytes("step") == 40 * 5_003
-        (call,) = bench.calls("AdamW(fused) + lerp")["step"]
-        call()
-    assert many.describe()["model"] == "quickstart, 100 tensors"
-
-
 def bent(function, change):
     """Return the op with its outputs changed."""
     return lambda *arguments, **keywords: change(function(*arguments, **keywords))
@@ -141,16 +127,14 @@ def raising(*arguments, **keywords):
 @pytest.mark.parametrize(
     ("op", "module", "name", "wrong", "message"),
     [
-        (GELU, gelu, "gelu", bent(gelu.gelu, lambda y: 1.02 * y), "y: relative error 2"),
         (GELU, gelu, "gelu", bent(gelu.gelu, half_gradient), "d_x: relative error 5"),
-        (GELU, gelu, "gelu", bent(gelu.gelu, lambda y: y * math.nan), "y: relative error nan"),
         (GELU, gelu, "gelu", lambda x, bias: gelu.gelu_reference(x, None), "not have been used"),
         (GELU, gelu, "gelu", raising, "RuntimeError: CUDA error: misaligned address"),
         (RESIDUAL, adaptive_layernorm, "gated_residual", None, "hidden_out: largest error"),
         (NORM, adaptive_layernorm, "adaptive_layernorm", swapped_text, "normed: relative error"),
         (QK, qk_norm_rope3d, "qk_norm_rope3d", None, "d_k: relative error"),
     ],
-    ids=["scaled", "gradient", "nan", "no-bias", "raises", "one-element", "text-video", "one-part"],
+    ids=["gradient", "no-bias", "raises", "one-element", "text-video", "one-part"],
 )
 def test_a_wrong_op_is_marked_and_timed(
     op, module, name, wrong, message, monkeypatch, capsys, tmp_path
@@ -207,37 +191,9 @@ def test_checks_pass_without_rotation_too(op) -> None:
     assert check_op(op, PLAIN, CPU) == []
 
 
-def test_rows_without_time_are_noted() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "benches", small_set)
-        outcome = ops.measure_ops(replace(TINY, deadline=0.0))
-    assert {row["status"] for row in outcome.rows} == {"left out: no time"}
-
-
 @pytest.mark.parametrize("shape", TINY_SHAPES, ids=str)
 def test_what_is_compiled_computes_the_same(shape) -> None:
     """The exact reference of q and k has no complex numbers; in float32 it rounds as the other does."""
     inputs = draw_inputs(QK, shape, torch.float32, CPU)
     for found, wanted in zip(QK.exact(shape, inputs), QK.reference(shape, inputs), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_peer_that_fails_costs_only_its_figure(monkeypatch) -> None:
-    time_contestant = ops.time_contestant
-    fail = lambda bench, name, ways: (
-        1 / 0 if name == "torch.compile" else time_contestant(bench, name, ways)
-    )
-    monkeypatch.setattr(ops, "time_contestant", fail)
-    monkeypatch.setattr(ops, "benches", lambda settings: [OpBench(settings, GELU, PLAIN)])
-    outcome = ops.measure_ops(TINY)
-    (problem,) = outcome.problems
-    assert problem.endswith("torch.compile: ZeroDivisionError: division by zero")
-    assert all("vs torch eager" in row and "vs torch.compile" not in row for row in outcome.rows)
-
-
-def test_json(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(ops, "benches", lambda settings: [OpBench(settings, GELU, PLAIN)])
-    assert run(tmp_path) == 0
-    report = json.loads((tmp_path / "op_times.json").read_text())
-    assert [row["way"] for row in report["rows"]] == ["forward", "backward"]
-    assert report["is_tiny"] and report["problems"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import results_table
+from bench import results_plot, results_table
 from bench.results_table import (
     END,
     START,
@@ -130,17 +130,11 @@ def test_products_of_8_bits_are_shown_beside_bf16(results: Path) -> None:
     assert "| qkv dgrad, width 3072 | 1.6 | 0.80x |" in write_section([read_results(results)])
 
 
-def test_a_section_of_the_other_trainer(tmp_path: Path) -> None:
-    load = {"load_average": {"before": 1.25, "after": 2.0}, "cpu_cores": 2, "threads": 1}
-    row = {"model": "tiny", "mode": "sft", "dtype": "float32", "gradient_checkpointing": True}
-    figures = {"ratio": 0.612, "ours_median_ms": 713.0, "theirs_median_ms": 1171.0}
-    for side, ms in (("ours", 500.0), ("theirs", 90.0)):
-        figures |= {f"{side}_p10_ms": ms, f"{side}_p90_ms": 2 * ms}
-    write(tmp_path, "finetune_step", {"rows": [row | figures], **load})
-    text = write_section([read_results(tmp_path)])
-    case = "float32, --gradient_checkpointing true, one thread"
-    assert f"| tiny, all weights, {case} | 0.61 | 713 | 1171 | 500 to 1000 | 90 to 180 |" in text
-    assert text.count("Load average: 1.2 before and 2.0 after, on 2 cores.") == 1
+def test_the_plot_has_a_bar_for_each_speed_up(results: Path) -> None:
+    figure = results_plot.plot([read_results(results)])
+    (axes,) = figure.axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([300 / 250, 300 / 200])
 
 
 def test_no_table_is_wide(results: Path) -> None:
