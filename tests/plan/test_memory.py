@@ -17,11 +17,9 @@ from cogfast.plan.memory import (
     GIB,
     plan_memory,
     setup_of,
-    training_phase,
 )
 from cogfast.plan.text import describe_plan
 from cogfast.plan.zero import num_trained
-from cogfast.train.memory.activation_checkpointing import LADDER
 from tests.support.tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -118,14 +116,6 @@ def test_state_of_the_optimizer_by_stage_and_ranks() -> None:
     assert plan_of("_2b", *CACHED, adam).phases[0].parts["EMA"] == 0
 
 
-@pytest.mark.parametrize("words", [(), ("args.model_parallel_size=2",)], ids=["whole", "parts"])
-def test_a_larger_policy_takes_more(words: tuple[str, ...]) -> None:
-    config, args = config_of("_5b", "args.latent_cache=cache", *words)
-    setup = setup_of(config, args, 2)
-    totals = [training_phase(setup, (policy,) * 42).total for policy in LADDER]
-    assert totals == sorted(totals) and totals[0] < totals[-1]
-
-
 def test_encoders_count_where_they_are_used() -> None:
     parts = lambda *words, **kind: dict(plan_of("_5b", *words, **kind).phases[0].parts)
     t5, vae = 2 * 4_762_310_656, 2 * 215_583_907
@@ -160,10 +150,6 @@ def plan_command(*words: str) -> int:
     ("words", "text"),
     [
         (
-            ("--gpu", "h1000"),
-            "--gpu 'h1000' is not known; did you mean h100",
-        ),
-        (
             ("--gpu", "h100"),
             "--gpu 'h100' is not known; did you mean h100-pcie or h100-nvl or h100-80?",
         ),
@@ -181,7 +167,7 @@ def plan_command(*words: str) -> int:
         ),
         (("--gpus", "0"), "'0' must be a whole number from 1"),
     ],
-    ids=["almost a gpu", "a part of its name", "gpu", "ranks", "heads", "none"],
+    ids=["a part of its name", "gpu", "ranks", "heads", "none"],
 )
 def test_wrong_words(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture) -> None:
     assert plan_command(*words) == 2
