@@ -259,26 +259,6 @@ def test_time_that_runs_out_is_noted(monkeypatch) -> None:
     assert [len(each.rows) for each in kept] == [1, 1, 1, 1]
 
 
-def test_the_time_of_a_case_is_guessed_from_its_layers(monkeypatch) -> None:
-    now, seconds = 0.0, {"eager": 2.0, "compiled": 50.0}
-
-    def measure(case: Case, plan: Plan):
-        nonlocal now
-        now += seconds[case.engine] * (case.layers if case.engine == "eager" else 1)
-        return {"model": case.model, **timed(case)}, []
-
-    monkeypatch.setattr(step, "measure_case", measure)
-    monkeypatch.setattr(step, "_FIRST_GUESS_SECONDS", {"eager": 0.0, "compiled": 0.0})
-    whole, few = Case("5b"), Case("5b", num_layers=4)
-    compiled = [replace(case, engine="compiled") for case in (few, whole)]
-    # 8 and 84 seconds, then 50: 58 are left for 84, and 58 for 50.
-    cases = [few, whole, compiled[0], whole, compiled[1]]
-    outcome = step.measure_cases(cases, PLAN, deadline=200.0, clock=lambda: now)
-    assert [row["num_layers"] for row in outcome.rows] == [4, 42, 4, 42] and now == 192.0
-    (note,) = outcome.numbers["skipped"]
-    assert note.endswith("eager: needs about 84 s, 58 s left")
-
-
 def timed(case: Case, ours: float | None = 2.0, theirs: float | None = 3.0) -> dict[str, object]:
     row = {
         **{key: getattr(case, key) for key in ("model", "mode", "checkpointing", "engine")},

@@ -244,15 +244,6 @@ def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, caps
     assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: goldens, facts", "all well"]
 
 
-def test_a_piece_gets_its_minutes_less_a_reserve(tmp_path: Path, monkeypatch) -> None:
-    given: list[float] = []
-    measure = lambda settings: given.append(settings.seconds_left) or Outcome()
-    replace_piece(monkeypatch, "rates", measure)
-    argv = ["rates", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--minutes", "2"]
-    assert gpu_run.main(argv) == 0
-    assert 90 < given[0] <= 100
-
-
 def test_failing_kernel_tests_are_reported() -> None:
     case = '<testcase classname="tests.kernels.test_gelu" name="test_on_a_gpu[{}]" time="0.5">{}</testcase>'
     cases = [
