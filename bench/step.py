@@ -35,7 +35,6 @@ from bench.steps.step_cases import (
 )
 from bench.steps.step_models import MODELS
 from bench.steps.step_sides import SIDES, Policy, free_memory
-from cogfast.kernels.block_kernels import KernelChoice
 
 # Columns of the printed table.
 SHOWN = ["model", "mode", "checkpointing", "engine", "num_layers", "ratio"]
@@ -112,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="default: float32 on cpu, bfloat16 on cuda"
     )
-    parser.add_argument("--kernels", choices=get_args(KernelChoice), default="triton")
-    parser.add_argument("--attention-backend", help="for cogfast only; default: PyTorch's choice")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="sampling time per case and side"
@@ -135,8 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(
         device=torch.device(arguments.device),
         dtype=getattr(torch, arguments.dtype or default_dtype),
-        kernels=arguments.kernels,
-        attention_backend=arguments.attention_backend,
         num_pairs=arguments.pairs,
         seconds=arguments.seconds,
     )

@@ -1,6 +1,6 @@
 """Time a step of `cogfast finetune` against the loop of CogVideo's diffusers trainer:
 
-    python -m bench.steps.finetune_steps [--model tiny wide --pairs 20] [--out FILE]
+    python -m bench.steps.finetune_steps [--model tiny wide --pairs 20]
 
 Both take the same arguments and weights and samples of the same shape. The steps take turns in one
 process: a step of cogfast is a pass through its trainer's loop, with reading, logging and the update of
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
 from bench.steps.step_models import MODELS, Variant
 from bench.steps.step_sides import Theirs, free_memory
@@ -260,10 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["tiny"])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    load, rows = os.getloadavg()[0], []
+    rows = []
     for model in arguments.model:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -273,9 +270,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(measure(folder, model, variant, *case))
                 print(rows[-1], flush=True)
     print(table(Outcome(rows=rows, shown=_SHOWN)))
-    load_average = {"before": load, "after": os.getloadavg()[0]}
-    answer = {"threads": arguments.threads, "load_average": load_average, "rows": rows}
-    write_report(arguments.out, "finetune_step", torch.device("cpu"), **answer)
     return 0
 
 

@@ -22,7 +22,6 @@ from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.core.timing import spread, wait_for
-from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 
@@ -75,8 +74,6 @@ class Plan:
 
     device: torch.device
     dtype: torch.dtype
-    kernels: KernelChoice = "triton"
-    attention_backend: str | None = None
     num_pairs: int = 20
     seconds: float = 10.0
     # (model, mode, engine) -> figures and problems, since each is compared only once
@@ -88,9 +85,7 @@ class Plan:
         if case.mode == "lora":
             # a scale of 1, so that the adapters matter in the comparison
             config = replace(config, lora_rank=LORA_RANK, lora_alpha=float(LORA_RANK))
-        return Variant(
-            config, batch_size, self.dtype, self.device, self.kernels, self.attention_backend
-        )
+        return Variant(config, batch_size, self.dtype, self.device)
 
 
 def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
@@ -105,8 +100,6 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
         "batch_size": variant.batch_size,
         "num_tokens": variant.num_tokens,
         "dtype": str(plan.dtype).removeprefix("torch."),
-        "ours_kernels": plan.kernels,
-        "ours_attention_backend": plan.attention_backend or "PyTorch's choice",
     }
     agreement, wrong = _agree(case, plan, variant)
     row |= agreement

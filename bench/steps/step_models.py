@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cogfast.core.shapes import PatchSize, TokenGrid, num_latent_frames
-from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.model.config import TransformerConfig
 
 LORA_RANK = 128
@@ -89,14 +88,12 @@ MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The arguments of both sides; kernels and attention_backend apply only to cogfast."""
+    """The arguments of both sides."""
 
     config: TransformerConfig
     batch_size: int
     dtype: torch.dtype
     device: torch.device
-    kernels: KernelChoice = "triton"
-    attention_backend: str | None = None
 
     @property
     def grid(self) -> TokenGrid:

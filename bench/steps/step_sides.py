@@ -51,8 +51,7 @@ class Ours:
         randomize(network, seed=0)
         self.network = network.to(variant.dtype).train()
         # The kernels of a block are chosen as in training.
-        kernels = choose_kernels(variant.kernels, variant.attention_backend)
-        self.network.use_kernels(kernels)
+        self.network.use_kernels(choose_kernels("triton"))
         is_lora = variant.config.lora_rank is not None
         # Parameters without gradients, which the optimizers would refuse.
         never = ("position_table.weight", *network.unused_parameter_names())
