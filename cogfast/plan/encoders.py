@@ -157,7 +157,6 @@ def _first_stage(config: Config) -> tuple[bool, str]:
         return False, "auto"
     target, params = resolve(node, config.allow_import)
     mode = str(params.get("encode_chunks") or "auto")
-    mode = "frames" if mode == "diffusers" else mode
     if params.get("use_tiling"):
         mode = "tiles"
     if target is VideoAutoencoder:
