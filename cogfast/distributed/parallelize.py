@@ -8,19 +8,21 @@ block, 74 kB for 5B in bf16, against 109 MB for each all-reduce of a block's act
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._decomp import global_decomposition_table
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 from cogfast.distributed.sequence_parallel import (
     RowGatheringLinear,
@@ -54,7 +56,10 @@ _HIDDEN_FROM_DYNAMO = (
     Optimizer.zero_grad,
     Optimizer.state_dict,
     Optimizer.load_state_dict,
-    checkpoint,
+    checkpoint.checkpoint,
+    vars(checkpoint).get("_run_fn_with_dynamo_disabled"),  # since PyTorch 2.9
+    checkpoint._CachingTorchDispatchMode.__torch_dispatch__,
+    checkpoint._CachedTorchDispatchMode.__torch_dispatch__,
 )
 _HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
 
@@ -211,14 +216,33 @@ def run_without_dynamo(is_without: bool = True) -> None:
     torch._dynamo.
 
     torch hides these functions from torch.compile and imports its compiler for that when one is
-    first called, which takes 1.6 s of a start. A run that compiles nothing needs none of it.
+    first called, which takes 1.6 s of a start and 1 s of `cogfast plan`. A run that compiles nothing
+    needs none of it.
     """
+    if "torch._dynamo" not in sys.modules:
+        if is_without:
+            torch.__dict__["_dynamo"] = _UnusedDynamo("torch._dynamo")
+        else:
+            torch.__dict__.pop("_dynamo", None)
     functions = [*_HIDDEN_FROM_DYNAMO]
     for decompositions in global_decomposition_table.values():
         functions += decompositions.values()
     for hidden in _hidden_from_dynamo(functions):
         # torch's cache of the hidden function; None is an empty one.
         hidden.__dict__["__dynamo_disable"] = hidden if is_without else None
+
+
+class _UnusedDynamo(ModuleType):
+    """Stands for torch._dynamo until something imports it: what PyTorch 2.13's checkpoint reads of it."""
+
+    config = SimpleNamespace(error_on_nested_fx_trace=True)
+
+    @staticmethod
+    def disable(function: FunctionType) -> FunctionType:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo"), name)
 
 
 def _hidden_from_dynamo(functions: Iterable[object]) -> Iterator[FunctionType]:

@@ -205,7 +205,7 @@ def apply_checkpointing(
 def _budget(setup: Setup, device: torch.device) -> int:
     """Return the bytes that the plan of a step may have so that the step fits."""
     free, total = free_memory(device)
-    # What lasts is in memory already, and is part of the plan. No allocator counts on a CPU.
+    # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
     is_gpu = device.type == "cuda"
     held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
     return free - total + usable(total) + held - gap_bytes(setup)

@@ -391,6 +391,9 @@ def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:
 
 def stand_in(rank: int, size: int) -> ParallelGroup:
     """Return a group without processes: on the meta device a collective needs a name alone."""
+    # Registers the collectives on the meta device. A run without groups needs no such import.
+    import torch.distributed._functional_collectives  # noqa: F401
+
     named: Any = SimpleNamespace(group_name=f"group/{size}")
     return ParallelGroup(rank, size, named)
 

@@ -47,7 +47,7 @@ found["dry run"] = sorted(sys.modules)
 words = ["--prompt", "a bar", "--out", out, "args.force_inference=true"]
 assert main(["sample", "--base", base, *words]) == 0
 found["sample"] = sorted(sys.modules)
-words = ["--gpu", "h100-80", "--gpus", "4"]
+words = ["--gpu", "h100-80", "--gpus", "4", "args.activation_checkpointing=attention_kept"]
 assert main(["plan", "--base", base, *words]) == 0
 found["plan"] = sorted(sys.modules)
 
@@ -77,7 +77,8 @@ def log_and_look(*values):  # after the first step
     return log(*values)
 
 Metrics._log = log_and_look
-assert main(["train", "--base", base, "args.train_iters=1"]) == 0
+words = ["args.train_iters=1", "args.activation_checkpointing=attention_kept"]
+assert main(["train", "--base", base, *words]) == 0
 print(json.dumps({"modules": found, "built": built}))
 """
 

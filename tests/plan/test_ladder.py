@@ -191,8 +191,8 @@ def test_a_machine_with_too_little_memory_for_its_ranks_is_named(
 # --- activation checkpointing `auto` ---
 
 
-NUM_LAYERS = 3
-KINDS = {"5b": {}, "2b": {}, "lora": {"lora_rank": 128}}
+NUM_LAYERS = 5
+KINDS = {"2b": {}, "lora": {"lora_rank": 128}}
 # From the policies that recompute most to those that recompute least
 CANDIDATES: list[tuple[Policy, ...]] = [("full",) * NUM_LAYERS] + [
     (below,) * (NUM_LAYERS - number) + (above,) * number
@@ -266,11 +266,11 @@ def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatc
         peaks.append(peak_of_step(setup))
     assert peaks == sorted(peaks) and peaks[-1] > 2 * peaks[0]
     steps = [i for i, (one, more) in enumerate(pairwise(peaks)) if more > 1.005 * one]
-    assert len(steps) >= 5
+    assert len(steps) >= 8
     held = 3 * GIB
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
     groups: Any = OtherRanks()
-    for i in steps[::2]:
+    for i in steps[::3]:
         # The workspaces of the plan are not among the ops.
         free = (peaks[i] + peaks[i + 1]) // 2 + sum(base_parts(setup).values()) - held
         total = int((held + free) / (1 - MARGIN))
