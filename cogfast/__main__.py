@@ -100,17 +100,6 @@ def _load(request: Request, *more: Any) -> Config:
     return config
 
 
-def _filled(config: Config, may_download: bool = True) -> Config:
-    """Fill in what the launch and the weights decide."""
-    from cogfast.train.preflight.inferred import infer_layout, infer_precision
-    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
-
-    # A hub id becomes a folder first, since the weights in it may decide the precision.
-    config = fill_from_pipeline(infer_layout(config), may_download=may_download)
-    infer_precision(config)
-    return config
-
-
 def _print(text: str) -> None:
     if is_first_rank():
         sys.stdout.write(text)
@@ -120,7 +109,9 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
-    config = _filled(_load(request), may_download=not request.dry_run)
+    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
+
+    config = fill_from_pipeline(_load(request), may_download=not request.dry_run)
     if request.dry_run:
         _print(config.describe())
         return
@@ -132,10 +123,12 @@ def train(argv: Sequence[str]) -> None:
 def cache(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_cache
 
-    config = _filled(_load(parse_cache(argv)))
+    request = parse_cache(argv)
     from cogfast.train.caching.command import cache_latents
     from cogfast.train.preflight.check import check_cache
+    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
+    config = fill_from_pipeline(_load(request))
     check_cache(config)
     cache_latents(config)
 
@@ -146,7 +139,6 @@ def sample(argv: Sequence[str]) -> None:
     request = parse_sample(argv)
     from cogfast.config.arguments import TrainArguments
     from cogfast.config.merged_config import DEFAULT
-    from cogfast.train.preflight.inferred import infer_precision
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
     is_of_run = request.weights is not None
@@ -158,7 +150,6 @@ def sample(argv: Sequence[str]) -> None:
     # A run's file must not start a download, either.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
-    infer_precision(config)
     if request.dry_run:
         _print(config.describe())
         return
@@ -174,7 +165,6 @@ def sample(argv: Sequence[str]) -> None:
         prompts,
         images,
         Path(request.out or config.args.output_dir),
-        request.seeds or (config.args.seed,),
         request.weights,
         request.ema,
         loras=[LoraOverlay.parse(argument) for argument in request.lora],

@@ -61,7 +61,6 @@ class Request:
     settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
-    seeds: tuple[int, ...] = ()  # more than one; else args.seed
     sampling: SamplingFlags = SamplingFlags()
 
 
@@ -177,10 +176,12 @@ def parse_sample(argv: Sequence[str]) -> Request:
         "folder samples",
     )
     _add_sampling_flags(parser)
+    text = "text that guidance leads away from; default: none"
+    spellings = ("--negative-prompt", "--negative_prompt")
+    parser.add_argument(*spellings, dest="args.negative_prompt", metavar="TEXT", help=text)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     found = parse_words(parser, argv, visible=("seed", "negative_prompt"))
-    seeds = _seeds(found)
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) != 1:
@@ -203,7 +204,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if sources and run_config is None and not settings:
         from cogfast.train.preflight.pipeline_folder import find_config
 
-        run_config, fitting = find_config(Path(sources.pop()))
+        run_config, values = find_config(Path(sources.pop()))
+        fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     return Request(
         base=base or ([] if settings else [str(run_config)]),
         settings=settings,
@@ -217,7 +219,6 @@ def parse_sample(argv: Sequence[str]) -> Request:
         weights=sources[0] if sources else None,
         ema=found.ema,
         lora=tuple(found.lora or ()),
-        seeds=seeds,
         sampling=SamplingFlags(
             **{one.name: getattr(found, one.name) for one in fields(SamplingFlags)}
         ),
@@ -225,28 +226,19 @@ def parse_sample(argv: Sequence[str]) -> Request:
 
 
 def _add_sampling_flags(parser: Parser) -> None:
-    """Add the options that stand for keys of the configuration."""
+    """Add the options that stand for keys of the configuration, those of `args` with the key's `dest`."""
     own = "; default: the configuration's"
-    for flag, metavar, kind, text in (
-        ("--steps", "N", number_up_to(int, 1000), "sampling steps" + own),
-        ("--guidance", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
-        ("--negative-prompt", "TEXT", str, "text that guidance leads away from; default: none"),
-        (
-            "--frames",
-            "N",
-            number_up_to(int, 10**5),
-            "number of frames: 8k+1" + own,
-        ),
-        ("--size", "HxW", _size, "rows and columns in pixels, such as 480x720" + own),
-        ("--fps", "N", number_up_to(int, 1000), "frames per second of the video files" + own),
-        (
-            "--num-videos",
-            "N",
-            number_up_to(int, 10**5),
-            "videos per prompt, each with a different seed; default: 1",
-        ),
+    count, number = number_up_to(int, 10**5), number_up_to(int, 1000)
+    for name, key, metavar, kind, text in (
+        ("steps", "", "N", number, "sampling steps" + own),
+        ("guidance", "", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("frames", "", "N", count, "number of frames: 8k+1" + own),
+        ("num_videos", "", "N", count, "videos per prompt, each with a different seed; default: 1"),
+        ("size", "sampling_image_size", "HxW", _size, "rows and columns, such as 480x720" + own),
+        ("fps", "sampling_fps", "N", number, "frames per second of the video files" + own),
     ):
-        parser.add_argument(flag, metavar=metavar, type=kind, help=text)
+        flag, target = f"--{name.replace('_', '-')}", f"args.{key}" if key else name
+        parser.add_argument(flag, dest=target, metavar=metavar, type=kind, help=text)
 
 
 def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
@@ -265,32 +257,14 @@ def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], fl
     return read
 
 
-def _size(text: str) -> tuple[int, int]:
+def _size(text: str) -> str:
     # Rows first, as in data.params.video_size.
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
             f"{text[:80]!r} must be rows x columns in pixels, such as 480x720"
         )
-    return int(match[1]), int(match[2])
-
-
-def _seeds(found: argparse.Namespace) -> tuple[int, ...]:
-    """Return the seeds of --seed 1,2,3 or of several --seed; () if it is one seed or none.
-
-    found.seed becomes the first, which sets args.seed.
-    """
-    # Repeated options and lists within one option can be mixed.
-    words = [word.strip() for text in found.seed or () for word in text.split(",")]
-    found.seed = words[0] if words else None
-    if len(words) < 2:
-        return ()
-    # A repeated seed would give the same video twice.
-    wrong = [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]
-    if wrong or len(set(words)) < len(words):
-        given = ",".join(words)[:80]
-        raise ValueError(f"--seed {given} must be whole numbers, each once, such as 1,2,3")
-    return tuple(map(int, words))
+    return f"[{match[1]},{match[2]}]"
 
 
 def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Path | None]]:
@@ -339,11 +313,7 @@ def new_parser(command: str, what: str) -> Parser:
         metavar="YAML",
         help="configuration files; a key in a later file replaces that in an earlier one",
     )
-    if command == "sample":
-        text = "seed of the first video, the next ones count up; or a list: a video per prompt and seed"
-        parser.add_argument("--seed", action="append", metavar="N[,N ...]", help=text)
-    else:
-        parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
+    parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
     parser.add_argument(
         "--allow-import",
         action="append",

@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -41,7 +41,6 @@ from cogfast.distributed.tensor_parallel import (
     SharedHeadNorm,
 )
 from cogfast.model.block import Block
-from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import LoraLinear
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
@@ -64,62 +63,6 @@ _HIDDEN_FROM_DYNAMO = (
 _HIDING = Optimizer.zero_grad.__code__  # of all functions that torch._disable_dynamo returns
 
 
-def check_parallel_sizes(
-    config: TransformerConfig,
-    tensor: int,
-    context: int = 1,
-    splits_rows: bool = False,
-    tokens: Sequence[int] = (),
-) -> None:
-    """Check that args.model_parallel_size and context_parallel_size fit the model and its samples.
-
-    splits_rows: args.sequence_parallel. tokens: text and video tokens of a sample, by video size.
-
-    Raises:
-        ValueError: a size does not divide the heads that are left for it, LoRA dropout is on, there are
-            fewer tokens than context-parallel ranks, or splits_rows is set and the ranks do not divide
-            the tokens or hold whole weights. It begins with the key.
-    """
-    heads = config.num_attention_heads
-    of = f"num_attention_heads={heads}"
-    tensor_key, context_key = (
-        f"args.model_parallel_size={tensor}",
-        f"args.context_parallel_size={context}",
-    )
-    _check_divides_heads(tensor_key, tensor, heads, of)
-    if tensor > 1:
-        heads //= tensor
-        of += f" / {tensor_key} = {heads}"
-    _check_divides_heads(context_key, context, heads, of)
-    if tensor * context > 1 and config.lora_dropout > 0:
-        raise ValueError(
-            f"{context_key if tensor == 1 else tensor_key} does not support "
-            f"lora_dropout={config.lora_dropout}: each rank would drop other entries; use lora_dropout: 0"
-        )
-    if splits_rows and tensor == 1:
-        raise ValueError(
-            "args.sequence_parallel=true splits rows between tensor-parallel ranks, but "
-            "args.model_parallel_size=1; set that to 2 or more, or sequence_parallel to false"
-        )
-    for number in tokens:
-        if number < context:
-            raise ValueError(
-                f"{context_key} exceeds the {number} tokens of a sample; use a smaller size"
-            )
-        if splits_rows and number % (tensor * context):
-            raise ValueError(
-                f"args.sequence_parallel=true splits {number} text and video tokens between "
-                f"{tensor * context} ranks ({tensor_key}, {context_key}), which does not divide them; use "
-                "sizes that do, another video size, or args.sequence_parallel=false"
-            )
-
-
-def _check_divides_heads(key: str, size: int, heads: int, of: str) -> None:
-    if size < 1 or heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ValueError(f"{key} must divide {of}; use {sizes}")
-
-
 def parallelize(
     transformer: DiffusionTransformer, group: ParallelGroup, splits_rows: bool = False
 ) -> None:
@@ -128,7 +71,6 @@ def parallelize(
     A transformer on the meta device stays there, so that the whole model is never in memory.
     splits_rows: split the sequence between the ranks outside of the linears (sequence_parallel.py).
     """
-    check_parallel_sizes(transformer.config, group.size)
     if group.size == 1:
         return
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.

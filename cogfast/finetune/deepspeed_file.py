@@ -1,4 +1,9 @@
-"""Reads a DeepSpeed file of CogVideo's trainer, and compares it with the options."""
+"""Reads a DeepSpeed file of CogVideo's trainer, or the variables of `accelerate launch`, and compares
+them with the options.
+
+`accelerate launch --config_file F -m cogfast finetune ...` starts the ranks as torchrun does. F may also
+name a DeepSpeed file, or describe ZeRO itself; accelerate's own trainer reads both from variables.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +19,13 @@ from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import show
 from cogfast.config.yaml_files import read_yaml
-from cogfast.finetune.accelerate import read_launch
 from cogfast.finetune.schemas import Args
 
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**19
 _LAUNCH = Path("accelerate launch")  # named in messages in place of a file
-FIX = "give a DeepSpeed configuration in JSON or YAML"
+_FIX = "give a DeepSpeed configuration in JSON or YAML"
 # Key of the file -> the option that sets the same
 _SAME = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -30,6 +35,84 @@ _SAME = {
     "optimizer.params.eps": "epsilon",
     "optimizer.params.weight_decay": "weight_decay",
 }
+_PREFIX = "ACCELERATE_"
+# Parallelism that cogfast does not have, since DeepSpeed's ZeRO shards
+_REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A launch by accelerate.
+
+    file: DeepSpeed's configuration, whose values replace those of `section`. section: the content of
+    the deepspeed section that the launch describes itself; {} without ZeRO. precision: None if
+    accelerate's own default applies, which the trainer's option replaces.
+    """
+
+    file: Path | None = None
+    section: dict[str, Any] = field(default_factory=dict)
+    precision: str | None = None
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Return the settings in the variables of `accelerate launch`; an empty Launch without them.
+
+    Raises ValueError for a kind of parallelism that cogfast does not have.
+    """
+    given = {
+        name.removeprefix(_PREFIX): text
+        for name, text in environment.items()
+        # accelerate writes "none" for settings that its file leaves out.
+        if name.startswith(_PREFIX) and text.lower() not in ("", "none")
+    }
+    for name in _REFUSED:
+        if _is_true(given.get(name, "")):
+            raise ValueError(
+                f"{_PREFIX}{name}={given[name]} is not supported, since cogfast shards with DeepSpeed's "
+                "ZeRO; change the file of accelerate launch --config_file: distributed_type DEEPSPEED or "
+                "MULTI_GPU"
+            )
+    # "no" is also accelerate's default, so it does not contradict --mixed_precision.
+    precision = given.get("MIXED_PRECISION", "no").lower()
+    asked = None if precision == "no" else precision
+    if "DEEPSPEED_CONFIG_FILE" in given:
+        return Launch(file=Path(given["DEEPSPEED_CONFIG_FILE"]), precision=asked)
+    uses_zero = _is_true(given.get("USE_DEEPSPEED", ""))
+    return Launch(section=_section(given) if uses_zero else {}, precision=asked)
+
+
+def _section(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the deepspeed section that accelerate's variables describe. given: without the prefix."""
+    # 2 is accelerate's default stage.
+    zero: dict[str, Any] = {"stage": _number(given, "DEEPSPEED_ZERO_STAGE", int) or 2}
+    for part in ("optimizer", "param"):
+        name = f"DEEPSPEED_OFFLOAD_{part.upper()}"
+        if f"{name}_DEVICE" in given:
+            zero[f"offload_{part}"] = {"device": given[f"{name}_DEVICE"].lower()}
+            if f"{name}_NVME_PATH" in given:
+                zero[f"offload_{part}"]["nvme_path"] = given[f"{name}_NVME_PATH"]
+    section: dict[str, Any] = {"zero_optimization": zero}
+    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        value = _number(given, key.upper(), kind)
+        section |= {} if value is None else {key: value}
+    return section
+
+
+def _number(given: Mapping[str, str], name: str, kind: type[int] | type[float]) -> Any:
+    text = given.get(name, "auto")
+    if text == "auto":  # the trainer's option has the value
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"{_PREFIX}{name}={text} must be a number; change the file of accelerate launch "
+            "--config_file"
+        ) from None
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "y", "t", "on")
 
 
 def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
@@ -43,10 +126,8 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     launch = read_launch(os.environ)
     file = args.deepspeed_config or launch.file
     if launch.precision not in (None, args.mixed_precision):
-        option = f"--mixed_precision {args.mixed_precision}"
-        raise ValueError(
-            f"{option}, but the file of {_LAUNCH} --config_file has mixed_precision="
-            f"{launch.precision}; give --mixed_precision {launch.precision}, or change the file"
+        _refuse(
+            args, "mixed_precision", f"{_LAUNCH} --config_file", "mixed_precision", launch.precision
         )
     # A file is complete: it replaces what the launch says about ZeRO.
     section = dict(launch.section) if file is None else _read(file)
@@ -54,66 +135,57 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
     for key, name in _SAME.items():
-        _compare(file, section, key, name, getattr(args, name))
+        found = _select(section, key)
+        if found not in (None, "auto", getattr(args, name)):
+            _refuse(args, name, file, key, found)
     optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
-    given_params = _mapping(file, optimizer.get("params"), "optimizer.params")
+    params = _mapping(file, optimizer.get("params"), "optimizer.params")
     kind = str(optimizer.get("type", args.optimizer))
     if kind.lower() != args.optimizer.lower():
-        _refuse(f"--optimizer {args.optimizer}", file, "optimizer.type", kind)
+        _refuse(args, "optimizer", file, "optimizer.type", kind)
     # Two options for one key, so _SAME cannot list it.
-    betas = _select(optimizer, "params.betas")
+    betas = params.get("betas")
     if betas not in (None, "auto", [args.beta1, args.beta2]):
-        given = f"--beta1 {args.beta1} --beta2 {args.beta2}"
-        _refuse(given, file, "optimizer.params.betas", betas)
+        _refuse(args, "beta1", file, "optimizer.params.betas", betas)
     # Both sections must agree with the one option: a file may switch on one and leave out the other.
     for name in ("bf16", "fp16"):
         is_on = _select(section, f"{name}.enabled")
         if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
-            _refuse(f"--mixed_precision {args.mixed_precision}", file, f"{name}.enabled", is_on)
-    params = {k: v for k, v in given_params.items() if v != "auto"}
+            _refuse(args, "mixed_precision", file, f"{name}.enabled", is_on)
     settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
     if "type" in optimizer:
         settings["deepspeed.optimizer.type"] = kind
     for key, value in section.items():
         # Key by key: the whole section would replace what --mixed_precision has set in it.
         if isinstance(value, dict) and key in ("bf16", "fp16"):
-            inner = {f"deepspeed.{key}.{k}": v for k, v in value.items() if v != "auto"}
-            settings |= inner
-        elif value != "auto":
+            settings |= {f"deepspeed.{key}.{name}": inner for name, inner in value.items()}
+        else:
             settings[f"deepspeed.{key}"] = value
-    return {key: (value, file.name) for key, value in settings.items()}
+    return {key: (value, file.name) for key, value in settings.items() if value != "auto"}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    text = read_limited(file, _MOST_BYTES, FIX)
+    text = read_limited(file, _MOST_BYTES, _FIX)
     try:
         # Upstream's files are JSON named .yaml. Two of them have a key twice, which YAML refuses, first
         # as "auto": JSON takes the last.
         found = json.loads(text)
     except (ValueError, RecursionError):
         return to_dict(read_yaml(file, str(file), is_plain=True))
-    if not isinstance(found, dict):
-        raise ValueError(f"--deepspeed_config {file}: contains no mapping; {FIX}")
-    return found
+    return _mapping(file, found, "the file")
 
 
-def _mapping(file: Path | str, found: object, key: str) -> dict[str, Any]:
+def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
     if not isinstance(found, Mapping | None):
-        raise ValueError(
-            f"{file}: {key}={show(found)} must be a mapping; correct it, or remove {key}"
-        )
+        raise ValueError(f"{file}: {key}={show(found)} must be a mapping; correct it")
     return dict(found or {})
 
 
-def _compare(file: Path, section: Mapping, key: str, name: str, wanted: object) -> None:
-    found = _select(section, key)
-    if found not in (None, "auto", wanted):
-        _refuse(f"--{name} {show(wanted)}", file, key, found)
-
-
-def _refuse(option: str, file: Path, key: str, value: object) -> None:
+def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:
+    given = show(getattr(args, option)).strip("'")
     raise ValueError(
-        f"{option}, but {file} has {key}={show(value)}; change one of them, or set it to auto"
+        f"--{option} {given}, but {file} has {key}={show(value)}; change one of "
+        "them, or set it to auto"
     )
 
 

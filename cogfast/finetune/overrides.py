@@ -8,9 +8,7 @@ compute_loss(batch) -> loss
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,11 +23,6 @@ SAMPLE_KEYS = {
     "prompt_embedding": "prompt_embedding",
     "images": "image",
 }
-# Attributes that upstream's methods read -> what to use in their place
-_ABSENT = {
-    "components": "call super().{} for what CogVideo's trainer does with it",
-    "accelerator": "use the device of a tensor, such as video.device",
-}
 
 
 def overridden(cls: type, base: type) -> dict[str, list[Callable]]:
@@ -37,36 +30,6 @@ def overridden(cls: type, base: type) -> dict[str, list[Callable]]:
     parents = [parent for parent in cls.__mro__ if parent is not base]
     methods = {name: [vars(c)[name] for c in parents if name in vars(c)] for name in OVERRIDABLE}
     return {name: functions for name, functions in methods.items() if functions}
-
-
-def check_attributes(owner: object, methods: Mapping[str, list[Callable]]) -> None:
-    """Raise ValueError for a method that reads an attribute which only upstream's trainer has.
-
-    Otherwise the run would fail at its first step, after all clips are encoded.
-    """
-    for name, functions in methods.items():
-        read = {attribute for function in functions for attribute in _read_of_self(function)}
-        for attribute in sorted(read & _ABSENT.keys()):
-            if not hasattr(owner, attribute):  # it may be the user's own
-                raise ValueError(
-                    f"{type(owner).__name__}.{name} reads self.{attribute}, which cogfast's trainer does "
-                    f"not have; {_ABSENT[attribute].format(name)}"
-                )
-
-
-def _read_of_self(function: Callable) -> set[str]:
-    """Return the names of the attributes of `self` in a method's source; none if it has no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
 
 
 def identity(cls: type, name: str, functions: list[Callable]) -> str:
@@ -107,9 +70,7 @@ def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss
     is_loss_own: compute_loss is overridden, too, and may read other keys.
     """
     if not isinstance(found, dict):
-        raise ValueError(
-            f"{what} returned {_shown(found)}; return a dict, as super().collate_fn does"
-        )
+        raise ValueError(f"{what} returned {_shown(found)}; return a dict")
     for key, name in SAMPLE_KEYS.items():
         value = found.get(key)
         is_whole = isinstance(value, Tensor) and len(value) == len(samples)
@@ -124,4 +85,4 @@ def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    return f"a {type(value).__name__}"

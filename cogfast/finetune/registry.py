@@ -51,7 +51,7 @@ def get_model_cls(model_name: str, training_type: str) -> type[Any]:
 
 def check_name(model_name: str) -> None:
     """Raise ValueError for a name that is neither built in nor registered."""
-    names = [*BUILT_IN, *(name for name in SUPPORTED_MODELS if name not in BUILT_IN)]
+    names = _names()
     if model_name not in names:
         raise ValueError(
             f"--model_name {cut(model_name)}: must be one of {', '.join(names)}"
@@ -59,8 +59,12 @@ def check_name(model_name: str) -> None:
         )
 
 
+def _names() -> list[str]:
+    return list(dict.fromkeys([*BUILT_IN, *SUPPORTED_MODELS]))
+
+
 def show_supported_models() -> None:
     """Write all model names and their training types to stdout."""
-    for name in [*BUILT_IN, *(name for name in SUPPORTED_MODELS if name not in BUILT_IN)]:
+    for name in _names():
         types = TRAINING_TYPES if name in BUILT_IN else sorted(SUPPORTED_MODELS[name])
         sys.stdout.write(f"{name}: {', '.join(types)}\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from cogfast.data.batches import to_device
 from cogfast.finetune.overrides import (
     OVERRIDABLE,
     SAMPLE_KEYS,
-    check_attributes,
     check_collated,
     check_encoded,
     identity,
@@ -47,22 +46,22 @@ _PREPARATION = (
 _NOT_CALLED = {
     **dict.fromkeys(
         (
-            "check_setting",
-            "load_components",
-            "initialize_pipeline",
-            "prepare_models",
-            "prepare_dataset",
-            "prepare_trainable_parameters",
-            "prepare_optimizer",
-            "prepare_for_training",
-            "prepare_for_validation",
-            "prepare_trackers",
+            *("check_setting", "load_components", "initialize_pipeline", "prepare_models"),
+            *("prepare_dataset", "prepare_trainable_parameters", "prepare_optimizer"),
+            *("prepare_for_training", "prepare_for_validation", "prepare_trackers"),
         ),
         _PREPARATION,
     ),
     "validate": "cogfast samples the prompts itself",
     "validation_step": "cogfast samples the prompts itself",
     "UNLOAD_LIST": "the encoders are unloaded when everything is encoded",
+}
+
+
+# Attributes that upstream's methods read -> what to use in their place
+_ABSENT = {
+    "components": "call the method of super() for what CogVideo's trainer does with it",
+    "accelerator": "use the device of a tensor, such as video.device",
 }
 
 
@@ -172,6 +171,10 @@ class Trainer:
             if not callable(getattr(cls, name)):
                 raise TypeError(f"{cls.__name__}.{name} must be a method")
 
+    def __getattr__(self, name: str) -> NoReturn:
+        reason = f" in cogfast's trainer; {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}{reason}")
+
     def fit(self) -> None:
         """Prepare the run, and train to its end or until a signal asks to stop."""
         self._prepare().train()
@@ -221,13 +224,6 @@ class Trainer:
 
     def _encode_overrides(self, methods: dict[str, list[Callable]]) -> EncodeOverrides:
         """Return the overridden encoders among `methods`, after their checks."""
-        check_attributes(self, methods)
-        number = self.config.args.cached_noised_images
-        if number and self.args.model_type == "i2v" and "collate_fn" in methods:
-            raise ValueError(
-                f"{type(self).__name__}.collate_fn: samples have no image with args.cached_noised_images="
-                f"{number}; set it to 0"
-            )
         network = TransformerConfig(
             **transformer_arguments(self.config.model.network_config.params)
         )

@@ -5,15 +5,13 @@ Every value has the option that set it as its origin, so that `--dry-run` and er
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.values import Problems, cut, nearest, one_line, show
-from cogfast.finetune.deepspeed_file import FIX, deepspeed_settings
+from cogfast.config.values import cut, nearest
+from cogfast.finetune.deepspeed_file import deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.config import COGVIDEOX_2B, Family
@@ -26,26 +24,18 @@ from cogfast.train.preflight.pipeline_folder import (
     is_hub_id,
 )
 
-logger = logging.getLogger(__name__)
-
+Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
 # Parameters of FusedEmaAdam that make it each of them
 _OPTIMIZERS = {"adamw": {}, "adam": {"adam_w_mode": False}}
-# Optimizers of upstream that are refused -> the reason, and what to use
-_NOT_SHARDED = {
-    "prodigy": "it estimates one step size over all weights, and ZeRO's shards would get different "
-    "ones; use adamw, whose --learning_rate is a step size, such as 1e-4 for lora, and not near 1",
-    "came": "it needs whole matrices, and ZeRO splits them; use adamw",
-}
 # Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
 _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 
 
 def translate(args: Args) -> Config:
     """Return the checked configuration. Reads the model's folder, but no weights and no videos."""
-    _refuse_missing(args)
     base, settings = _model_settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
@@ -53,52 +43,20 @@ def translate(args: Args) -> Config:
     return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
 
 
-def _refuse_missing(args: Args) -> None:
-    """Raise one error with a line for each missing path if the configuration cannot be built.
-
-    If it can be built, check_train reports the paths in it.
-    """
-    file, folder = args.deepspeed_config, args.model_path
-    lines = []
-    if not is_hub_id(str(folder)) and not (folder / "transformer" / "config.json").is_file():
-        lines.append(
+def _model_settings(args: Args) -> tuple[Path, Settings]:
+    folder = args.model_path
+    if is_hub_id(str(folder)):
+        # --dry-run downloads nothing.
+        may_download = not (args.dry_run or args.plan is not None)
+        folder = hub_folder(str(folder), "--model_path", may_download=may_download)
+    if not (folder / "transformer" / "config.json").is_file():
+        raise ValueError(
             f"--model_path {cut(str(folder))}: has no transformer/config.json; give the folder or the "
             "hub id of a CogVideoX pipeline of diffusers"
         )
-    if file is not None and not file.exists():
-        lines.append(f"--deepspeed_config {cut(str(file))}: no such file; {FIX}")
-    if not lines:
-        return
-    for name in ("data_root", "resume_from_checkpoint"):
-        path = getattr(args, name)
-        if path is None or str(path) in (PLACEHOLDER, "latest", "auto"):
-            continue
-        if not path.exists():
-            lines.append(f"--{name} {cut(str(path))}: does not exist; correct the path")
-    if args.do_validation and args.validation_dir is not None:
-        for name in ("validation_prompts", "validation_images"):
-            value = getattr(args, name)
-            if value is not None and not (args.validation_dir / value).is_file():
-                path = cut(str(args.validation_dir / value))
-                lines.append(f"--{name} {path}: no such file; correct the path")
-    raise Problems("\n".join(map(one_line, lines)))
-
-
-Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
-
-
-def _model_settings(args: Args) -> tuple[Path, Settings]:
-    folder = args.model_path
-    # --dry-run downloads nothing.
-    if is_hub_id(str(folder)):
-        folder = hub_folder(
-            str(folder), "--model_path", may_download=not (args.dry_run or args.plan is not None)
-        )
     _check_family(args, Family.of_config(identify(open_source(folder))))
-    base, overrides = find_config(folder)
-    settings: Settings = {}
-    for key, _, text in (override.partition("=") for override in overrides):
-        settings[key] = (json.loads(text), str(folder))
+    base, values = find_config(folder)
+    settings: Settings = {key: (value, str(folder)) for key, value in values.items()}
     # Their trainer gives every size integer positions, and precision is an option.
     for key in (f"{POSITION_KEY}.positions", "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"):
         settings.pop(key, None)
@@ -203,10 +161,9 @@ def _data_settings(args: Args) -> Settings:
 def _training_settings(args: Args) -> Settings:
     name = args.optimizer.lower()
     if name not in _OPTIMIZERS:
-        why = _NOT_SHARDED.get(name)
         raise ValueError(
-            f"--optimizer {cut(args.optimizer)}: must be adamw or adam"
-            + (f"; {why}" if why else nearest(name, _OPTIMIZERS))
+            f"--optimizer {cut(args.optimizer)}: must be adamw or adam (prodigy and came need whole "
+            f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
         )
     # A number of steps replaces the number of epochs, as it does upstream.
     amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
@@ -296,27 +253,23 @@ def _validation_settings(args: Args) -> Settings:
 def notices(args: Args) -> list[str]:
     """Return a line for each option that has no effect in this run."""
     default = {name: field.default for name, field in Args.model_fields.items()}
-    found = []
-    if str(args.resume_from_checkpoint) == PLACEHOLDER:
-        found.append(
-            f"--resume_from_checkpoint {PLACEHOLDER} is the placeholder of CogVideo's scripts and has "
-            "no effect: a new run starts"
-        )
-    if args.training_type == "sft":
-        for name in ("rank", "lora_alpha"):
-            if getattr(args, name) != default[name]:
-                found.append(
-                    f"--{name} {getattr(args, name)} has no effect with --training_type sft"
-                )
-    if args.training_type == "lora" and args.export_interval is not None:
-        found.append(
-            f"--export_interval {args.export_interval} has no effect: each LoRA checkpoint has its file "
-            "for diffusers"
-        )
-    if args.image_column is not None and args.model_type == "t2v":
-        found.append(
-            f"--image_column {args.image_column} has no effect: a text-to-video model takes no images"
-        )
+    is_lora = args.training_type == "lora"
+    is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
+    # (option, whether it has no effect, the reason)
+    unused = [
+        ("resume_from_checkpoint", is_placeholder, "the placeholder of CogVideo's scripts"),
+        ("rank", not is_lora, "--training_type sft has no adapters"),
+        ("lora_alpha", not is_lora, "--training_type sft has no adapters"),
+        ("export_interval", is_lora, "each LoRA checkpoint has its file for diffusers"),
+        ("image_column", args.model_type == "t2v", "a text-to-video model takes no images"),
+        ("pin_memory", True, "batches for a GPU are always pinned"),
+        ("beta3", True, "adamw and adam have two betas"),
+    ]
+    found = [
+        f"--{name} {getattr(args, name)} has no effect: {reason}"
+        for name, is_unused, reason in unused
+        if is_unused and getattr(args, name) != default[name]
+    ]
     # The folders in which upstream's trainer keeps what it has encoded.
     theirs = args.data_root / "cache"
     has_theirs = any((theirs / name).is_dir() for name in ("video_latent", "prompt_embeddings"))
@@ -325,8 +278,4 @@ def notices(args: Args) -> list[str]:
             f"{theirs} has clips or captions that CogVideo's trainer encoded; --trust_cache uses them, "
             "and without it cogfast encodes all of them"
         )
-    if not args.pin_memory:
-        found.append("--pin_memory false has no effect: batches for a GPU are always pinned")
-    if args.beta3 != default["beta3"]:
-        found.append(f"--beta3 {show(args.beta3)} has no effect: adamw and adam have two betas")
     return found

@@ -16,7 +16,6 @@ from cogfast.config.merged_config import to_dict
 from cogfast.config.values import counted
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
-from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.kernels.block_kernels import choose_kernels
@@ -32,8 +31,7 @@ from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assembl
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
-from cogfast.train.preflight.dry_build import warn_of_different_schedules
-from cogfast.train.preflight.pipeline_folder import warn_of_image_scale
+from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.run.folder import git
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
@@ -47,16 +45,14 @@ def sample(
     prompts: Sequence[str],
     images: Sequence[Path | None],
     out: Path,
-    seeds: Sequence[int],
     weights: str | None,
     ema: bool | None,
     loras: Sequence[LoraOverlay] = (),
 ) -> list[Path]:
     """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
 
-    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. With one seed, video n (from
-    0) has that seed + n, which reproduces it from its prompt alone; with several, each prompt gets a
-    video of each seed, and the file names say it.
+    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
+    args.seed + n, which reproduces it from its prompt alone.
     weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
     those of args.load; None: those of runs that have any. loras: adapters to merge.
     """
@@ -101,22 +97,13 @@ def sample(
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
-    if len(seeds) > 1:
-        if num_copies > 1:
-            raise ValueError(
-                f"args.batch_size={num_copies} (--num-videos) and {len(seeds)} seeds (--seed) both set the "
-                "number of videos per prompt; give one of them"
-            )
-        num_copies = len(seeds)
     given = list(zip(prompts, images, sizes, strict=True))
     resize = data_arguments(config).get("resize", "crop")
     wanted = []
     for i in range(len(given) * num_copies):
         text, image, size = given[i // num_copies]
-        pixels = None if image is None else read_image(image, _pixels(size), resize)
-        is_named = len(seeds) > 1
-        seed = seeds[i % num_copies] if is_named else seeds[0] + i
-        wanted.append(Prompt(i, text, seed, pixels, size=size, is_named_by_seed=is_named))
+        pixels = None if image is None else read_image(image, size.pixels, resize)
+        wanted.append(Prompt(i, text, args.seed + i, pixels, size=size))
     maker = VideoMaker(
         transformer,
         diffusion,
@@ -163,13 +150,11 @@ def sample(
 
 def _refuse_results(out: Path) -> None:
     """Raise ValueError if an earlier call has written into `out`: its prompts and seeds would be lost."""
-    # The settings alone are of a call that was interrupted before its first video.
-    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors")]
-    has_settings = (out / "settings.json").exists() and samples
-    if has_settings or (out / "prompts.json").exists():
-        name = "settings.json" if has_settings else "prompts.json"
+    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]
+    if samples:
         raise ValueError(
-            f"--out {out}: has the samples of an earlier call ({name}); give another folder with --out"
+            f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
+            "--out"
         )
 
 
@@ -208,9 +193,7 @@ def _limit_decoding(
         # Only these ranks decode: the others need no first stage.
         if not groups.is_first_of_model:
             return None
-        return encoder.first_stage.limit_decode_memory(
-            budget, largest.num_frames, *_pixels(largest)
-        )
+        return encoder.first_stage.limit_decode_memory(budget, largest.num_frames, *largest.pixels)
 
     plan = groups.broadcast(groups.on_all(limit))
     assert plan is not None, "rank 0 decodes"
@@ -218,18 +201,14 @@ def _limit_decoding(
     if plan.num_bytes > budget and asked is not None:
         raise ValueError(
             f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
-            f"{_pixels(largest)[0]}x{_pixels(largest)[1]} takes {needed:.2f} GiB in the smallest "
-            "tiles; raise it, or save only latents (args.only_save_latents=true)"
+            f"{largest.pixels[0]}x{largest.pixels[1]} takes {needed:.2f} GiB in the smallest tiles; "
+            "raise it, or save only latents (args.only_save_latents=true)"
         )
     if plan.tile is not None:
         logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
     if plan.num_bytes > budget:
         logger.warning("%.1f GiB are free, but decoding needs about %.1f", budget / _GIB, needed)
     return plan
-
-
-def _pixels(size: LatentSize) -> tuple[int, int]:
-    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
 
 
 def _settings(
@@ -261,7 +240,7 @@ def _settings(
 
 def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
     assert prompt.size is not None, "every prompt gets a size"
-    rows, columns = _pixels(prompt.size)
+    rows, columns = prompt.size.pixels
     found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
     return found if image is None else found | {"image": str(image)}
 

@@ -21,7 +21,6 @@ from torch.utils.data import Subset
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
-from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader, in_unit_range
 from cogfast.data.cache.dataset import CachedVideos
@@ -87,17 +86,11 @@ class Evaluator:
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
         if args.has_evaluation and dataset is None and not self._has_prompts():
-            key = f"eval_at_{'end' if args.eval_at_end else 'start'}=true"
-            if args.eval_interval is not None:
-                key = f"eval_interval={args.eval_interval}"
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
-            logger.warning(
-                "args.%s, but there is nothing to evaluate with; set args.valid_data or %s",
-                key,
-                prompts,
-            )
+            text = "there is nothing to evaluate with; set args.valid_data or %s"
+            logger.warning(text, prompts)
 
     def __call__(
         self,
@@ -132,9 +125,7 @@ class Evaluator:
         try:
             result = action()
         except EvaluationStopped as error:
-            logger.info(
-                "%s at step %d stopped early, since the run is ending: %s", what, step, error
-            )
+            logger.info("%s at step %d stopped early: %s", what, step, error)
         except OtherRankError as error:
             logger.info("%s at step %d: %s; training continues", what, step, error)
         except (OSError, WriteError, ValueError) as error:  # a full disk, frames of NaN
@@ -335,9 +326,10 @@ class Evaluator:
                 pixels = item["images"] if "images" in item else item["video"][0]
             # DALI's frames are on the GPU in the reader's memory; uint8 pixels are scaled on the CPU.
             pixels = pixels.cpu()  # sync: a picture of an evaluation
-            size = _pixels(video)
-            if pixels.shape[1:] != size and pixels.dtype == torch.uint8:  # from a different bucket
-                pixels = resize_picture(pixels.permute(1, 2, 0), size, self.resize)
+            if (
+                pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8
+            ):  # from a different bucket
+                pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")
         caption: str = text or item.get("txt", "")
@@ -345,11 +337,7 @@ class Evaluator:
 
     def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
         """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
-        return None if path is None else read_image(path, _pixels(size), self.resize, "the image")
-
-
-def _pixels(size: LatentSize) -> tuple[int, int]:
-    return size.height * SPATIAL_COMPRESSION, size.width * SPATIAL_COMPRESSION
+        return None if path is None else read_image(path, size.pixels, self.resize, "the image")
 
 
 def _captions(dataset: SizedDataset) -> Sequence[str] | None:

@@ -1,4 +1,4 @@
-"""The plain options of `cogfast sample`, such as --steps, as values of the configuration's keys."""
+"""The options of `cogfast sample` whose keys depend on the configuration, such as --steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class SamplingFlags:
 
     steps: int | None = None
     guidance: float | None = None
-    negative_prompt: str | None = None
     frames: int | None = None  # of the video, not of its latents
-    size: tuple[int, int] | None = None  # rows, columns
-    fps: int | None = None
     num_videos: int | None = None  # per prompt
 
     def apply(self, config: Config) -> Config:
@@ -64,12 +61,6 @@ class SamplingFlags:
             put(node, key, value, "--guidance")
         if self.frames is not None:
             put(args, "args.sampling_num_frames", self._latent_frames(config), "--frames")
-        if self.size is not None:
-            put(args, "args.sampling_image_size", list(self.size), "--size")
-        if self.fps is not None:
-            put(args, "args.sampling_fps", self.fps, "--fps")
-        if self.negative_prompt is not None:
-            put(args, "args.negative_prompt", self.negative_prompt, "--negative-prompt")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
             # prompt. The settings of a model folder have it already.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.config.values import counted
-from cogfast.core.files import WriteError, write_whole
+from cogfast.core.files import write_whole
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
@@ -39,7 +39,6 @@ class Prompt:
 
     For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled.
     embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
-    is_named_by_seed: the file's name says the seed, where a prompt has several.
     """
 
     index: int
@@ -49,7 +48,6 @@ class Prompt:
     image_latents: Tensor | None = None
     embedding: Tensor | None = None
     size: LatentSize | None = None
-    is_named_by_seed: bool = False
 
 
 class VideoMaker:
@@ -187,9 +185,8 @@ def file_name(prompt: Prompt, start: str = "") -> str:
     encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
     # Prompts that begin alike, and prompts without Latin letters, still differ in it.
     digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
-    seed = f"-seed-{prompt.seed}" if prompt.is_named_by_seed else ""
     number = str(prompt.index) if start else f"{prompt.index:03d}"
-    return f"{start}{number}-{words or 'empty'}-{digest}{seed}"
+    return f"{start}{number}-{words or 'empty'}-{digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,76 +218,69 @@ def write_samples(
     """Sample this rank's prompts and write the files; return all ranks' files on every rank.
 
     Rank 0 also writes prompts.json and the contact sheet. Where ranks share a sample, the first
-    of them decodes and writes. A prompt that fails is logged and the others continue; the first
-    error is raised at the end on every rank. network_ranks: the ranks that must call the network
-    together (all of them under ZeRO-3), as a group for decisions; None: those that share a sample.
-    is_asked_to_stop: checked before each video; if true, the rest are skipped and EvaluationStopped is
-    raised. report_videos: called on rank 0 with the videos
-    that were written, also if others failed. start_of_names: before the names of all files.
+    of them decodes and writes. The first error ends the sampling of this rank, and of all that sample in
+    step with it; what was written is kept, and the error is raised at the end on every rank.
+    network_ranks: the ranks that must call the network together (all of them under ZeRO-3), as a group
+    for decisions; None: those that share a sample. is_asked_to_stop: checked before each video; if true,
+    the rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
+    that were written. start_of_names: before the names of all files.
     """
     done: dict[int, _Row] = {}
-    errors: list[Exception] = []
+    error: Exception | None = None
     network_ranks = network_ranks or groups.model_control
     # Then all replicas sample in step, each the same number of batches.
     is_in_step = network_ranks is not None
     mine = share(prompts, groups, is_in_step)
+    run = groups.on_all if is_in_step else groups.together
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
         is_over = is_asked_to_stop()
         if groups.decide(is_over) if is_in_step else is_over:
-            errors.append(EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}"))
+            error = EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
             break
-        # Stays None if conditioning fails, which the other ranks learn from the gather below.
-        conditioning = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with maker.encoder.alone():
-                conditioning = maker.condition(part)
-        except Exception as error:
-            _note(errors, error, part)
-        # In step, all ranks skip a batch that one of them cannot condition.
-        has_failed = conditioning is None
-        if groups.decide(has_failed) if is_in_step else has_failed:
-            continue
-        assert conditioning is not None, "decide is true where there is none"
-        conditioning = in_model(conditioning, groups)
-        if maker.negative is not None:
-            maker.negative = groups.broadcast_tensor_in_model(maker.negative)
-        try:
-            latents = groups.together(partial(maker.latents, part, conditioning), network_ranks)
+            conditioning = run(partial(_condition, folder, maker, part), None)
+            conditioning = in_model(conditioning, groups)
+            if maker.negative is not None:
+                maker.negative = groups.broadcast_tensor_in_model(maker.negative)
+            latents = run(partial(maker.latents, part, conditioning), network_ranks)
+            pairs = list(zip(part, latents, strict=True)) if groups.is_first_of_model else []
+            write = partial(_write, folder, maker, pairs, latents_only, start_of_names, done)
+            run(write, None)
         except UnsharedError:
             raise
-        except Exception as error:
-            _note(errors, error, part)
-            continue
-        for prompt, one in zip(part, latents, strict=True) if groups.is_first_of_model else ():
-            try:
-                done[prompt.index] = _write(
-                    folder, maker, prompt, one, latents_only, start_of_names
-                )
-            except Exception as error:
-                _note(errors, error, [prompt])
-    # Every rank comes here, also one whose prompts have all failed.
+        except Exception as caught:
+            # Clearing its frames frees their tensors.
+            traceback.clear_frames(caught.__traceback__)
+            names = ", ".join(f"{p.index} ({p.text!r})" for p in part)
+            what = str(caught).partition("\n")[0]
+            logger.warning("prompt %s failed: %s: %s", names, type(caught).__name__, what)
+            error = caught
+            break
+    # Every rank comes here, also one whose prompts have failed.
     reports = groups.gather(done)
     merged = {index: row for part in reports for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]
     if groups.is_main and rows:
-        try:
-            _write_overview(folder, rows, start_of_names)
-        except Exception as error:
-            errors.append(error)
-        names = {prompt.index: file_name(prompt) for prompt in prompts}
         videos = [
-            SampledVideo(names[index], folder / merged[index].file, merged[index].text)
-            for index in sorted(merged)
+            SampledVideo(file_name(prompt), folder / merged[prompt.index].file, prompt.text)
+            for prompt in prompts
+            if prompt.index in merged
         ]
         try:
+            _write_overview(folder, rows, start_of_names)
             if not latents_only:
                 report_videos(videos)
-        except Exception as error:
-            errors.append(error)
-    groups.agree(errors[0] if errors else None)
+        except Exception as caught:
+            error = error or caught
+    groups.agree(error)
     return [folder / row.file for row in rows]
+
+
+def _condition(folder: Path, maker: VideoMaker, prompts: Sequence[Prompt]) -> Conditioning:
+    folder.mkdir(parents=True, exist_ok=True)
+    with maker.encoder.alone():
+        return maker.condition(prompts)
 
 
 def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
@@ -301,17 +291,6 @@ def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
         text=groups.broadcast_tensor_in_model(conditioning.text),
         image_latents=None if image is None else groups.broadcast_tensor_in_model(image),
     )
-
-
-def _note(errors: list[Exception], error: Exception, prompts: Sequence[Prompt]) -> None:
-    """Record an error and log its prompts. Clearing its frames frees their tensors."""
-    traceback.clear_frames(error.__traceback__)
-    errors.append(error)
-    if isinstance(error, OSError | WriteError):
-        return  # a full disk is the same for all prompts, and is logged once by the caller
-    names = ", ".join(f"{p.index} ({p.text!r})" for p in prompts)
-    what = str(error).partition("\n")[0]
-    logger.warning("prompt %s failed: %s: %s", names, type(error).__name__, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,21 +305,23 @@ class _Row:
 def _write(
     folder: Path,
     maker: VideoMaker,
-    prompt: Prompt,
-    latents: Tensor,
+    samples: Sequence[tuple[Prompt, Tensor]],
     latents_only: bool,
     start: str,
-) -> _Row:
-    """Write the file of one sample: the video, or its latents [C, T, h, w]."""
-    size, stem = maker.size_of(prompt), file_name(prompt, start)
-    if latents_only:
-        name = stem + ".safetensors"
-        _write_latents(folder / name, latents, prompt, size)
-        return _Row(name, prompt.text, None)
-    name = stem + ".mp4"
-    frames = maker.frames(latents, size.num_frames)
-    write_video(folder / name, frames, size.fps)
-    return _Row(name, prompt.text, _thumbnails(frames))
+    done: dict[int, _Row],
+) -> None:
+    """Write the file of each sample, the video or its latents [C, T, h, w], and note it in `done`."""
+    for prompt, latents in samples:
+        size, stem = maker.size_of(prompt), file_name(prompt, start)
+        thumbnails = None
+        name = stem + (".safetensors" if latents_only else ".mp4")
+        if latents_only:
+            _write_latents(folder / name, latents, prompt, size)
+        else:
+            frames = maker.frames(latents, size.num_frames)
+            write_video(folder / name, frames, size.fps)
+            thumbnails = _thumbnails(frames)
+        done[prompt.index] = _Row(name, prompt.text, thumbnails)
 
 
 def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:

@@ -6,15 +6,13 @@ The module imports no torch: the command line reads prompts before anything heav
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.values import counted
-
-_NO_FILE = "no such file; set it to a text file, or to null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +40,6 @@ def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
             )
         images = _read_images(Path(args.eval_images), len(texts))
     return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
-
-
-def missing_files(args: TrainArguments) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each missing file of prompts or images of evaluations."""
-    for name in ("eval_prompt_file", "eval_images") if args.has_evaluation else ():
-        key, value = f"args.{name}", getattr(args, name)
-        if value is not None and not Path(value).is_file():
-            yield key, f"{key}={value}: {_NO_FILE}"
 
 
 def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:
@@ -107,7 +97,7 @@ def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, each with its number."""
     if not path.is_file():
-        raise ValueError(f"{key}: {_NO_FILE}")
+        raise ValueError(f"{key}: no such file; set it to a text file, or to null")
     data = read_limited(path, MOST_BYTES, f"change {key}")
     # Numbers count blank lines, as an editor shows them.
     lines = utf8_lines(data, key)

@@ -60,6 +60,11 @@ class LatentSize:
         size = (model.num_frames, model.latent_height, model.latent_width)
         return cls.of_video(model.out_channels, *size, model.patch_size.t, DEFAULT_FPS)
 
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Rows and columns of the video."""
+        return self.height * SPATIAL_COMPRESSION, self.width * SPATIAL_COMPRESSION
+
     def num_tokens(self, model: TransformerConfig) -> int:
         """Return the number of tokens of one sample, including text."""
         patch = model.patch_size
@@ -111,9 +116,7 @@ def warn_of_pipeline_positions(config: Config) -> None:
                 model.num_frames,
             )
     elif not has_pipeline_positions(model, sizes):
-        shown = ", ".join(
-            f"{s.height * SPATIAL_COMPRESSION}x{s.width * SPATIAL_COMPRESSION}" for s in sizes[:4]
-        )
+        shown = ", ".join(f"{size.pixels[0]}x{size.pixels[1]}" for size in sizes[:4])
         logger.warning(
             "videos of %s are trained with integer positions, but a diffusers pipeline rescales the "
             "positions of all sizes except its own (an export of a run with one size has that size). "

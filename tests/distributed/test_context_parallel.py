@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cogfast.distributed.context_parallel import rows_of_ranks
-from cogfast.distributed.parallelize import check_parallel_sizes
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.train.memory.activation_checkpointing import Policy
 from tests.support.tiny_run import launch_ranks
@@ -115,44 +114,3 @@ def test_rows_are_shared_out(rows: int, size: int) -> None:
     found = rows_of_ranks(rows, size)
     assert len(found) == size and sum(found) == rows
     assert max(found) - min(found) <= 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "changes", "message"),
-    [
-        (
-            (4,),
-            {},
-            "^args.model_parallel_size=4 must divide num_attention_heads=6; use 1, 2, 3, 6$",
-        ),
-        ((0,), {}, "^args.model_parallel_size=0 must divide"),
-        (
-            (1, 4),
-            {},
-            "^args.context_parallel_size=4 must divide num_attention_heads=6; use 1, 2, 3, 6$",
-        ),
-        ((3, 3), {}, r"num_attention_heads=6 / args.model_parallel_size=3 = 2; use 1, 2"),
-        (
-            (2,),
-            {"lora_dropout": 0.1},
-            "^args.model_parallel_size=2 does not support lora_dropout=0.1",
-        ),
-        (
-            (1, 2),
-            {"lora_dropout": 0.1},
-            "^args.context_parallel_size=2 does not support lora_dropout",
-        ),
-        ((1, 3, False, [8, 2]), {}, "exceeds the 2 tokens of a sample"),
-        (
-            (1, 1, True),
-            {},
-            "^args.sequence_parallel=true splits rows between tensor-parallel ranks",
-        ),
-        ((2, 3, True, [12, 32]), {}, "^args.sequence_parallel=true splits 32 .* between 6 ranks"),
-    ],
-)
-def test_sizes_that_do_not_fit(sizes: tuple, changes: dict, message: str) -> None:
-    config = replace(FAMILY["5b"], num_attention_heads=6, hidden_size=96, **changes)
-    check_parallel_sizes(config, 1)
-    with pytest.raises(ValueError, match=message):
-        check_parallel_sizes(config, *sizes)

@@ -139,8 +139,6 @@ def test_python_gives_values_or_text():
         **{**NEEDED, "train_resolution": (49, 480, 720), "rank": 64, "do_validation": False}
     )
     assert args.model_dump() == Args(**NEEDED, rank="64", do_validation="False").model_dump()
-    with pytest.raises(ValueError, match="frozen"):
-        args.rank = 3
     # The class has a default for two options that the shell requires.
     few = {k: v for k, v in NEEDED.items() if k not in ("training_type", "output_dir")}
     assert Args(**few).training_type == "lora"
@@ -179,13 +177,10 @@ REFUSED = {
     "--lr_scheduler sat": "--lr_scheduler sat: must be one of constant, constant_with_warmup,",
     "--train_resolution 480x720": "--train_resolution 480x720: must be frames x height x width in",
     "--train_resolution 49*480*720": "must be frames x height x width in whole numbers, such as 49x480",
-    "--train_resolution 49x480xwide": "must be frames x height x width in whole numbers",
-    "--train_resolution 49x480x-720": "must be frames x height x width in whole numbers",
     "--model_type v2v": "--model_type v2v: must be one of i2v, t2v",
     "--model_type i2v": "--model_type i2v with --model_name cogvideox-t2v: the name is one of a t2v",
     "--learning-rate 1": "has no option --learning-rate; did you mean --learning_rate?",
-    "--learning_rat 1": "has no option --learning_rat; did you mean --learning_rate?",
-    "--keep-last 1": r"has no option --keep-last; args.keep_last=VALUE sets it",
+    "--keep-last 1": "has no option --keep-last; args.keep_last=VALUE sets it",
     "--batchsize 1": "has no option --batchsize; did you mean --batch_size?",
     "--do_validation true": "--do_validation true needs --validation_steps; set it",
     "--validation_videos v.txt": "--validation_videos v.txt: no CogVideoX model here takes a video",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,19 @@ from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffu
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family
 from cogfast.model.weights.open import open_source
-from cogfast.sample.prompt_files import missing_files
+from cogfast.sample.flags import check_negative_prompt
+from cogfast.sample.prompt_files import given_prompts
+from cogfast.sample.sizes import open_image
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
-from cogfast.train.preflight.dry_build import try_diffusion, try_training_parts
-from cogfast.train.preflight.evaluation import check_evaluation
-from cogfast.train.preflight.frozen_parts import PLACEHOLDER, check_frozen_parts, missing_frozen
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.preflight.parts import (
+    check_frozen_parts,
+    missing_frozen,
+    try_diffusion,
+    try_training_parts,
+)
+from cogfast.train.preflight.pipeline_folder import PLACEHOLDER
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -49,27 +54,30 @@ from cogfast.train.video_size import check_frames, check_latent_frames, check_si
 
 logger = logging.getLogger(__name__)
 
+# Key of args that names a file or a folder -> what to set it to
+_WEIGHTS = {
+    "load": "the folder of the weights",
+    "load_lora": "a file or folder of LoRA weights",
+}
+_RUN_FILES = {
+    "resume": "a run's folder, or to auto, which starts a new run if there is none",
+    "trusted_cache": "data_root/cache of CogVideo's diffusers trainer, or to null",
+}
+_EVALUATION_FILES = {
+    "eval_prompt_file": "a text file with a prompt per line, or to null",
+    "eval_images": "a text file with a path per line, or to null",
+}
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
 
-def _check_names(config: Config, args: TrainArguments) -> None:
-    """Check the names of the run folder and, with args.wandb, of the W&B project and run."""
-    name, shown = args.experiment_name, brief(repr(args.experiment_name))
-    # The name becomes one folder: it must neither leave args.save nor make a folder in a folder.
+def _check_name(config: Config, args: TrainArguments) -> None:
+    """Check that the run's name is one folder: it must not leave args.save nor make folders in it."""
+    name = args.experiment_name
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
-        text = (
-            f"args.experiment_name={shown} must be a folder name of at most {_MOST_NAME_BYTES} bytes, "
-            "printable and without slashes; args.save sets the folder above it"
-        )
-        refuse(config, "args.experiment_name", text)
-    for key in ("experiment_name", "wandb_project_name") if args.wandb else ():
-        wrong = sorted(set("/\\#?%:") & set(getattr(args, key)))
-        if wrong:
-            text = (
-                f"args.{key}={brief(repr(getattr(args, key)))} must not contain {' '.join(wrong)}"
-            )
-            refuse(config, f"args.{key}", f"{text}, which W&B does not allow in names; remove it")
+        text = f"args.experiment_name={brief(repr(name))} must be a folder name of at most "
+        text += f"{_MOST_NAME_BYTES} bytes, printable and without slashes"
+        refuse(config, "args.experiment_name", f"{text}; args.save sets the folder above it")
 
 
 def _check_run_folder(config: Config, args: TrainArguments) -> None:
@@ -108,16 +116,10 @@ def _check_base(
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
         value = getattr(args, key)
-        if value == default or (is_frozen and network.get("lora_rank") is not None):
-            continue
-        text = (
-            f"args.{key}={value} is for LoRA, whose base is frozen, but this run trains all weights"
-        )
-        if network.get("lora_rank") is not None:
-            text = f"args.{key}={value} needs a frozen base; set model.not_trainable_prefixes=[all]"
-        else:
-            text += "; add configs/lora.yaml to --base"
-        refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
+        if value != default and not (is_frozen and network.get("lora_rank") is not None):
+            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains all weights"
+            text += "; add configs/lora.yaml to --base (model.not_trainable_prefixes=[all])"
+            refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
     if args.offload_blocks > network["num_layers"]:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
         refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
@@ -135,7 +137,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     # All at once: a user with four wrong paths should not start four times.
     _refuse_missing(config, _placeholders(config), _missing_paths(config, args))
-    _check_names(config, args)
+    _check_name(config, args)
     _check_run_folder(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
@@ -165,7 +167,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_base(config, args, model, network)
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
-    check_evaluation(config, args, takes_image=model.noised_image_input)
+    _check_evaluation(config, args, takes_image=model.noised_image_input)
     try_training_parts(config, args)
     _check_adapters(config, args)
 
@@ -196,7 +198,7 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
-        _refuse_missing(config, _placeholders(config), _missing_load(args))
+        _refuse_missing(config, _placeholders(config), _missing_files(args, _WEIGHTS))
         if args.load is None and not args.force_inference:
             raise ValueError(
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
@@ -253,14 +255,6 @@ def log_unused(config: Config) -> None:
     own = own_defaults(config)
     if own:
         logger.info("no file sets %s", ", ".join(own))
-    # Only rank 0 comes here, so that nothing may be raised.
-    iteration = b""
-    with contextlib.suppress(OSError), open(Path(config.args.load or "") / "latest", "rb") as file:
-        iteration = file.read(20).strip()
-    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
-        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
-        text += "this run starts at step 0 and trains all of its steps"
-        logger.info(text, config.args.load, int(iteration))
 
 
 def _require_sections(config: Config, *names: str) -> None:
@@ -293,7 +287,7 @@ def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
 
 def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
-    missing = list(_missing_load(args))
+    missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
     videos = _video_data(config)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
@@ -303,17 +297,9 @@ def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
         missing += missing_frozen(config)
-    if args.resume not in (None, "auto", "latest") and not Path(args.resume).exists():
-        text = (
-            f"args.resume={cut(args.resume, 160)} not found: refusing to start from scratch; set it to a "
-            "run's folder, or to auto, which starts a new run if there is none"
-        )
-        missing.append(("args.resume", text))
-    folder = args.trusted_cache
-    if folder is not None and not Path(folder).is_dir():
-        text = f"args.trusted_cache={cut(folder, 160)} is no folder; set it to data_root/cache of CogVideo's"
-        missing.append(("args.trusted_cache", f"{text} diffusers trainer, or to null"))
-    return [*missing, *missing_files(args)]
+    if args.has_evaluation:
+        missing += _missing_files(args, _EVALUATION_FILES)
+    return missing
 
 
 def _video_data(config: Config) -> type[ListedVideos] | None:
@@ -340,15 +326,13 @@ def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
 
-def _missing_load(args: TrainArguments) -> Iterator[tuple[str, str]]:
-    if args.load is not None and not (args.load and Path(args.load).exists()):
-        yield (
-            "args.load",
-            f"args.load={cut(args.load, 160)} does not exist; set it to the folder of the weights",
-        )
-    if args.load_lora is not None and not (args.load_lora and Path(args.load_lora).exists()):
-        text = f"args.load_lora={cut(args.load_lora, 160)} does not exist"
-        yield "args.load_lora", f"{text}; set it to a file or folder of LoRA weights"
+def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each missing path. keys: {key of args: what to set it to}."""
+    for name, fix in keys.items():
+        path, key = getattr(args, name), f"args.{name}"
+        is_word = name == "resume" and path in ("auto", "latest")
+        if path is not None and not is_word and not (path and Path(path).exists()):
+            yield key, f"{key}={cut(path, 160)} does not exist; set it to {fix}"
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
@@ -520,44 +504,56 @@ def _check_image_input(config: Config, model: ModelArguments, network: dict[str,
 def _check_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
+    if args.latent_cache is None:
+        for name in ("encode_first", "trusted_cache", "cached_noised_images"):
+            key, value = f"args.{name}", getattr(args, name)
+            if value:
+                text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
+                refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
     _check_noised_images(config, args, model)
-    if args.encode_first and args.latent_cache is None:
-        text = "args.encode_first=true fills a latent cache, but args.latent_cache is not set"
-        refuse(config, "args.encode_first", f"{text}; set it to a folder: args.latent_cache=PATH")
-    _check_trusted_cache(config, args)
     if _video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:
-        refuse(
-            config,
-            "args.latent_cache",
-            f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
-            "replaces video files; use a data set of video files, or set args.latent_cache=null",
-        )
-
-
-def _check_trusted_cache(config: Config, args: TrainArguments) -> None:
-    folder = args.trusted_cache
-    if folder is None:
-        return
-    text = f"args.trusted_cache={folder}"
-    if args.latent_cache is None:
-        text += (
-            " is copied into a latent cache, but args.latent_cache is not set; set it to a folder"
-        )
-        refuse(config, "args.trusted_cache", text)
+        text = f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
+        text += "replaces video files; use a data set of video files, or set args.latent_cache=null"
+        refuse(config, "args.latent_cache", text)
 
 
 def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:
     key, number = "args.cached_noised_images", args.cached_noised_images
     if number < 0:
         refuse(config, key, f"{key}={number} must be 0 or more; 0 noises the image in every step")
-    if number and args.latent_cache is None:
-        text = f"{key}={number} applies to a latent cache, but args.latent_cache is not set"
-        refuse(config, key, f"{text}; set that to a folder of `cogfast cache`, or {key} to 0")
     if number and not model.noised_image_input:
         text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
         refuse(config, key, text)
+
+
+def _check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -> None:
+    """Check the prompts and images that evaluations sample, and read every image once.
+
+    Without evaluations they are not used, and not checked.
+    """
+    if not args.has_evaluation:
+        return
+    if not is_none(config.model.get("sampler_config")):
+        check_negative_prompt(config)
+    if args.eval_prompt_file is not None and args.eval_prompts:
+        key = "args.eval_prompt_file"
+        text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
+        refuse(config, key, f"{text}; set args.eval_prompts=[] or {key}=null")
+    name = "args.eval_images" if args.eval_images is not None else "args.eval_prompt_file"
+    try:
+        # Reads the files once more than the evaluation does, which is cheap, and reports before it.
+        images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
+        if images and not takes_image:
+            text = f"has the image {images[0]}, but a text-to-video model does not use images"
+            raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
+        for image in images:
+            open_image(image, name)
+    except ValueError as error:
+        # Its messages begin with the key.
+        key = re.match(r"args\.\w+", str(error))
+        refuse(config, key[0] if key else "args.eval_prompts", str(error))
 
 
 def _check_pixel_data(

@@ -32,9 +32,6 @@ def survey_datasets(
     train, valid = datasets.train, datasets.valid
     _check_same(train, "args.train_data", groups)
     _check_same(valid, "args.valid_data", groups)
-    # Names of all clips are compared, which takes seconds on large sets: one rank is enough.
-    if groups.is_main:
-        _warn_of_overlap(train, valid)
     if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
         return datasets, {}
     found: list[Survey | None] = groups.on_main(
@@ -90,20 +87,6 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
             f"{key}: rank 0 finds {counted(found[0][0], 'sample')}, and rank {other} finds "
             f"{found[other][0]}, or others; give all ranks the same files and captions"
         )
-
-
-def _warn_of_overlap(train: SizedDataset, valid: SizedDataset | None) -> None:
-    if not (isinstance(train, CaptionedVideos) and isinstance(valid, CaptionedVideos)):
-        return
-    # Names include the part of a file, so two parts of one video do not overlap.
-    trained = {train.name(i) for i in range(len(train))}
-    both = [name for name in map(valid.name, range(len(valid))) if name in trained]
-    if both:
-        text = (
-            "the held-out loss is partly a training loss, since the training data contain %d of %s, "
-            "first: %s; leave them out of one of args.train_data and args.valid_data"
-        )
-        logger.warning(text, len(both), counted(len(valid), "held-out clip"), both[0])
 
 
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:

@@ -7,49 +7,67 @@ import os
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
-from cogfast.distributed.parallelize import check_parallel_sizes
 from cogfast.model.config import TransformerConfig
 from cogfast.train.video_size import bucket_sizes, sampled_size
+
+_TENSOR, _CONTEXT = "args.model_parallel_size", "args.context_parallel_size"
+_ROWS = "args.sequence_parallel"
 
 
 def check_mesh(
     config: Config, args: TrainArguments, model: TransformerConfig, world_size: int | None = None
 ) -> None:
-    """Check that args.model_parallel_size and context_parallel_size divide heads, tokens and ranks.
+    """Check that args.model_parallel_size and context_parallel_size fit heads, tokens and ranks.
 
-    world_size: None uses that of this launch.
+    world_size: None uses that of this launch. ValueError if one does not divide the heads or the ranks,
+    if LoRA dropout is on, or if args.sequence_parallel splits rows that the ranks do not divide.
     """
     world, heads = _world(world_size), model.num_attention_heads
-    tensor, context, rows = (
-        args.model_parallel_size,
-        args.context_parallel_size,
-        args.sequence_parallel,
-    )
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    of = f"num_attention_heads={heads}"
+    _check_heads(config, _TENSOR, tensor, heads, of)
+    _check_ranks(config, _TENSOR, tensor, world, heads, f"the number of ranks, {world}")
+    left, of_ranks = world // tensor, f"the number of ranks, {world}"
+    if tensor > 1:
+        of += f" / {_TENSOR}={tensor} = {heads // tensor}"
+        of_ranks += f" / {_TENSOR}={tensor} = {left}"
+    _check_heads(config, _CONTEXT, context, heads // tensor, of)
+    _check_ranks(config, _CONTEXT, context, left, heads // tensor, of_ranks)
+    for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
+        if size > 1 and model.lora_dropout > 0:
+            text = (
+                f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would "
+            )
+            refuse(config, key, f"{text}drop other entries than one rank; use lora_dropout: 0")
+    if not args.sequence_parallel:
+        return
+    if tensor == 1:
+        text = f"{_ROWS}=true splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2"
+        refuse(config, _ROWS, f"{text} or more, or sequence_parallel to false")
     sizes = bucket_sizes(config, model)
     if not sizes and "video_size" in data_arguments(config):
         sizes = [sampled_size(config, model)]
-    tokens = [video.num_tokens(model) for video in sizes]
-    try:
-        check_parallel_sizes(model, tensor, context, rows, tokens)
-    except ValueError as error:
-        refuse(config, str(error).partition("=")[0], str(error))
-    key = "args.model_parallel_size"
-    _check_divides(config, key, tensor, world, heads, f"the number of ranks, {world}")
-    key = "args.context_parallel_size"
-    left, of = world // tensor, f"the number of ranks, {world}"
-    if tensor > 1:
-        of += f" / args.model_parallel_size={tensor} = {left}"
-    _check_divides(config, key, context, left, heads // tensor, of)
+    for tokens in (size.num_tokens(model) for size in sizes):
+        if tokens % (tensor * context):
+            text = f"{_ROWS}=true splits {tokens} text and video tokens between {tensor * context} ranks "
+            text += f"({_TENSOR}={tensor}, {_CONTEXT}={context}), which does not divide them; use "
+            refuse(config, _ROWS, f"{text}sizes that do, another video size, or {_ROWS}=false")
 
 
-def _check_divides(config: Config, key: str, size: int, ranks: int, heads: int, of: str) -> None:
+def _check_heads(config: Config, key: str, size: int, heads: int, of: str) -> None:
+    if size < 1 or heads % size:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        refuse(config, key, f"{key}={size} must divide {of}; use {fitting}")
+
+
+def _check_ranks(config: Config, key: str, size: int, ranks: int, heads: int, of: str) -> None:
     """Refuse a size that does not divide `ranks`, and name those that divide the heads as well."""
     if ranks % size:
-        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
-        text = (
-            f"{key}={size} must divide {of}; use {', '.join(fitting)}, or start another number of"
+        fitting = ", ".join(
+            str(n) for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0
         )
-        refuse(config, key, f"{text} ranks (--nproc_per_node)")
+        text = f"{key}={size} must divide {of}; use {fitting}, or start another number of ranks"
+        refuse(config, key, f"{text} (--nproc_per_node)")
 
 
 def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
@@ -60,14 +78,12 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
     here = args.batch_size * args.gradient_accumulation_steps * copies
     if total is not None and total != here:
         key = "deepspeed.train_batch_size"
-        refuse(
-            config,
-            key,
-            f"{key}={total} does not fit {copies} data-parallel ranks: "
-            f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
+        text = f"{key}={total} does not fit {copies} data-parallel ranks: "
+        text += f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
+        text += (
             f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or change "
-            "one of them",
         )
+        refuse(config, key, f"{text}one of them")
 
 
 def _world(world_size: int | None) -> int:

@@ -101,14 +101,10 @@ def test_refusals_say_what_a_file_may_be(
     config = FAMILY["1.5_5b_i2v" if family.startswith("1.5") else "5b_i2v"]
     with pytest.raises(ValueError, match=f"a model derived from .*{named}"):
         check_family("args.load=x", found, config)
-    folder = write(tmp_path, family, **changes)
     if changes["in_channels"] == 32:
         # A model of the user's own may be like this.
-        find_config(folder)
+        find_config(write(tmp_path, family, **changes))
         assert re.search(f"{named}.*; it is taken for CogVideoX", caplog.text)
-    else:
-        with pytest.raises(ValueError, match=f"has {changes['in_channels']} input .*{named}"):
-            find_config(folder)
 
 
 def test_unknown_tensors_have_a_warning_of_their_own(

@@ -66,16 +66,17 @@ def main() -> None:
     base, out, cache, *words = sys.argv[1:]
     trainer = Trainer(load_config([base], words))
     groups, seen = trainer.groups, {}
-    for name, (owner, attribute, kind) in CASES.items():
-        for rank in range(groups.world_size):
-            # Only the first rank of a model reads.
-            reader = rank - rank % groups.model_size if owner is BatchLoader else rank
-            call = vars(owner)[attribute]
-            if groups.rank == reader:
-                call = planted(kind, call)
-            with patch.object(owner, attribute, call):
-                case = f"{name} on {rank}"
-                seen[case] = groups.gather(evaluate(trainer, case))
+    for number, (name, (owner, attribute, kind)) in enumerate(CASES.items()):
+        # Each case is on one rank, in turn. Only the first rank of a model reads.
+        rank = number % groups.world_size
+        if owner is BatchLoader:
+            rank -= rank % groups.model_size
+        call = vars(owner)[attribute]
+        if groups.rank == rank:
+            call = planted(kind, call)
+        with patch.object(owner, attribute, call):
+            case = f"{name} on {rank}"
+            seen[case] = groups.gather(evaluate(trainer, case))
     if cache:
         changed = Sources.changed
         if groups.rank == 1:

@@ -281,5 +281,5 @@ def test_a_file_that_the_other_model_added_is_refused(
 
 def test_a_wrong_key_ends_in_one_line(data: Path, tmp_path: Path) -> None:
     gone = build(data, tmp_path)
-    with pytest.raises(ValueError, match=r"args.trusted_cache=.*/cache is no folder; set it"):
+    with pytest.raises(ValueError, match=r"args.trusted_cache=.*/cache does not exist; set it"):
         check_cache(gone)

@@ -24,7 +24,6 @@ from cogfast.train.preflight.attention_choice import (
     check_attention,
     choose_for_training,
     fastest,
-    find_error,
     measure,
     run_shape,
 )
@@ -71,14 +70,6 @@ def test_the_fastest_is_that_of_the_least_sum() -> None:
         fastest(rows[3:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["math", "flash"])
-def test_a_right_backend_gets_times(name: str, dtype: torch.dtype) -> None:
-    row = measure(name, SHAPE, CPU, dtype)
-    assert row.reason is None and row.forward_ms > 0 and row.backward_ms > 0
-    assert str(row).startswith(f"{name:<10} forward ")
-
-
 def off_by_one_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return 1.01 * flash_attention_reference(q, k, v)
 
@@ -113,27 +104,11 @@ def breaking(*tensors: Tensor) -> Tensor:
     ids=["forward", "gradient", "nan", "breaks"],
 )
 def test_a_wrong_backend_is_out(attend_by, run, reason: str) -> None:
+    right = measure("flash", SHAPE, CPU, torch.float32)
+    assert right.reason is None and right.forward_ms > 0 and right.backward_ms > 0
     attend_by(run)
     row = measure("flash", SHAPE, CPU, torch.float32)
     assert row.reason.startswith(reason) and "\n" not in row.reason
-    assert str(row).startswith("flash      out: ")
-
-
-def test_a_wrong_value_in_any_compared_row_is_found(attend_by) -> None:
-    """The first and the last row are compared; dk and dv are compared whole."""
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in range(3)]
-    dout = torch.randn(SHAPE, generator=generator)
-    assert find_error("flash", qkv, dout) is None
-    for row in (0, -1):
-
-        def run(q: Tensor, k: Tensor, v: Tensor, row: int = row) -> Tensor:
-            factor = torch.ones(q.shape[1], 1, 1)
-            factor[row] = 0
-            return flash_attention_reference(q, k, v) * factor
-
-        attend_by(run)
-        assert find_error("flash", qkv, dout).startswith("out is wrong")
 
 
 class Bench:
@@ -186,9 +161,7 @@ def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
     }
     for text in ("[4, 20, 2, 16] in bfloat16", "fa3        out: not there", "taken: flash"):
         assert text in caplog.text
-
-
-def test_math_is_measured_where_nothing_else_runs(on_gpu) -> None:
+    # math cannot be the fastest: it is measured where nothing else runs.
     assert on_gpu({"math": 70.0})[0] == "math"
 
 
@@ -239,7 +212,10 @@ def test_the_shape_is_that_of_the_runs_attention(base: Path, tmp_path: Path, att
 
 
 def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    base: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """math and flash round differently, so a run that changed its backend would show it."""
     caplog.set_level(logging.INFO)
@@ -258,44 +234,19 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     assert train(cut, "args.resume=latest", "args.train_iters=4").parts.attention_backend == "math"
     assert "attention: math, as in the checkpoint" in caplog.text
     assert losses(run_folder(cut)) == losses(run_folder(whole))
-
-    auto = tmp_path / "auto"
-    assert train(auto, "args.train_iters=4").parts.attention_backend is None
-    assert read_manifest(newest_checkpoint(run_folder(auto)))["attention_backend"] is None
-    assert losses(run_folder(auto)) == pytest.approx(losses(run_folder(whole)), rel=1e-4)
-
-
-def test_sampling_takes_the_runs_choice(base: Path, tmp_path: Path, attend_by, caplog) -> None:
-    arguments = [f"args.save={tmp_path}", "args.attention_backend=flash", "args.train_iters=1"]
-    Trainer(load_config([base], arguments)).train()
-    calls = []
-
-    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append("flash")
-        return flash_attention_reference(q, k, v)
-
-    attend_by(spy)
-    run = run_folder(tmp_path)
-    sample = ["sample", str(run), "--prompt", "a bar", "args.only_save_latents=true", "--out"]
-    assert main([*sample, str(tmp_path / "one")]) == 0
-    assert calls
-    calls.clear()
-    assert main([*sample, str(tmp_path / "two"), "args.attention_backend=math"]) == 0
-    assert not calls
+    # So does `cogfast sample`.
+    given = ["--prompt", "a bar", "args.only_save_latents=true", "--out", str(tmp_path / "samples")]
+    assert main(["sample", str(run_folder(cut)), *given]) == 0
+    assert "attention: math, as in the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "name"), [("train", "cudnn"), ("sample", "fa3")])
-def test_a_name_that_cannot_run_says_what_can(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture, command: str, name: str
-) -> None:
-    arguments = ["--base", str(base), f"args.attention_backend={name}", f"args.save={tmp_path}"]
-    if command == "sample":
-        out = str(tmp_path / "out")
-        arguments += ["args.force_inference=true", "--prompt", "a bar", "--out", out]
-    assert main([command, *arguments]) == 2
-    wanted = f"args.attention_backend={name}: it needs a CUDA GPU; this machine can run: auto, flash, math"
-    assert capsys.readouterr().err.strip().endswith(wanted)
-    assert list(tmp_path.iterdir()) == []
+def test_a_name_that_cannot_run_says_what_can(base: Path) -> None:
+    config = load_config([base], ["args.attention_backend=cudnn"])
+    wanted = (
+        "args.attention_backend=cudnn: it needs a CUDA GPU; this machine can run: auto, flash, math"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        check_attention(config, TrainArguments.from_config(config), 64)
 
 
 def test_a_deterministic_run_may_not_name_cudnn(

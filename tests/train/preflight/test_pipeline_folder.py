@@ -1,13 +1,19 @@
-"""A diffusers pipeline as args.load: it fills in what the configuration leaves out."""
+"""A diffusers pipeline as args.load, as a folder or by its id on the hub, fills in what the configuration
+leaves out."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
@@ -15,7 +21,7 @@ from cogfast.config import Config, load_config
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.diffusers import write_diffusers
 from cogfast.train.preflight.check import check_cache, check_train
-from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
+from cogfast.train.preflight.pipeline_folder import fill_from_pipeline, hub_folder, is_hub_id
 from tests.model.weights.test_peft import source_of
 from tests.support.tiny_run import ROOT, write_config
 
@@ -95,21 +101,9 @@ def test_settings_of_the_autoencoder_stay_when_its_weights_come_from_the_pipelin
     assert (again.model, again.origins) == (config.model, config.origins)
 
 
-def test_an_autoencoder_without_a_path_is_filled(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path)
-    given = [f"{STAGE}.target=cogfast.model.autoencoder.VideoAutoencoder", f"args.load={folder}"]
-    for overrides in (given, given[1:]):
-        config = fill_from_pipeline(load_config([], overrides))
-        assert config.model.first_stage_config.params.path == str(folder / "vae")
-        assert config.model.scale_factor == 0.7
-        assert config.origins[SCALE] == str(folder)
-
-
 def test_another_scale_of_the_latents_is_refused(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path, vae={**VAE, "scaling_factor": 1.15258426})
-    text = (
-        r"cogvideox_5b.yaml: model.scale_factor=0.7, but .*vae/config.json has scaling_factor=1.152"
-    )
+    text = r"cogvideox_5b.yaml: model.scale_factor=0.7, but .*vae/config.json has scaling_factor=1"
     with pytest.raises(ValueError, match=text):
         filled(folder)
     assert filled(folder, model="cogvideox_2b").model.scale_factor == 1.15258426
@@ -137,31 +131,27 @@ def test_the_noise_schedule_comes_from_the_pipeline(
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "message"),
     [
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "CogVideoXDPMScheduler or"),
-        ({"prediction_type": "epsilon"}, "prediction_type=.epsilon. is .* has prediction_type=.v_"),
-        ({"rescale_betas_zero_snr": False}, "zero_snr=false is .* has rescale_betas_zero_snr=true"),
         (
-            {"beta_schedule": "linear"},
-            "beta_schedule=.linear. is .* has beta_schedule=.scaled_linear",
+            {"_class_name": "DDIMScheduler"},
+            "_class_name='DDIMScheduler' must be one of CogVideoXDPM",
         ),
+        ({"prediction_type": "epsilon"}, "prediction_type='epsilon': only 'v_prediction' is"),
+        ({"rescale_betas_zero_snr": False}, "rescale_betas_zero_snr=false: only true is"),
+        ({"beta_schedule": "linear"}, "beta_schedule='linear': only 'scaled_linear' is"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_pipeline_of_another_schedule_is_refused_by_every_command(
-    changed: dict, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_a_pipeline_of_another_schedule_is_refused(
+    changed: dict, message: str, tmp_path: Path
 ) -> None:
-    folder = write_pipeline(tmp_path / "pipeline", scheduler=SCHEDULER | changed)
-    files = [str(ROOT / "configs" / f"{name}.yaml") for name in ("cogvideox_5b", "sft")]
-    cache = f"args.latent_cache={tmp_path / 'cache'}"
-    for command, extra in (("train", ["--dry-run"]), ("cache", [cache]), ("sample", ["--dry-run"])):
-        assert main([command, "--base", *files, f"args.load={folder}", *extra]) == 2
-        error = capsys.readouterr().err
-        assert "scheduler_config.json: " in error and "is not CogVideoX's noise schedule" in error
-        assert re.search(named, error), error
+    folder = write_pipeline(tmp_path, scheduler=SCHEDULER | changed)
     # Its autoencoder may be elsewhere.
     (folder / "vae" / "config.json").unlink()
-    with pytest.raises(ValueError, match="is not CogVideoX's noise schedule"):
+    with pytest.raises(
+        ValueError, match=rf"scheduler_config.json: {message}.* of a CogVideoX model"
+    ):
         filled(folder)
 
 
@@ -204,21 +194,179 @@ def test_the_network_is_compared_with_the_pipeline_before_weights_load(
                 check(config)
 
 
-def test_the_place_of_the_pipeline_may_change_between_runs() -> None:
-    """A resumed run may find the autoencoder's folder elsewhere."""
-    from cogfast.train.run.folder import _FREE, _matches
+# --- a model of the hub: from the local cache, or by download from a stand-in of the hub ---
 
-    assert _matches(f"{STAGE}.params.path", _FREE)
-    assert not _matches(f"{STAGE}.params.encode_chunks", _FREE)
+NAME, COMMIT = "owner/CogVideoX-tiny", "0123456789abcdef0123456789abcdef01234567"
+SHARDS = [f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+INDEX = {"weight_map": {"a": SHARDS[0].partition("/")[2], "b": SHARDS[1].partition("/")[2]}}
+NEEDED = {
+    "model_index.json": b'{"_class_name": "CogVideoXPipeline"}',
+    "scheduler/scheduler_config.json": b'{"_class_name": "CogVideoXDDIMScheduler", '
+    b'"prediction_type": "v_prediction", "rescale_betas_zero_snr": true}',
+    "tokenizer/spiece.model": b"pieces",
+    "tokenizer/tokenizer_config.json": b'{"tokenizer_class": "T5Tokenizer"}',
+    "text_encoder/config.json": b'{"model_type": "t5"}',
+    "text_encoder/model.safetensors": b"t5",
+    "transformer/config.json": b'{"num_layers": 2}',
+    "transformer/diffusion_pytorch_model.safetensors.index.json": json.dumps(INDEX).encode(),
+    SHARDS[0]: b"first",
+    SHARDS[1]: b"second",
+    "vae/config.json": b'{"_class_name": "AutoencoderKLCogVideoX", "scaling_factor": 0.7}',
+    "vae/diffusion_pytorch_model.safetensors": b"vae",
+}
+# Files that nothing reads, or that can run code.
+OTHERS = {
+    "README.md": b"a model",
+    "text_encoder/pytorch_model.bin": b"pickle",
+    "transformer/diffusion_pytorch_model.fp16.safetensors": b"rounded",
+    "vae/modeling.py": b"import os",
+}
 
 
-def test_an_explicit_configuration_equals_the_filled_one(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path)
-    config = filled(folder)
-    explicit = filled(
-        tmp_path / "nothing",
-        f"{STAGE}=null",
-        f"{STAGE}={{target: cogfast.model.autoencoder.VideoAutoencoder, params: {{path: {folder}/vae}}}}",
-        f"{MODEL_DIR}={folder}",
-    )
-    assert config.model == explicit.model
+def write_snapshot(cache: Path, files: dict[str, bytes]) -> Path:
+    """Write a model into a cache folder as the hub's client lays it out."""
+    model = cache / f"models--{NAME.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    for name, content in files.items():
+        file = model / "snapshots" / COMMIT / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return model / "snapshots" / COMMIT
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_model_in_the_cache_becomes_its_folder(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_snapshot(cache, NEEDED)
+    config = fill_from_pipeline(load_config([], [f"args.load={NAME}"]))
+    assert config.args.load == str(folder)
+    assert config.origins["args.load"] == f"hub model {NAME}"
+    assert config.model.first_stage_config.params.path == str(folder / "vae")
+    (tmp_path / "base.yaml").write_text(f"args: {{load: {NAME}, bf16: true}}\n")
+    assert main(["train", "--base", str(tmp_path / "base.yaml"), "--dry-run"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"load: {folder} # hub model {NAME}" in text
+
+
+def test_every_file_of_the_pipeline_must_be_in_the_cache(cache: Path) -> None:
+    folder = write_snapshot(cache, NEEDED)
+    assert hub_folder(NAME) == folder
+    for name, content in NEEDED.items():
+        # If the index were missing, a transformer of one file would be looked for.
+        if name.endswith((".index.json", "tokenizer_config.json")):
+            continue
+        (folder / name).unlink()
+        lacking = rf"--model_path={NAME}: no such folder.*\({folder} has no {name}\); --dry-run and"
+        with pytest.raises(ValueError, match=lacking):
+            hub_folder(NAME, key="--model_path", may_download=False)
+        (folder / name).write_bytes(content)
+    assert hub_folder(NAME) == folder
+
+
+def test_hub_ids_and_paths_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert is_hub_id("THUDM/CogVideoX1.5-5B-I2V") and is_hub_id("runs/other")
+    for name in ("runs/mine", "model", "/a/b", "a/b/c", "./a", "../a", "a/", "a/b c", "a/{b}"):
+        assert not is_hub_id(name)
+    with pytest.raises(
+        ValueError, match=r"args.load=a/b--c: no such folder, .*; correct it, or run"
+    ):
+        hub_folder("a/b--c")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's HTTP for one model: its facts, its list of files and the files."""
+
+    requests: list[str] = []
+    files = NEEDED | OTHERS
+
+    def do_GET(self) -> None:
+        self.requests.append(f"{self.command} {self.path}")
+        path = self.path.partition("?")[0]
+        if path.startswith(f"/api/models/{NAME}/tree/"):
+            rows = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
+                for name, data in self.files.items()
+            ]
+            self.answer(json.dumps(rows).encode())
+        elif path.startswith(f"/api/models/{NAME}"):
+            siblings = [{"rfilename": name} for name in self.files]
+            facts = {"id": NAME, "sha": COMMIT, "private": False, "siblings": siblings}
+            self.answer(json.dumps(facts).encode())
+        elif path.startswith(f"/{NAME}/resolve/{COMMIT}/"):
+            self.answer(self.files[path.split(f"{COMMIT}/")[1]])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{etag(content)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    Hub.requests = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        use_hub(monkeypatch, server.server_port)
+        yield
+        server.shutdown()
+        thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    address = f"http://127.0.0.1:{port}"
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_a_download_takes_what_is_read_once_for_all_ranks(hub: None) -> None:
+    with ThreadPoolExecutor() as pool:
+        (folder,) = set(pool.map(hub_folder, [NAME, NAME]))
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == set(NEEDED)
+    fetched = [request for request in Hub.requests if request.startswith(f"GET /{NAME}/resolve")]
+    assert sorted(fetched) == sorted(f"GET /{NAME}/resolve/{COMMIT}/{name}" for name in NEEDED)
+    before = len(Hub.requests)
+    assert hub_folder(NAME) == folder
+    assert len(Hub.requests) == before
+
+
+def test_a_model_that_cannot_be_downloaded(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reason in (("owner/other", "404"), (NAME, "[Cc]onnect")):
+        text = (
+            rf"args.load={name}: no such folder, and no complete CogVideoX .*{reason}.*; correct it"
+        )
+        with pytest.raises(ValueError, match=rf"{text}, or run hf download {name} on a machine"):
+            hub_folder(name)
+        use_hub(monkeypatch, 9)  # where nothing answers

@@ -16,7 +16,7 @@ from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
 from cogfast.train.assembly import assemble_diffusion
 from cogfast.train.preflight.check import check_cache, check_sample, check_train, log_unused
-from cogfast.train.preflight.dry_build import warn_of_different_schedules
+from cogfast.train.preflight.parts import warn_of_different_schedules
 
 
 @pytest.fixture
@@ -101,11 +101,12 @@ REFUSED = {
     "args.train_data=[]": "args.train_data is empty; set it to the folders of",
     "args.train_data_weights=[0]": "must be numbers of 0 or more, at least one of them above 0; ",
     "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
-    "args.cached_noised_images=2": "but args.latent_cache is not set; set that to a folder of",
+    "args.cached_noised_images=2": "but args.latent_cache is not set; set that to a folder: args.latent",
+    "args.encode_first=true": "args.encode_first=true applies to a latent cache, but args.latent_cache",
     "args.cached_noised_images=2 args.latent_cache=cache": (
         "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
     ),
-    "args.resume=nowhere": "args.resume=nowhere not found: refusing to start from scratch",
+    "args.resume=nowhere": "args.resume=nowhere does not exist; set it to a run",
     "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
     "args.model_parallel_size=4": (
         "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
@@ -116,15 +117,12 @@ REFUSED = {
         "args.model_parallel_size=5 must divide the number of ranks, 8; use 1, 2, or start "
         "another number of ranks (--nproc_per_node)"
     ),
-    "args.model_parallel_size=3 args.sequence_parallel=true": (
-        "args.sequence_parallel=true splits 17776 text and video tokens between 3 ranks"
-    ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
     "args.quantize_base=int8": (
-        "args.quantize_base=int8 is for LoRA, whose base is frozen, but this run trains all weights; add "
-        "configs/lora.yaml to --base, or args.quantize_base=none"
+        "args.quantize_base=int8 is for LoRA with a frozen base, but this run trains all weights; add "
+        "configs/lora.yaml to --base (model.not_trainable_prefixes=[all]), or args.quantize_base=none"
     ),
-    "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA, whose base is frozen, but this run",
+    "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA with a frozen base, but this run",
     "args.context_parallel_size=4": (
         "command line: args.context_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
         "6, 10, 15, 30"
@@ -183,12 +181,10 @@ REFUSED = {
     "model.input_key=jpg": "model.input_key=jpg must be mp4, the key of the videos",
     **{
         f"args.experiment_name={json.dumps(name)}": f"args.experiment_name={name!r} must be a folder name of"
-        for name in ("../x", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m")
+        for name in ("..", "", "a/b", "a\nb")
     },
     "args.experiment_name="
     + 201 * "x": "xxx... must be a folder name of at most 200 bytes, printable",
-    "args={wandb: true, experiment_name: 'a:b'}": "args.experiment_name='a:b' must not contain :, which W&B",
-    "args={wandb: true, wandb_project_name: a/b#}": "wandb_project_name='a/b#' must not contain # /, which",
     "args.num_workers=-1": "command line: args.num_workers=-1 must be a whole number from 0",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
@@ -197,7 +193,7 @@ REFUSED = {
     "model.first_stage_config.params.ckpt_path=null": (
         "command line: model.first_stage_config.params.ckpt_path is missing: an autoencoder with random"
     ),
-    "model.first_stage_config=null": "model.first_stage_config is missing: video files are",
+    "model.first_stage_config=null": "model.first_stage_config is missing: an autoencoder",
     "model.conditioner_config.params.emb_models=[]": "captions are encoded by a text encoder",
     "model.loss_fn_config={target: torch.nn.Identity}": "model.loss_fn_config is missing",
     "model.sampler_config.params.num_steps=0": (
@@ -235,6 +231,25 @@ def test_a_missing_shard_is_named(config, tmp_path: Path):
     arguments = f"data.target=data_video.VideoDataset|args.train_data=['{tmp_path}/s-{{0..1}}.tar']"
     with pytest.raises(ValueError, match=r"train_data=.*s-\{0..1\}.tar: file .*s-1.tar does not"):
         check_train(config("cogvideox_2b", *arguments.split("|")))
+
+
+def test_rows_of_ranks_divide_the_tokens(config):
+    """Text and video of 2B's 49 frames at 480x720 are 17776 rows."""
+    split = ["args.sequence_parallel=true", "args.model_parallel_size=3"]
+    check_train(config("cogvideox_2b", split[0], "args.model_parallel_size=2"), world_size=8)
+    message = "splits 17776 text and video tokens between 3 ranks .* which does not divide them"
+    with pytest.raises(ValueError, match=message):
+        check_train(config("cogvideox_2b", *split), world_size=3)
+
+
+@pytest.mark.parametrize("key", ["model_parallel_size", "context_parallel_size"])
+def test_ranks_of_a_model_would_drop_other_entries(config, key: str):
+    dropout = "model.network_config.params.modules.lora_config.params.lora_dropout=0.1"
+    checked = config("cogvideox_5b_lora", f"args.{key}=2", dropout)
+    with pytest.raises(
+        ValueError, match=rf"args.{key}=2 does not support lora_dropout=0.1: .*: 0$"
+    ):
+        check_train(checked, world_size=8)
 
 
 def test_world_size_is_read_from_the_launcher(config, monkeypatch):
@@ -463,11 +478,3 @@ def test_defaults_that_are_not_sats_are_logged(config, caplog, tmp_path):
     log_unused(load_config([base]))
     assert "args.sampling_num_frames=null (SAT: 32)" in caplog.text
     assert "sampling_fps" not in caplog.text
-
-
-@pytest.mark.parametrize(("mode", "is_logged"), [("pretrain", True), ("finetune", False)])
-def test_a_sat_run_that_sat_would_continue_is_logged(caplog, tmp_path, mode, is_logged):
-    caplog.set_level("INFO")
-    (tmp_path / "latest").write_text("300\n")
-    log_unused(load_config([], [f"args.mode={mode}", f"args.load={tmp_path}"]))
-    assert ("is SAT's iteration 300, from" in caplog.text) is is_logged
