@@ -113,9 +113,8 @@ def test_held_out_loss_is_the_formula_at_band_middles(
 
 def test_strict_evaluation_takes_every_sample_once(tmp_path: Path, data: Path) -> None:
     """Six clips in batches of four: the second batch begins the next round, which must not count."""
-    trainer = make(
-        tmp_path, data, strict_eval=True, eval_with_ema=False, eval_num_samples=0, eval_iters=1
-    )
+    options = {"eval_with_ema": False, "eval_num_samples": 0, "eval_iters": 1}
+    trainer = make(tmp_path, data, strict_eval=True, **options)
     found = trainer.evaluator(0, trainer.size.latents)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, hand_computed(trainer, 6), rtol=1e-5, atol=0)

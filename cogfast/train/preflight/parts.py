@@ -64,8 +64,7 @@ def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length:
     length = arguments.get("max_length", default and default.default)
     if length is not None and length != text_length:
         key = f"{where}.max_length"
-        by_default = "" if "max_length" in arguments else ", its default,"
-        text = f"{key}={length}{by_default} must equal text_length={text_length} of the model's "
+        text = f"{key}={length} must equal text_length={text_length} of the model's "
         text += "pos_embed_config; change one of them (226 for CogVideoX 1.0, 224 for 1.5)"
         refuse(config, key, text)
 

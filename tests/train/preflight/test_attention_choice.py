@@ -165,11 +165,14 @@ def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
     assert on_gpu({"math": 70.0})[0] == "math"
 
 
-def test_the_checkpoints_choice_is_kept(on_gpu, caplog) -> None:
+def test_the_checkpoints_choice_is_kept_if_no_other_is_named(on_gpu, caplog) -> None:
     caplog.set_level(logging.INFO)
     name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0}, stored="cudnn")
     assert name == "cudnn" and bench.asked == []
     assert "attention: cudnn, as in the checkpoint" in caplog.text
+    name, bench = on_gpu({"cudnn": 3.0}, "args.attention_backend=efficient", stored="cudnn")
+    assert name == "efficient" and bench.asked == []
+    assert "attention: efficient instead of the checkpoint's cudnn" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -181,13 +184,6 @@ def test_a_stored_choice_that_cannot_run_is_replaced(
     name, bench = on_gpu({"cudnn": 3.0}, stored=stored)
     assert name == "cudnn" and bench.asked
     assert f"the checkpoint's {stored} cannot run here" in caplog.text and reason in caplog.text
-
-
-def test_a_name_is_taken_as_it_is(on_gpu, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    name, bench = on_gpu({"cudnn": 3.0}, "args.attention_backend=efficient", stored="cudnn")
-    assert name == "efficient" and bench.asked == []
-    assert "attention: efficient instead of the checkpoint's cudnn" in caplog.text
 
 
 def test_the_shape_is_that_of_the_runs_attention(base: Path, tmp_path: Path, attend_by) -> None:

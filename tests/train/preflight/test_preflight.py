@@ -15,7 +15,7 @@ from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
 from cogfast.train.assembly import assemble_diffusion
-from cogfast.train.preflight.check import check_cache, check_sample, check_train, log_unused
+from cogfast.train.preflight.check import check_sample, check_train, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules
 
 
@@ -97,7 +97,6 @@ REFUSED = {
     ),
     "args.load=nowhere": "args.load=nowhere does not exist; set it to the folder of the",
     "args.train_data=[nowhere]": "args.train_data: folder nowhere does not exist; set it to",
-    "args.valid_data=[nowhere]": "args.valid_data: folder nowhere does not exist; set it to",
     "args.train_data=[]": "args.train_data is empty; set it to the folders of",
     "args.train_data_weights=[0]": "must be numbers of 0 or more, at least one of them above 0; ",
     "args.train_data_weights=[1,2]": "must have as many entries as args.train_data, 1; give one",
@@ -131,16 +130,10 @@ REFUSED = {
         "args.context_parallel_size=3 must divide the number of ranks, 8 / args.model_parallel_size=2 "
         "= 4; use 1, or start another number of ranks (--nproc_per_node)"
     ),
-    "args.context_parallel_size=2 deepspeed.train_batch_size=16": (
-        "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
-    ),
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
     "args.fp16=true": (
-        "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
-    ),
-    "deepspeed.fp16.enabled=true": (
         "deepspeed.bf16.enabled and deepspeed.fp16.enabled are both true; set one of them to false"
     ),
     "deepspeed.train_batch_size=15": (
@@ -166,15 +159,10 @@ REFUSED = {
     "model.conditioner_config.params.emb_models[0].params.model_dir=t5-v1_1-xxl": (
         "model_dir=t5-v1_1-xxl is not a folder; set it to the folder of T5"
     ),
-    "model.conditioner_config.params.emb_models[0].params.model_dir=google/t5-v1_1-xxl": (
-        "model_dir=google/t5-v1_1-xxl is not a folder; set it to the folder of T5"
-    ),
     "model.first_stage_config.params.ckpt_path=nowhere.pt": (
         "model.first_stage_config.params.ckpt_path=nowhere.pt does not exist"
     ),
-    "args.train_data=['']": "args.train_data: folder '' does not exist; set it to",
     "args.load=": "args.load= does not exist",
-    "args.split=": "args.split='' must be the shares of training, validation and test data, such",
     "args.split=0,1": "args.split='0,1' must be the shares of training",
     "model.conditioner_config.params.emb_models=[{target: torch.nn.Identity}]": "by a text enc",
     "args.wandb=true": "command line: args.wandb=true, but wandb is not installed; pip install",
@@ -185,11 +173,9 @@ REFUSED = {
     },
     "args.experiment_name="
     + 201 * "x": "xxx... must be a folder name of at most 200 bytes, printable",
-    "args.num_workers=-1": "command line: args.num_workers=-1 must be a whole number from 0",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
     ),
-    "args.lr_schedule=constant args.warmup_steps=2000": "args.warmup_steps=2000 must not exceed",
     "model.first_stage_config.params.ckpt_path=null": (
         "command line: model.first_stage_config.params.ckpt_path is missing: an autoencoder with random"
     ),
@@ -218,12 +204,6 @@ def test_train_refuses(config, argument):
     assert len(str(raised.value)) <= 400
     assert REFUSED[argument] in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_cache_refuses_a_size_of_one_number(config):
-    arguments = ["data.params.video_size=[480]", "args.latent_cache=cache"]
-    with pytest.raises(ValueError, match=r"video_size=\[480\] must be \[rows, columns\]"):
-        check_cache(config("cogvideox_2b", *arguments))
 
 
 def test_a_missing_shard_is_named(config, tmp_path: Path):
@@ -310,8 +290,6 @@ def test_sizes_within_a_rotary_table_and_beyond(config):
     check_train(config("cogvideox_5b", "data.params.video_size=[256,320]"))
     with pytest.raises(ValueError, match=r"\[720, 480\]: the model's position table ends at \[480"):
         check_train(config("cogvideox_5b", "data.params.video_size=[720,480]"))
-    with pytest.raises(ValueError, match=r"the model's position table is for \[480, 720\] only"):
-        check_train(config("cogvideox_5b_i2v", "data.params.video_size=[256,320]"))
 
 
 @pytest.mark.parametrize(
@@ -370,15 +348,6 @@ def test_images_go_to_image_models(config, tmp_path: Path):
     # a run's own weights replace args.load
     gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
     check_sample(gone, weights=str(tmp_path))
-
-
-def test_the_text_encoders_default_length_is_checked(sat_configs, config, tmp_path):
-    text = (sat_configs / "cogvideox_2b.yaml").read_text()
-    (tmp_path / "model.yaml").write_text(text.replace("max_length: 226", ""))
-    assert "max_length" not in (tmp_path / "model.yaml").read_text()
-    key = r"emb_models.0.params.max_length=77, its default, must equal text_length=226"
-    with pytest.raises(ValueError, match=key):
-        check_train(config(str(tmp_path / "model")), world_size=8)
 
 
 def test_different_noise_schedules_are_logged(config, caplog):
