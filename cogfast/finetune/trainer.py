@@ -23,7 +23,6 @@ from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
 from cogfast.finetune.overrides import (
-    OVERRIDABLE,
     SAMPLE_KEYS,
     check_collated,
     check_encoded,
@@ -167,9 +166,6 @@ class Trainer:
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
-        for name in OVERRIDABLE:
-            if not callable(getattr(cls, name)):
-                raise TypeError(f"{cls.__name__}.{name} must be a method")
 
     def __getattr__(self, name: str) -> NoReturn:
         reason = f" in cogfast's trainer; {_ABSENT[name]}" if name in _ABSENT else ""
