@@ -43,14 +43,16 @@ _PREPARATION = (
 )
 # Methods and attributes of upstream's Trainer that nothing calls here -> the reason
 _NOT_CALLED = {
-    **dict.fromkeys(
-        (
-            *("check_setting", "load_components", "initialize_pipeline", "prepare_models"),
-            *("prepare_dataset", "prepare_trainable_parameters", "prepare_optimizer"),
-            *("prepare_for_training", "prepare_for_validation", "prepare_trackers"),
-        ),
-        _PREPARATION,
-    ),
+    "check_setting": _PREPARATION,
+    "load_components": _PREPARATION,
+    "initialize_pipeline": _PREPARATION,
+    "prepare_models": _PREPARATION,
+    "prepare_dataset": _PREPARATION,
+    "prepare_trainable_parameters": _PREPARATION,
+    "prepare_optimizer": _PREPARATION,
+    "prepare_for_training": _PREPARATION,
+    "prepare_for_validation": _PREPARATION,
+    "prepare_trackers": _PREPARATION,
     "validate": "cogfast samples the prompts itself",
     "validation_step": "cogfast samples the prompts itself",
     "UNLOAD_LIST": "the encoders are unloaded when everything is encoded",

@@ -124,7 +124,7 @@ def test_a_picture_and_a_pipeline_are_enough(
     assert decode_all(video).shape == shape
     assert settings["fps"] == (16 if family.startswith("1.5") else 8)
     assert settings["decode_tile"] is None
-    # As the folder's vae/config.json says.
+    # The scale is that of the folder's vae/config.json.
     assert settings["image_scale"] == (1 / 0.7 if family.startswith("1.5") else 0.7)
 
 

@@ -267,7 +267,7 @@ def find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     file = next((path for path in files if path.is_file()), files[0])
     values: dict[str, Any] = {"args.load": str(folder), "args.mode": "inference"}
     values |= _network_values(model)
-    # Without a GPU, fp16 weights run in float32, which represents them exactly.
+    # A machine without a GPU runs fp16 weights in float32, which represents them exactly.
     has_gpu = torch.cuda.is_available()
     values["deepspeed.fp16.enabled"] = source.main_dtype == torch.float16 and has_gpu
     values["deepspeed.bf16.enabled"] = source.main_dtype == torch.bfloat16

@@ -230,7 +230,7 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     assert train(cut, "args.resume=latest", "args.train_iters=4").parts.attention_backend == "math"
     assert "attention: math, as in the checkpoint" in caplog.text
     assert losses(run_folder(cut)) == losses(run_folder(whole))
-    # So does `cogfast sample`.
+    # Sampling keeps it, too.
     given = ["--prompt", "a bar", "args.only_save_latents=true", "--out", str(tmp_path / "samples")]
     assert main(["sample", str(run_folder(cut)), *given]) == 0
     assert "attention: math, as in the checkpoint" in capsys.readouterr().err

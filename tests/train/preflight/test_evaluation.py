@@ -134,7 +134,7 @@ def test_prompts_have_their_images(
         GivenPrompt("a bar", data / "red.png"),
         GivenPrompt("another bar", data / "pictures" / "blue.png"),
     ]
-    # As in SAT, a path may also be relative to the folder in which the command runs.
+    # A path may also be relative to the folder in which the command runs, as in SAT.
     (tmp_path / "list.txt").write_text("a bar@@red.png\n")
     monkeypatch.chdir(data)
     (found,) = given_prompts(TrainArguments(eval_prompt_file=str(tmp_path / "list.txt")))
