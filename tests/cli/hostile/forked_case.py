@@ -48,7 +48,7 @@ _OURS = [
     "config.merged_config",
     "train.caching.command",
 ]
-_OURS += ["train.preflight.inferred", "sample.command", "sample.lora_overlay"]
+_OURS += ["sample.command", "sample.lora_overlay"]
 _THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]
 _THEIRS += ["omegaconf._impl", "omegaconf.vendor.antlr4.LL1Analyzer", "torch._dynamo"]
 _THEIRS += ["torch._inductor.compile_fx", "torch.utils.tensorboard", "transformers"]
