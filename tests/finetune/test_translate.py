@@ -237,9 +237,7 @@ WRONG = {
     ),
     "5b --data_root /nowhere": "--data_root: args.train_data: folder /nowhere does not exist",
     "5b --deepspeed_config /lost.json": "/lost.json: .*; give a DeepSpeed configuration in JSON or YAML",
-    "5b --latent_cache none --trust_cache true": (
-        "--trust_cache: args.trusted_cache=.* applies to a latent cache, but args.latent_cache is not"
-    ),
+    "5b --trust_cache true": "--trust_cache: args.trusted_cache=.*/data/cache does not exist; set it",
     "5b --report_to wandb": "--report_to: args.wandb=true, but wandb is not installed; pip install",
     "5b --output_dir /etc/hostname/out": (
         "--output_dir: args.run_folder=/etc/hostname/out: cannot be created .*hostname is a file"

@@ -119,7 +119,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
             )
         except (HFValidationError, HTTPError, OSError) as error:
             # The second error says more than that the cache lacks the model.
-            why = f" ({' '.join(str(error).split())[:160]})"
+            why = f" ({' '.join(str(error).split())[:100]})"
             continue
         missing = [file for file in _needed(Path(found)) if not (Path(found) / file).is_file()]
         if not missing:
