@@ -189,8 +189,7 @@ class ZeroEngine:
 
     transformer: on the device, in its training dtype. optimizer: over its parameter groups.
     config: from `deepspeed_config`. mpu: DeepSpeed's model parallel unit, with the tensor- and
-    data-parallel groups; None without tensor parallelism. use_stock_step: use DeepSpeed's own step of
-    stages 1 and 2 even where FusedStep could replace it. timeout_s: how long a collective waits.
+    data-parallel groups; None without tensor parallelism. timeout_s: how long a collective waits.
     tensor_rank, data_rank: this process's ranks in the tensor- and data-parallel group.
 
     `step` returns while the new weights are still being gathered. A forward pass, `publish`,
@@ -204,7 +203,6 @@ class ZeroEngine:
         optimizer: torch.optim.Optimizer,
         config: dict,
         mpu: ModelParallelUnit | None = None,
-        use_stock_step: bool = False,
         timeout_s: int | None = None,
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about a custom optimizer
@@ -262,7 +260,7 @@ class ZeroEngine:
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         # Every forward pass waits, also those of evaluations.
         transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
-        self.is_step_fused = self.stage < 3 and not use_stock_step and self._fuse_step()
+        self.is_step_fused = self.stage < 3 and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()
         self.allocate_state([])  # activations would cut the device's memory into pieces
