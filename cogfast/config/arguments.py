@@ -276,7 +276,7 @@ class TrainArguments:
     eval_with_ema: bool = True
     """evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them"""
     log_videos: bool = True
-    """copy sampled videos to TensorBoard (as small GIFs) and, with args.wandb, to W&B"""
+    """copy sampled videos to W&B, with args.wandb"""
     eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
     """number of timestep bands with a separate training loss and held-out loss"""
 

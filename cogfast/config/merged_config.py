@@ -109,3 +109,16 @@ def _flow(value: object) -> str:
         plain = yaml.safe_dump(value, width=10**6).removesuffix("\n").removesuffix("\n...")
         return plain if "\n" not in plain else json.dumps(value)
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...")
+
+
+def leaves(node: object, key: str = "") -> dict[str, object]:
+    """Return {dotted key: value} of plain sections. A list of mappings is taken item by item, another
+    list is one value."""
+    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {key: node}
+    found: dict[str, object] = {}
+    for name, inner in node.items():
+        found |= leaves(inner, f"{key}.{name}" if key else str(name))
+    return found

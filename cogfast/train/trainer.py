@@ -238,7 +238,6 @@ class Trainer:
                 self.folder,
                 self.config,
                 self.args,
-                config,
                 self.parts.attention_backend,
                 num_samples=len(self.datasets.train),
                 num_steps=self.num_steps,

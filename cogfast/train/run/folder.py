@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
+from cogfast.config.merged_config import leaves
 from cogfast.config.values import cut, printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.process_groups import ProcessGroups
@@ -377,19 +378,18 @@ def describe_run(
     manifest: dict,
     config: Config,
     world_size: int,
-    is_run_folder: bool = False,
 ) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
     checkpoint, manifest: the one that the run resumes from; None and {} for a new run. A resumed run
     writes new files beside the first ones and logs the config keys that differ from the checkpoint's.
-    is_run_folder: args.run_folder names the folder.
     """
     try:
         _write_description(folder, checkpoint, manifest, config, world_size)
     except (OSError, WriteError) as error:
-        where = f"args.run_folder={folder}" if is_run_folder else f"args.save={folder.parent}"
-        raise ValueError(f"{where}: {error}; free space, or set it to another folder") from None
+        raise ValueError(
+            f"{error}; free space, or set args.save or args.run_folder to another folder"
+        ) from None
 
 
 def _write_description(
@@ -426,20 +426,10 @@ def _completed(sections: dict) -> dict:
 
 def _changes(before: dict, after: dict) -> dict[str, str]:
     """Return {key: "key: old -> new"} of the keys that differ between two plain configurations."""
-    old, new = _leaves(before), _leaves(after)
+    old, new = leaves(before), leaves(after)
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
-
-
-def _leaves(node: object, key: str = "") -> dict[str, object]:
-    # Compare lists of components item by item, other lists as one value.
-    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
-        node = {str(i): item for i, item in enumerate(node)}
-    if not isinstance(node, dict):
-        return {key: node}
-    dot = "." if key else ""
-    return {k: v for name, n in node.items() for k, v in _leaves(n, f"{key}{dot}{name}").items()}
 
 
 def _environment(world_size: int) -> dict[str, object]:

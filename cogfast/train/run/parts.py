@@ -176,15 +176,9 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         manifest = groups.on_main(read)
         check_changes(checkpoint, manifest, config, global_batch)
         step = manifest["step"]
+    describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
+    groups.on_main(describe)
     if groups.is_main:
-        describe_run(
-            folder,
-            checkpoint,
-            manifest,
-            config,
-            groups.world_size,
-            is_run_folder=args.run_folder is not None,
-        )
         # The headers were read before the folder existed.
         record_bad(folder, bad, len(datasets.train))
 

@@ -1,8 +1,8 @@
 """Runs with a planted fault: `torchrun ... tests/support/ranks/nonfinite_ranks.py BASE FOLDER
 '{NAME: [FAULT, WORD, ...], ...}'`. FOLDER/NAME gets the run, FOLDER/NAME.txt the error of rank 0.
 
-The last rank alone has the fault: an element of its part of a weight, trained or frozen under LoRA,
-or "error", which is one of its second pass.
+The last rank alone has the fault: an element of its part of a weight, or "error", which is one of its
+second pass.
 """
 
 from __future__ import annotations

@@ -51,8 +51,6 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("processes", LAYOUTS)
-def test_signals_at_many_moments_change_nothing(tmp_path: Path, processes: int) -> None:
-    counts = check(tmp_path, processes, draw_stops(seed=processes, count=20))
+def test_signals_at_many_moments_change_nothing(tmp_path: Path) -> None:
+    counts = check(tmp_path, 2, draw_stops(seed=2, count=20))
     assert counts["saved"] >= 16, counts
-    print(processes, "processes:", counts)

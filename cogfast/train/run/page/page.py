@@ -32,7 +32,6 @@ from cogfast.train.run.page.record import FACTS, Facts, RunRecord, read_run
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.config import Config
     from cogfast.config.arguments import TrainArguments
-    from cogfast.model.config import TransformerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ def write_facts(
     folder: Path,
     config: Config,
     args: TrainArguments,
-    network: TransformerConfig,
     attention_backend: str | None,
     **numbers: int,
 ) -> None:
@@ -100,9 +98,6 @@ def write_facts(
     effective: dict[str, object] = {
         f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
     }
-    if network.lora_rank is not None:
-        effective |= {"lora.rank": network.lora_rank, "lora.alpha": network.lora_alpha}
-        effective |= {"lora.modules": network.lora_targets, "lora.layers": network.lora_layers}
     origins = {key: origin for key, origin in config.origins.items() if origin != DEFAULT}
     allowed = list(config.allow_import)
     facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)
@@ -312,7 +307,7 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         image = " --image FIRST_FRAME.png" if record.plain.get("model.noised_image_input") else ""
         prompt = f'--prompt "A PROMPT OF YOUR OWN"{image}'
         yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
-        to = "lora --to peft" if "lora.rank" in record.effective else "pipeline --to diffusers"
+        to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
         yield "Convert to diffusers", f"cogfast convert {run} {to}"
         yield "Convert to SAT", f"cogfast convert {run} sat --to sat"
     yield "Write this page again", f"cogfast report {run}"

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import PAIRS, ModelArguments, TrainArguments
 from cogfast.config.json_files import Range, brief, read_json, read_limited
-from cogfast.config.merged_config import find_origin, to_dict
+from cogfast.config.merged_config import find_origin, leaves, to_dict
 from cogfast.config.values import counted, printable
 from cogfast.config.yaml_files import read_yaml
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, step_of
@@ -31,12 +31,6 @@ _STEP_FOLDER = re.compile(r"step-(\d{1,12})")
 _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
 _MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
 _LORA = "model.network_config.params.modules.lora_config.params"
-LORA_KEYS = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "modules": "target_modules",
-    "layers": "layer_range",
-}
 _PAIRS = {f"deepspeed.{key}" for key in PAIRS.values()}
 _DEFAULTS: Mapping[str, object] = {
     **{f"args.{key}": value for key, value in asdict(TrainArguments()).items()},
@@ -110,32 +104,31 @@ class RunRecord:
         return None if self.facts is None else self.facts.num_steps
 
     @property
+    def is_lora(self) -> bool:
+        return any(key.startswith(_LORA) for key in self.plain)
+
+    @property
     def effective(self) -> Mapping[str, object]:
         return {} if self.facts is None else self.facts.effective
 
     def settings(self) -> Iterator[Setting]:
-        """Yield the adapters' settings, those of `args`, then all others."""
+        """Yield the settings of `args`, then all others."""
         origins = None if self.facts is None else self.facts.origins
         origin_of = lambda key: None if origins is None else find_origin(origins, key)
-        for name, inner in LORA_KEYS.items():
-            if f"lora.{name}" in self.effective:
-                value, origin = self.effective[f"lora.{name}"], origin_of(f"{_LORA}.{inner}")
-                yield Setting(f"lora.{name}", value, None, origin, True)
         for key in sorted(self.plain, key=lambda key: not key.startswith("args.")):
             value, origin, default = self.plain[key], origin_of(key), _DEFAULTS.get(key)
             is_set = value != default if key in _DEFAULTS else origin != "default"
-            if key.startswith("model.") and key not in _DEFAULTS:
+            if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
                 # A YAML file lists every part of the network, most of them as published.
                 is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
-            # The other key of a pair is in `args`, and the adapters' effective values are above.
-            is_set &= key not in _PAIRS and not key.startswith(_LORA)
+            is_set &= key not in _PAIRS  # the other key of a pair is in `args`
             yield Setting(key, value, default, origin, is_set)
 
     def compared(self) -> dict[str, object]:
         """Return what decides how the run trains, from whichever file, default or machine it is."""
         facts = {} if self.facts is None else asdict(self.facts)
         numbers = {k: v for k, v in facts.items() if k.startswith(("num_", "global_"))}
-        plain = {k: v for k, v in self.plain.items() if k not in _PAIRS and not k.startswith(_LORA)}
+        plain = {k: v for k, v in self.plain.items() if k not in _PAIRS}
         defaults = _DEFAULTS if plain else {}
         return {**numbers, **self.environment, **defaults, **plain, **self.effective}
 
@@ -151,7 +144,7 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
     config, plain = folder / CONFIG, {}
     for config in _starts(folder, "training_config"):
         try:
-            plain = dict(_leaves(to_dict(read_yaml(config, config.name, is_plain=True))))
+            plain = leaves(to_dict(read_yaml(config, config.name, is_plain=True)))
         except (ValueError, OmegaConfBaseException) as error:
             problems.append(str(error).splitlines()[0])
     environments = [
@@ -214,17 +207,6 @@ def _starts(folder: Path, name: str) -> list[Path]:
         marked += [] if step is None else [(step, path)]
     first = folder / (CONFIG if name == "training_config" else f"{name}.json")
     return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
-
-
-def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value). A list of mappings is taken item by item."""
-    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
-        node = dict(enumerate(node))
-    if isinstance(node, dict) and (node or not key):
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, node
 
 
 def _find_bad_samples(path: Path, problems: list[str]) -> None:

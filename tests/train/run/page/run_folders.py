@@ -51,16 +51,13 @@ def write_run(
     num_lines: int = 20,
     steps: Sequence[int] = (50, 100),
     prompts: Sequence[str] = PROMPTS,
-    lora_rank: int | None = None,
     **args: object,
 ) -> Path:
     """A run of the layout `cogfast` with metrics, configuration, versions and evaluations."""
     run.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in lines(num_lines))
     (run / "metrics.jsonl").write_text(text)
-    base = write_config(
-        run.parent / "base" / f"{run.name}.yaml", run.parent, lora_rank=lora_rank, **args
-    )
+    base = write_config(run.parent / "base" / f"{run.name}.yaml", run.parent, **args)
     config = load_config([base], ["args.seed=7"])
     (run / "training_config.yaml").write_text(config.to_yaml())
     facts = {

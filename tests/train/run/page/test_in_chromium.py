@@ -70,16 +70,31 @@ def page(run: Path) -> Path:
     return write(run)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_plots_are_drawn_and_videos_play(browser: Browser, page: Path, dark: bool) -> None:
-    browser.open(page.as_uri(), dark=dark)
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[str]:
+    """The address at which a web server has the run's folder."""
+    handler = functools.partial(QuietHandler, directory=run)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("how", ["light", "dark", "web server"])
+def test_plots_are_drawn_and_videos_play(
+    browser: Browser, page: Path, server: str, how: str
+) -> None:
+    address = f"{server}/{page.name}" if how == "web server" else page.as_uri()
+    browser.open(address, dark=how == "dark")
     counts = browser.evaluate(COLOURED)
     assert len(counts) == 8 and min(counts) > 200
     assert browser.evaluate("document.querySelectorAll('video').length") == 4
     browser.evaluate("document.querySelector('#samples').scrollIntoView()")
     browser.wait_until(PLAYING)
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert background == ("rgb(15, 18, 22)" if dark else "rgb(247, 248, 250)")
+    assert background == ("rgb(15, 18, 22)" if how == "dark" else "rgb(247, 248, 250)")
     assert browser.errors == []
 
 
@@ -170,22 +185,6 @@ def test_a_narrow_screen(browser: Browser, page: Path) -> None:
     )
     browser.evaluate("document.querySelector('#play').click()")
     assert browser.evaluate("[...document.querySelectorAll('video')].every((v) => v.paused)")
-    assert browser.errors == []
-
-
-def test_a_web_server_serves_it(browser: Browser, run: Path, page: Path) -> None:
-    handler = functools.partial(QuietHandler, directory=run)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            browser.open(f"http://127.0.0.1:{server.server_port}/{page.name}")
-            browser.evaluate("document.querySelector('#samples').scrollIntoView()")
-            browser.wait_until(PLAYING)
-            assert min(browser.evaluate(COLOURED)) > 200
-        finally:
-            server.shutdown()
-            thread.join()
     assert browser.errors == []
 
 
