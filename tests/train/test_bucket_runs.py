@@ -57,7 +57,6 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
     assert (
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
-    assert "the training data contain 5 of 5 held-out clips, first: " in caplog.text
     pattern = r"cannot use 1 of 5 held-out videos, first: .*broken.mp4: not a readable video"
     assert re.search(pattern, caplog.text)
     folder = run_folder(tmp_path / "a/runs")
