@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.config.sat_network import autoencoder_sizes
-from cogfast.config.values import counted
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
@@ -28,7 +27,7 @@ from cogfast.core.shapes import (
     num_pixel_frames,
 )
 from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
-from cogfast.model.weights.source import check_finite, check_tensors, first_of
+from cogfast.model.weights.source import load_state
 from cogfast.model.weights.vae import read_sat_vae, read_vae_config, to_diffusers
 
 if TYPE_CHECKING:
@@ -300,45 +299,17 @@ def video_autoencoder_from_sat(
         names = to_diffusers(
             read_sat_vae(ckpt_path, ignore_keys), num_levels, sizes["layers_per_block"]
         )
-        fix = "give a matching 3d-vae.pt, or list the tensors to leave out in ignore_keys"
-        _load(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
+        fix = (
+            "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
+            "out in ignore_keys"
+        )
+        load_state(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
     return VideoAutoencoder(
         inner=inner,
         encode_chunks=encode_chunks,
         use_slicing=use_slicing,
         use_tiling=use_tiling,
     ).to(dtype)
-
-
-def _load(
-    inner: nn.Module, state: dict[str, Tensor], where: str, fix: str, dtype: torch.dtype
-) -> None:
-    """Load copies of all tensors in `dtype`. ValueError for missing or unexpected tensors, and for
-    numbers that are not finite."""
-    wanted = inner.state_dict()
-    missing = [name for name in wanted if name not in state]
-    unexpected = [name for name in state if name not in wanted]
-    if missing or unexpected:
-        raise ValueError(
-            f"{where} does not fit the autoencoder: {_count(missing)} missing, "
-            f"{_count(unexpected)} unexpected; {fix}"
-        )
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_tensors(where, shapes, {name: tensor.dtype for name, tensor in state.items()})
-    for name, tensor in state.items():
-        if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"{where}: {name} has shape {list(tensor.shape)}, the config asks for "
-                f"{list(wanted[name].shape)}; set ch, ch_mult and num_res_blocks to the checkpoint's"
-            )
-    # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
-    copies = {k: check_finite(where, k, v).to(dtype, copy=True) for k, v in state.items()}
-    inner.load_state_dict(copies, assign=True)
-
-
-def _count(names: Sequence[str]) -> str:
-    """Format names as `3 tensors (a.weight, b.weight, ...)`."""
-    return counted(len(names), "tensor") + (f" ({first_of(names)})" if names else "")
 
 
 def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
@@ -355,7 +326,9 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         inner = AutoencoderKLCogVideoX(**config.arguments())
     state = {name: files.read(name) for name in files.names()}
-    _load(inner, state, f"first_stage_config.params.path={path}", "copy the folder again", dtype)
+    load_state(
+        inner, state, f"first_stage_config.params.path={path}", "copy the folder again", dtype
+    )
     return inner
 
 

@@ -8,23 +8,22 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
-from zipfile import is_zipfile
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.config.json_files import InsideNames, brief, keys, read_json
-from cogfast.config.values import Range, counted
+from cogfast.config.json_files import brief, read_json
+from cogfast.config.values import Range
 from cogfast.model.weights.formats.tensor_files import (
     SafetensorsFiles,
     only_tensors,
     read_torch_file,
 )
-from cogfast.model.weights.source import check_finite, check_tensors, first_of
+from cogfast.model.weights.source import load_state
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ _NORM_EPS = 1e-6
 VOCABULARY_FILES = ("spiece.model", "tokenizer.json")
 # The tokens that T5's tokenizers have beside their vocabulary; mT5's extra ids begin with a space.
 _ADDED_TOKEN = re.compile(r"<pad>|</s>|<unk>|▁?<extra_id_\d{1,3}>")
+_AGAIN = "copy the folder again"
+_TABLES = ("shared.weight", "encoder.embed_tokens.weight")
 _PADDING_ID, _END = 0, 1  # of T5's tokens and of ByT5's
 _FIRST_BYTE, _NUM_IDS = (
     3,
@@ -132,27 +133,21 @@ class T5TextEncoder(_PaddedT5):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        from transformers import AutoTokenizer, T5EncoderModel
+        from transformers import T5Config, T5EncoderModel
 
         weights, vocabulary = _find_folders(model_dir, cache_dir)
         self.max_length = max_length
-        has_safetensors = _check_settings(Path(weights), Path(vocabulary))
-        # The folder may have been downloaded: none of its code may run.
-        given = {"local_files_only": True, "trust_remote_code": False}
-        self.tokenizer = _read(AutoTokenizer.from_pretrained, vocabulary, **given)
+        config = read_json(weights / "config.json", _T5Config)
+        if (vocabulary / "tokenizer_config.json").exists():
+            read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
+        self.tokenizer = _read_tokenizer(vocabulary)
         _check_vocabulary(self.tokenizer, vocabulary)
-        self.transformer, report = _read(
-            T5EncoderModel.from_pretrained,
-            weights,
-            **given,
-            dtype=dtype,
-            use_safetensors=has_safetensors,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report has them
-        )
-        _check_complete(report, weights)
-        for name, weight in self.transformer.named_parameters():
-            check_finite(weights, name, weight)
+        with torch.device("meta"):
+            self.transformer = T5EncoderModel(T5Config(**asdict(config)))
+        state = _read_weights(weights)
+        kept = ".wo.weight" if dtype == torch.float16 else None
+        load_state(self.transformer, state, f"model_dir={weights}", _AGAIN, dtype, kept)
+        self.transformer.tie_weights()
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
         self.tokenize(["a video of the sea"])
@@ -163,7 +158,7 @@ class T5TextEncoder(_PaddedT5):
             self.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> T5TextEncoder:
-        # T5's last linears overflow in fp16. transformers keeps them in float32; `.to` does not.
+        # T5's last linears overflow in fp16, and `.to` converts all weights.
         super()._apply(fn, recurse)
         if self.transformer.dtype == torch.float16:
             for name, module in self.transformer.named_modules():
@@ -350,7 +345,7 @@ class _T5Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(variance + _NORM_EPS)).to(self.weight.dtype)
 
 
-def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
+def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[Path, Path]:
     """Return the folders of the weights and of the vocabulary. cache_dir: see T5TextEncoder."""
     folder = Path(model_dir)
     if not folder.is_dir() and cache_dir is not None:
@@ -372,7 +367,7 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[str, str]:
             f"model_dir={model_dir} has no vocabulary ({' or '.join(VOCABULARY_FILES)}), so every "
             "word would become <unk>; copy the file from the T5 download into the folder"
         )
-    return str(weights), str(vocabulary)
+    return weights, vocabulary
 
 
 def _cached_folder(name: str, cache_dir: str) -> Path:
@@ -396,7 +391,6 @@ def _cached_folder(name: str, cache_dir: str) -> Path:
 class _T5Config:
     """The keys of config.json that T5's encoder is built from, with transformers' defaults."""
 
-    model_type: Literal["t5", "mt5", "umt5"] = "t5"
     vocab_size: Annotated[int, Range(1, 2**20)] = 32128
     d_model: Annotated[int, Range(1, 2**14)] = 512
     d_kv: Annotated[int, Range(1, 2**12)] = 64
@@ -407,13 +401,6 @@ class _T5Config:
     relative_attention_max_distance: Annotated[int, Range(1, 2**16)] = 128
     layer_norm_epsilon: Annotated[float, Range(1e-12, 1e-2)] = 1e-6
     feed_forward_proj: Literal["relu", "gated-gelu", "gelu", "gated-silu"] = "relu"
-    is_decoder: Literal[False] = False
-
-    @property
-    def num_parameters(self) -> int:
-        """A lower bound of the encoder's number of parameters."""
-        attention = 4 * self.d_model * self.d_kv * self.num_heads
-        return self.num_layers * (attention + 2 * self.d_model * self.d_ff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,60 +409,27 @@ class _TokenizerConfig:
     extra_ids: Annotated[int, Range(0, 100)] = 100
 
 
-def _check_settings(weights: Path, vocabulary: Path) -> bool | None:
-    """Return whether the weights are in safetensors files. ValueError if the folder's files name
-    another class, sizes that its weights lack, or tensors that are no weights of a T5."""
-    # transformers builds whatever class and sizes config.json names, before it reads the weights.
-    config = read_json(weights / "config.json", _T5Config)
-    files = [*weights.glob("*.safetensors"), *weights.glob("*.bin")]
-    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    if config.num_parameters > num_bytes:  # quantized weights have at least one byte each
-        raise ValueError(
-            f"{weights}: its weights have {num_bytes} bytes, but config.json describes at least "
-            f"{config.num_parameters} parameters; copy the folder again"
-        )
-    for index in weights.glob("*.index.json"):
-        read_json(index, keys({"weight_map": InsideNames}))
-    if (vocabulary / "tokenizer_config.json").exists():
-        read_json(vocabulary / "tokenizer_config.json", _TokenizerConfig)
-    # transformers takes the single file if there is an index, too.
-    single = weights / "model.safetensors"
-    if single.is_file() or (weights / "model.safetensors.index.json").is_file():
-        found = SafetensorsFiles(single if single.is_file() else weights)
-        names = found.names()
-        shapes = {name: found.shape(name) for name in names}
-        check_tensors(weights, shapes, {name: found.dtype(name) for name in names})
-        return True
-    pickled = sorted(weights.glob("pytorch_model*.bin"))
-    # transformers also reads files of the format before torch 1.6, which are no zip, with tensors alone.
-    for file in filter(is_zipfile, pickled):
-        # Refuses tensors that are no weights before transformers reads them.
-        tensors = only_tensors(file, read_torch_file(file))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        check_tensors(file, shapes, {name: tensor.dtype for name, tensor in tensors.items()})
-    return False if pickled else None
-
-
-def _check_complete(report: Mapping[str, Any], folder: str) -> None:
-    """Raise ValueError if weights do not fit their config.json. report: transformers' loading info."""
-    # T5's decoder is left out by transformers, but not the last layer behind it.
-    unknown = {name for name in report["unexpected_keys"] if not name.startswith("lm_head.")}
-    resized = {name for name, *_ in report["mismatched_keys"]}
-    found = {"missing": report["missing_keys"], "unknown": unknown, "of another shape": resized}
-    wrong = [
-        f"{counted(len(names), 'tensor')} {what} ({first_of(sorted(names))})"
-        for what, names in found.items()
-        if names
-    ]
-    if wrong:
-        raise ValueError(
-            f"model_dir={folder}: its weights are not those of its config.json: {', '.join(wrong)}; "
-            "copy the folder again"
-        )
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read T5's encoder, in safetensors files or in PyTorch's, without the decoder and the last layer of
+    a whole T5."""
+    single, state = folder / "model.safetensors", {}
+    if single.is_file() or (folder / "model.safetensors.index.json").is_file():
+        # transformers takes the single file if there is an index, too.
+        files = SafetensorsFiles(single if single.is_file() else folder)
+        state = {name: files.read(name) for name in files.names()}
+    else:
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            state |= only_tensors(file, read_torch_file(file))
+    state = {k: v for k, v in state.items() if not k.startswith(("decoder.", "lm_head."))}
+    # One table has two names; files may have either.
+    for name, other in (_TABLES, _TABLES[::-1]):
+        if other in state:
+            state.setdefault(name, state[other])
+    return state
 
 
 @contextmanager
-def _panics_as_errors(folder: str) -> Iterator[None]:
+def _panics_as_errors(folder: Path) -> Iterator[None]:
     """Turn a panic of the tokenizers library, which is no Exception, into a ValueError."""
     try:
         yield
@@ -488,26 +442,24 @@ def _panics_as_errors(folder: str) -> Iterator[None]:
         ) from None
 
 
-def _read(load: Callable[..., Any], folder: str, **given: Any) -> Any:
-    """Call transformers' loader and turn its errors about damaged files into one ValueError."""
-    from transformers.utils import logging as their_logging
+def _read_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer. ValueError for damaged files."""
+    from transformers import AutoTokenizer
 
-    level = their_logging.get_verbosity()
     with _panics_as_errors(folder):
         try:
-            # Its table of missing tensors would be repeated by our error.
-            their_logging.set_verbosity_error()
-            return load(folder, **given)
+            # The folder may have been downloaded: none of its code may run.
+            return AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # the loaders of its file formats raise errors of many types
             reason = brief(str(error).strip().partition("\n")[0] or type(error).__name__)
             raise ValueError(
-                f"model_dir={folder}: transformers cannot read it ({reason}); copy the folder again"
+                f"model_dir={folder}: transformers cannot read its tokenizer ({reason}); {_AGAIN}"
             ) from None
-        finally:
-            their_logging.set_verbosity(level)
 
 
-def _check_vocabulary(tokenizer, folder: str) -> None:
+def _check_vocabulary(tokenizer, folder: Path) -> None:
     """Raise ValueError for a vocabulary in which plain words are unknown, and for a tokenizer with
     other tokens beside them than T5's."""
     with _panics_as_errors(folder):

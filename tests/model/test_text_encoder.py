@@ -45,9 +45,14 @@ def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "spiece.model").write_bytes(model.getvalue())
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=192, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_gated_act=True
+        vocab_size=192,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
     )
-    config.feed_forward_proj = "gated-gelu"
     T5EncoderModel(config).save_pretrained(folder)
     return folder
 
@@ -164,15 +169,15 @@ Change = Callable[[dict[str, torch.Tensor]], object]
 WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
     "a tensor is missing": (
         lambda w: w.pop(f"{ATTENTION}.q.weight"),
-        r"1 tensor missing \(encoder.block.1.layer.0.SelfAttention.q.weight\)",
+        r"1 tensor \(encoder.block.1.layer.0.SelfAttention.q.weight\) missing",
     ),
     "more layers": (
         lambda w: w.update({"encoder.block.2.layer.0.layer_norm.weight": torch.ones(32)}),
-        r"1 tensor unknown \(encoder.block.2.layer.0.layer_norm.weight\)",
+        r"1 tensor \(encoder.block.2.layer.0.layer_norm.weight\) unexpected",
     ),
     "integers": (
         lambda w: w.update({f"{ATTENTION}.k.weight": torch.ones(32, 32, dtype=torch.int8)}),
-        r"SelfAttention.k.weight is (I8|int8), but weights must be",
+        r"SelfAttention.k.weight is int8, but weights must be",
     ),
     "NaN": (
         lambda w: w["shared.weight"][3].fill_(math.nan),
@@ -182,7 +187,7 @@ WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
         lambda w: w.update({"\x1b]0;pwned\x07\x1b[31m evil": torch.ones(2)}),
         r"\?\]0;pwned\?\?\[31m evil is not a tensor's name",
     ),
-    "nothing": (lambda w: w.clear(), r"tensors missing|truncated or damaged"),
+    "nothing": (lambda w: w.clear(), r"tensors \(.*\) missing|truncated or damaged"),
 }
 
 
@@ -200,9 +205,6 @@ def test_weights_that_are_not_those_of_the_config_are_refused(
     change, error = WRONG_WEIGHTS[what]
     if ending == "bin":
         (folder / "model.safetensors").unlink()
-        torch.save({}, folder / "pytorch_model.bin")
-        # Enough bytes for the sizes of config.json, which are checked first.
-        (folder / "unused.safetensors").write_bytes(bytes(200_000))
     change(weights)
     if ending == "bin":
         torch.save(weights, folder / "pytorch_model.bin")

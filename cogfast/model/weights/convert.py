@@ -19,7 +19,7 @@ from cogfast.model.weights.adapters import (
     with_adapters,
     without_adapters,
 )
-from cogfast.model.weights.formats.diffusers import write_diffusers
+from cogfast.model.weights.formats.diffusers import log_positions, write_diffusers
 from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.image_scale import log_difference_of_run
@@ -98,6 +98,7 @@ def convert(
         write_sat(source, config, target_path, model_parallel_size, kind)
     else:
         write_diffusers(source, config, target_path, kind)
+        log_positions(config, target_path)
     logger.info("%s: written for %s", dst, to)
     if verify:
         logger.info(

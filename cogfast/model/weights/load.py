@@ -100,8 +100,6 @@ def load_source(
         check_depth_and_width(path, source.shapes, transformer.config)
 
     targets = {name: _target(name, parameters) for name in source.shapes}
-    if any(target is None and is_lora_parameter(name) for name, target in targets.items()):
-        check_config(only_adapters(source), transformer.config)
     unexpected, loaded = list(source.unexpected), []
     for name, target in targets.items():
         if target is None:

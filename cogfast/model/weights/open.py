@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
+from cogfast.model.weights.formats.peft import open_peft
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
 from cogfast.model.weights.sat import find_sat_files, open_sat
@@ -48,7 +49,5 @@ def _open_safetensors(path: Path) -> WeightSource | None:
         # LoRA files and diffusers' weights share the suffix: only the tensors' names differ.
         names = SafetensorsFiles(path).names()
         if any("lora" in name for name in names) or (is_file and folder is None):
-            from cogfast.model.weights.formats.peft import open_peft
-
             return open_peft(path)
     return None if folder is None else open_diffusers(folder)

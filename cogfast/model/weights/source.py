@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cogfast.config.json_files import brief
 from cogfast.config.values import counted
@@ -137,6 +137,45 @@ def first_of(names: Sequence[str]) -> str:
             break
         shown.append(brief(name))
     return ", ".join(shown) + (", ..." if len(shown) < len(names) else "")
+
+
+def load_state(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    where: str,
+    fix: str,
+    dtype: torch.dtype,
+    kept: str | None = None,
+) -> None:
+    """Give a module of a library copies of all its tensors in `dtype`.
+
+    where, fix: beginning and end of error messages. kept: the end of names that stay in float32.
+    ValueError for missing, unexpected and resized tensors, for other dtypes than a weight's, and for
+    numbers that are not finite.
+    """
+    wanted = module.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    check_tensors(where, shapes, {name: tensor.dtype for name, tensor in state.items()})
+    missing = [name for name in wanted if name not in state]
+    unexpected = [name for name in state if name not in wanted]
+    if missing or unexpected:
+        absent, unknown = (
+            counted(len(names), "tensor") + (f" ({first_of(names)})" if names else "")
+            for names in (missing, unexpected)
+        )
+        raise ValueError(f"{where}: {absent} missing, {unknown} unexpected; {fix}")
+    copies = {}
+    for name, tensor in state.items():
+        if tensor.shape != wanted[name].shape:
+            raise ValueError(
+                f"{where}: {name} has shape {list(tensor.shape)}, the config asks for "
+                f"{list(wanted[name].shape)}; {fix}"
+            )
+        # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
+        is_kept = kept is not None and name.endswith(kept)
+        kind = torch.float32 if is_kept else dtype
+        copies[name] = check_finite(where, name, tensor).to(kind, copy=True)
+    module.load_state_dict(copies, assign=True)
 
 
 def verify(source: WeightSource, target: Path, written: WeightSource) -> str:

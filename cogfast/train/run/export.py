@@ -23,7 +23,7 @@ from cogfast.core.files import sync
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.adapters import only_adapters
-from cogfast.model.weights.formats.diffusers import write_transformer
+from cogfast.model.weights.formats.diffusers import write_diffusers
 from cogfast.model.weights.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.model.weights.formats.tensor_files import write_safetensors
@@ -102,7 +102,7 @@ class Exporter:
         source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
         config = identify(source)
         check_complete(source, config)
-        write_transformer(source, config, folder, self.dtype)
+        write_diffusers(source, config, folder, self.dtype)
         # On disk before the checkpoint gets its name, as its other files are.
         for path in (*folder.iterdir(), folder):
             sync(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from pathlib import Path
@@ -172,26 +171,21 @@ def test_a_disk_too_small_is_foreseen(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("to", "cause"),
-    [("sat", OSError(errno.ENOSPC, "full")), ("diffusers", KeyboardInterrupt())],
-)
 def test_an_interrupted_conversion_leaves_nothing(
-    to: str, cause: BaseException, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fills, or the user stops it, at the 30th tensor."""
+    """The user stops it at the 30th tensor."""
     plain, calls = tensor_files.Outgoing.bytes, []
 
     def failing(self: tensor_files.Outgoing) -> memoryview:
         calls.append(self.name)
         if len(calls) == 30:
-            raise cause
+            raise KeyboardInterrupt
         return plain(self)
 
     monkeypatch.setattr(tensor_files.Outgoing, "bytes", failing)
-    kind, message = (ValueError, "the disk is full") if len(cause.args) else (KeyboardInterrupt, "")
-    with pytest.raises(kind, match=message or None):
-        convert(made / "sat", tmp_path / "target", to)
+    with pytest.raises(KeyboardInterrupt):
+        convert(made / "sat", tmp_path / "target", "diffusers")
     assert len(calls) == 30 and not list(tmp_path.iterdir())
 
 

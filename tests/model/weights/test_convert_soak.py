@@ -70,15 +70,13 @@ def python(code: str, *arguments: object) -> str:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model larger than the bound is converted through every format and back."""
+    """A model larger than the bound is converted to diffusers' format and back."""
     python(MAKE, ROOT / "configs" / "cogvideox_2b.yaml", tmp_path / "sat")
     file = tmp_path / "sat/1/mp_rank_00_model_states.pt"
     assert file.stat().st_size > MOST << 10
     steps = (
         ("sat", "theirs", "diffusers", {}),
-        ("theirs", "back", "sat", {"model_parallel_size": 3}),
-        ("back", "half", "diffusers", {"dtype": "bfloat16"}),
-        ("half", "again", "sat", {"dtype": "float32", "verify": True}),
+        ("theirs", "back", "sat", {"model_parallel_size": 3, "verify": True}),
     )
     for source, target, to, more in steps:
         peak = python(CONVERT, tmp_path / source, tmp_path / target, to, json.dumps(more))

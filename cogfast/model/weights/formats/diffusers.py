@@ -54,7 +54,6 @@ _MODULES = {
 # cogfast's linears, all of which adapters may have.
 LINEARS = [name for name in _MODULES if not name.endswith(("norm", ".weight"))]
 _NOT_IN_DIFFUSERS = "unused_position_embeddings"  # only SAT's files have it; no code reads it
-_STEM = "diffusion_pytorch_model"
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
 _DIFFUSERS_OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
@@ -257,7 +256,7 @@ def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
     return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size
 
 
-def _log_positions(config: TransformerConfig, path: Path) -> None:
+def log_positions(config: TransformerConfig, path: Path) -> None:
     """Log the only size at which pipelines use the positions that the model was trained with."""
     own = (config.latent_height, config.latent_width)
     sample_size = _sample_size(config)[1:]
@@ -345,20 +344,11 @@ def write_diffusers(
     path: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained, and log in what a
-    pipeline differs. dtype: of the weights; None: the source's."""
-    diffusers_config(config)  # raises before anything is logged
-    _log_positions(config, path)
-    write_transformer(source, config, path, dtype)
-
-
-def write_transformer(
-    source: WeightSource, config: TransformerConfig, path: Path, dtype: torch.dtype | None
-) -> None:
-    """Write the folder of write_diffusers without a log."""
+    """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
+    None: the source's."""
     about = diffusers_config(config)
     # Descriptions only: a tensor is read when it is written.
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:
         write_json(folder / "config.json", about)
-        write_safetensors_folder(folder, _STEM, tensors)
+        write_safetensors_folder(folder, "diffusion_pytorch_model", tensors)

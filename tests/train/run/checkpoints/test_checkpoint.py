@@ -368,7 +368,7 @@ def test_an_export_that_fails_costs_no_checkpoint(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk is full after the first of the two folders."""
-    write, calls = export.write_transformer, []
+    write, calls = export.write_diffusers, []
 
     def write_once(*given: object) -> None:
         calls.append(given)
@@ -376,7 +376,7 @@ def test_an_export_that_fails_costs_no_checkpoint(
             raise OSError(28, "No space left on device")
         write(*given)
 
-    monkeypatch.setattr(export, "write_transformer", write_once)
+    monkeypatch.setattr(export, "write_diffusers", write_once)
     run = train(base, tmp_path, "args.export=last")
     assert len(calls) == 2 and saved_steps(run) == [2, 4]
     lines = [r.message for r in caplog.records if r.levelname == "WARNING"]
