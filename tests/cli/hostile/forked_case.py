@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import os
 import resource
-import select
 import signal
 import sys
 import tempfile
@@ -94,28 +93,26 @@ def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_W
     beside = _entries(root.parent)
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as output:
-        report, to_parent = os.pipe()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as report:
         child = os.fork()
         if child == 0:
-            os.close(report)
-            _be_child(call, root, output.fileno(), to_parent)
-        os.close(to_parent)
-        events, peak, is_hung, status, usage = _watch(child, report, max_wait)
-        os.close(report)
+            _be_child(call, root, output.fileno(), report.fileno())
+        peak, is_hung, status, usage = _watch(child, max_wait)
         left = _stop_group(child)
         output.seek(0)
-        text = output.read().decode(errors="replace")
-    start = next((int(e[2:]) for e in events if e[0] == "m"), 0)
-    commands = [e[2:] for e in events if e[0] == "c"]
-    outside = [e[2:] for e in events if e[0] == "w"] + sorted(_entries(root.parent) - beside)
+        report.seek(0)
+        text, events = (f.read().decode(errors="replace") for f in (output, report))
+    lines = [event.partition(" ") for event in events.splitlines()]
+    start = next((int(what) for kind, _, what in lines if kind == "memory"), 0)
+    outside = [what for kind, _, what in lines if kind == "wrote"]
+    outside += sorted(_entries(root.parent) - beside)
     return Outcome(
         status=status,
         output=text,
         seconds=usage.ru_utime + usage.ru_stime,
         is_hung=is_hung,
         peak_bytes=max(0, peak - start),
-        commands=tuple(dict.fromkeys(commands)),
+        commands=tuple(dict.fromkeys(what for kind, _, what in lines if kind == "started")),
         writes_outside=tuple(dict.fromkeys(outside)),
         processes_left=left,
     )
@@ -164,7 +161,7 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + int(2 * MAX_SECONDS),) * 2)  # endless loop
         _clear_peak()
-        os.write(report, f"m {_memory(os.getpid(), 'VmRSS:')}\n".encode())
+        os.write(report, f"memory {_memory(os.getpid(), 'VmRSS:')}\n".encode())
         _drop_rights()
         sys.addaudithook(_auditor(root, report))
         status = call() or 0
@@ -203,43 +200,35 @@ def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
             path, mode, flags = arguments
             is_write = (flags or 0) & _WRITE_FLAGS or set(str(mode or "")) & set("wax+")
             if is_write and is_outside(path):
-                report_event("w", os.fsdecode(path))
+                report_event("wrote", os.fsdecode(path))
         elif event in _STARTS:
             argv = arguments[1] if event == "subprocess.Popen" else arguments[0]
             name = argv[0] if isinstance(argv, list | tuple) else argv
             if os.path.basename(os.fsdecode(name)) not in COMMANDS and os.getpid() == process:
-                report_event("c", f"{event} {argv}")
+                report_event("started", f"{event} {argv}")
         elif event in _WRITES:
             for path in arguments[:2] if event in ("os.rename", "shutil.move") else arguments[:1]:
                 if is_outside(path):
-                    report_event("w", f"{event} {os.fsdecode(path)}")
+                    report_event("wrote", f"{event} {os.fsdecode(path)}")
 
     return hook
 
 
-def _watch(
-    child: int, report: int, max_wait: float
-) -> tuple[list[str], int, bool, int, resource.struct_rusage]:
-    """Events, peak of resident bytes, whether it had to be killed, status and usage of the child."""
-    received, peak, is_hung, deadline = b"", 0, False, time.monotonic() + max_wait
-    spent = 0.0
+def _watch(child: int, max_wait: float) -> tuple[int, bool, int, resource.struct_rusage]:
+    """Peak of resident bytes, whether it had to be killed, status and usage of the child."""
+    peak, is_hung, deadline, spent = 0, False, time.monotonic() + max_wait, 0.0
     while True:
         peak = max(peak, _memory(child, "VmHWM:"))
-        if select.select([report], [], [], 0.02)[0]:
-            received += os.read(report, 65536)
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
-            break
+            return peak, is_hung, os.waitstatus_to_exitcode(status), usage
         if _cpu_seconds(child) > spent + _PROGRESS:
             spent, deadline = _cpu_seconds(child), max(deadline, time.monotonic() + max_wait)
         if time.monotonic() > deadline or peak > 4 * MAX_BYTES:
             is_hung = time.monotonic() > deadline
             os.kill(child, signal.SIGKILL)
             deadline = float("inf")
-    while select.select([report], [], [], 0)[0] and (rest := os.read(report, 65536)):
-        received += rest
-    events = received.decode(errors="replace").splitlines()
-    return events, peak, is_hung, os.waitstatus_to_exitcode(status), usage
+        time.sleep(0.02)
 
 
 def _cpu_seconds(pid: int) -> float:

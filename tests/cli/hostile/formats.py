@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from cogfast.__main__ import _COMMANDS, main
 from cogfast.model.transformer import DiffusionTransformer
@@ -59,12 +58,6 @@ def _sat(folder: Path) -> None:
     save_as_sat(tiny("2b", **SMALL).bfloat16(), folder)
 
 
-def _sat_cut(folder: Path) -> None:
-    wide = {**SMALL, "hidden_size": 128, "num_attention_heads": 2}
-    save_as_sat(tiny("5b_i2v", **wide).bfloat16(), folder / "whole")
-    _converted(folder / "whole", folder, "sat", model_parallel_size=2)
-
-
 def _from_sat(folder: Path, family: str, to: str, **lora: object) -> None:
     save_as_sat(tiny(family, seed=3, **SMALL, **lora).bfloat16(), folder / "sat")
     _converted(folder / "sat", folder, to)
@@ -96,29 +89,13 @@ def _vae_sat(folder: Path) -> None:
 def _pipeline(folder: Path) -> None:
     _from_sat(folder / "transformer", "5b", "diffusers")
     _vae(folder / "vae")
-    scheduler = {
-        "_class_name": "CogVideoXDDIMScheduler",
-        "beta_schedule": "scaled_linear",
-        "prediction_type": "v_prediction",
-        "rescale_betas_zero_snr": True,
-        "timestep_spacing": "trailing",
-        "snr_shift_scale": 1.0,
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-    }
+    scheduler = {"_class_name": "CogVideoXDDIMScheduler", "beta_schedule": "scaled_linear"}
+    scheduler |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    scheduler |= {"timestep_spacing": "trailing", "snr_shift_scale": 1.0}
+    scheduler |= {"beta_start": 0.00085, "beta_end": 0.012}
     (folder / "scheduler").mkdir()
     (folder / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
     (folder / "model_index.json").write_text('{"_class_name": "CogVideoXPipeline"}')
-
-
-def _peft_folder(folder: Path) -> None:
-    _from_sat(folder, "5b", "peft", lora_rank=4)
-    file = folder / "pytorch_lora_weights.safetensors"
-    save_file(load_file(file), folder / "adapter_model.safetensors")
-    file.unlink()
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {"to_k": 2}}
-    settings |= {"base_model_name_or_path": "any", "target_modules": ["to_q", "to_k"]}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def _t5(folder: Path) -> None:
@@ -187,7 +164,6 @@ _RUN_READS = (
 )
 WEIGHTS = {
     "sat": Format(_sat, (_TO["diffusers"], _TO["sat"], SAMPLE, _LOAD_2B)),
-    "sat in two files": Format(_sat_cut, (_TO["sat"],)),
     "diffusers": Format(
         partial(_from_sat, family="5b", to="diffusers"), (_TO["sat"], SAMPLE, _LOAD_5B)
     ),
@@ -196,7 +172,6 @@ WEIGHTS = {
     "peft": Format(
         partial(_from_sat, family="5b", to="peft", lora_rank=4), (_TO["peft"], _add_lora)
     ),
-    "peft folder": Format(_peft_folder, (_TO["peft"], _add_lora)),
     "sat lora": Format(
         lambda folder: save_as_sat(tiny("5b", lora_rank=4, **SMALL), folder),
         (_TO["peft"], (*_TO["diffusers"], "--merge-lora"), _add_lora),

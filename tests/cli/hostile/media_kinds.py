@@ -1,4 +1,4 @@
-"""Damaged and odd media files for test_hostile_media; each kind writes a file named as an mp4 clip.
+"""Damaged and odd media files for test_media.py; each kind writes a file named as an mp4 clip.
 
 A clip has 9 frames at 8 per second. Frame i is grey with level 20 + 20 * i, so that a test can
 identify the frames that were read.
@@ -115,19 +115,6 @@ def _audio(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def _changes_size(path: Path) -> None:
-    """Write a recording whose frames become smaller midway."""
-    parts = []
-    for number, side in enumerate((32, 16)):
-        encode(path, "mpegts", size=(side, side), ticks=range(9 * number, 9 * number + 9))
-        parts.append(path.read_bytes())
-    path.write_bytes(b"".join(parts))
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 def _written(data: bytes) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(data)
 
@@ -139,62 +126,38 @@ def _picture(path: Path) -> None:
 _FAST = {"movflags": "faststart"}
 # Odd files that must be read like any other: the nine levels are returned.
 READ: dict[str, Callable[[Path], None]] = {
-    "index at the start": made(movflags="faststart"),
-    "fragmented": made(movflags="frag_keyframe+empty_moov"),
     "with an edit list": made(options={"crf": "12", "x264-params": "bframes=3:keyint=9"}),
-    "Matroska": made("matroska"),
-    "WebM": made("webm", "libvpx-vp9"),
-    "AVI": made("avi", "mpeg4"),
     "MPEG-TS": made("mpegts"),
-    "Flash video": made("flv"),
-    "1 x 1 pixel": made("matroska", "ffv1", size=(1, 1)),
     "odd sizes": made("matroska", "ffv1", size=(33, 47)),
-    "a width of 16,384": made("matroska", "ffv1", size=(16, 16384)),
     "rotated": patched(_rotated),
-    "interlaced": made(options={"crf": "12", "x264-params": "tff=1"}),
-    "alpha": made("mov", "png", "rgba"),
     "alpha of VP9": made("webm", "libvpx-vp9", "yuva420p"),
     "10 bits": made(pixels="yuv420p10le"),
-    "12 bits": made("matroska", "ffv1", "yuv420p12le"),
-    "grey": made("matroska", "ffv1", "gray"),
-    "rgb24": made("mov", "png", "rgb24"),
-    "4:1:1": made("matroska", "ffv1", "yuv411p"),
-    "4:4:4": made(pixels="yuv444p"),
-    "full range": made("avi", "mjpeg", "yuvj420p"),
     "negative times": made("matroska", ticks=range(-3, 6)),
     "a variable rate": made(ticks=[8 * i + i % 2 for i in range(12)], rate=Fraction(64)),
     "much behind it": lambda path: (encode(path), os.truncate(path, 2**26))[0],
 }
 # Files that must be recorded as bad, each with a reason.
 BAD: dict[str, Callable[[Path], None]] = {
-    **{f"cut at {share:.0%}": cut(share) for share in (0.05, 0.3, 0.6, 0.9)},
-    **{f"cut at {share:.0%}, index first": cut(share, **_FAST) for share in (0.3, 0.8, 0.97)},
+    **{f"cut at {share:.0%}": cut(share) for share in (0.05, 0.6)},
+    **{f"cut at {share:.0%}, index first": cut(share, **_FAST) for share in (0.3, 0.97)},
     "zero bytes": _written(b""),
     "a pipe": lambda path: os.mkfifo(path),
-    "a dangling link": lambda path: path.symlink_to("nowhere"),
-    "a link to itself": _loop,
+    "a link to itself": lambda path: path.symlink_to(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "text": _written(b"no video\n" * 99),
     "a picture": _picture,
     "audio alone": _audio,
     "one frame": made(ticks=[0]),
     "all at one time": patched(_all_times(0)),
-    "a rate of a million": patched(_all_times(1)),
     "a duration of years": patched(_all_times(2**31 - 1)),
-    "a clock of 0 ticks": patched(put(b"mdhd", 12, 0)),
-    "a clock of 4 billion ticks": patched(put(b"mdhd", 12, 2**32 - 1)),
     "4 billion frames in the index": patched(put(b"stsz", 8, 2**32 - 1)),
     "an unknown codec": patched(renamed(b"avc1", b"zzzz")),
     "encrypted": made(
         encryption_scheme="cenc-aes-ctr", encryption_key=_KEY, encryption_kid=_KEY
     ),
-    "marked as encrypted": patched(renamed(b"avc1", b"encv")),
     "noise behind a header": patched(_noise),
     "noise": _written(np.random.default_rng(1).bytes(5000)),
-    "a list of parts": _written(b"ffconcat version 1.0\nfile 0.mp4\n"),
     "a playlist": _written(b"#EXTM3U\n#EXTINF:9,\n0.mp4\n#EXT-X-ENDLIST\n"),
-    "a session description": _written(b"v=0\nm=video 5004 RTP/AVP 96\nc=IN IP4 127.0.0.1\n"),
-    "EPS": _written(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"),
 }  # fmt: skip
 # Files that may be read, recorded as bad or not listed at all; none may end a run.
 EITHER: dict[str, Callable[[Path], None]] = {
@@ -202,6 +165,4 @@ EITHER: dict[str, Callable[[Path], None]] = {
     "cut at 99%": cut(0.99),
     "a folder": lambda path: path.mkdir(),
     "65,535 x 65,535 in the header": patched(put(b"avc1", 24, 2**32 - 1)),
-    "a size that changes": _changes_size,
-    "GIF": made("gif", "gif", "rgb8"),
 }

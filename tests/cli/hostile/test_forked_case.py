@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -46,15 +45,11 @@ def use_rights_of_root() -> None:
 CASES = [
     pytest.param(lambda: 0, None, id="success"),
     pytest.param(error_line, None, id="error of one line"),
-    pytest.param(lambda: Path("inside.txt").write_text("x") and 0, None, id="write inside"),
     pytest.param(lambda: 2, "without a line", id="no line"),
     pytest.param(raise_error, "traceback: KeyError", id="traceback"),
     pytest.param(lambda: os.kill(os.getpid(), signal.SIGTERM), "exit status -15", id="signal"),
-    pytest.param(lambda: sys.exit(3), "exit status 3", id="exit status"),
     pytest.param(lambda: os.system("true"), "started", id="os.system"),
-    pytest.param(lambda: subprocess.run(["true"]).returncode, "started", id="subprocess"),
     pytest.param(lambda: Path("../evil").write_text("x"), "wrote", id="write outside"),
-    pytest.param(lambda: os.mkdir("../evil"), "wrote", id="folder outside"),
     pytest.param(lambda: time.sleep(60), "hangs", id="hang"),
     pytest.param(leave_process, "left processes behind", id="process"),
     pytest.param(take_memory, "took 0.3 GiB", id="memory"),
