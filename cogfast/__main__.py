@@ -26,8 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cogfast.cli.log_lines import is_first_rank, start_logging
-from cogfast.cli.standard_streams import keep_streams
+from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.distributed.lost_ranks import (
@@ -59,7 +58,7 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report} ...
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|cogfast
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
-  doctor  list what this machine lacks for training: cogfast doctor [--bench]
+  doctor  list what this machine lacks for training: cogfast doctor
   plan    predict a run's memory on a GPU: cogfast plan --base model.yaml sft.yaml --gpu h100-80 --gpus 8
   report  write the page of a run again, or one that compares runs: cogfast report RUN [RUN ...]
 
@@ -172,7 +171,7 @@ def sample(argv: Sequence[str]) -> None:
 
 
 def convert(argv: Sequence[str]) -> None:
-    from cogfast.cli.convert_options import parse_convert
+    from cogfast.cli.options import parse_convert
 
     arguments = parse_convert(argv)
     start_logging()
@@ -205,28 +204,24 @@ def finetune(argv: Sequence[str]) -> None:
 def doctor(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_doctor
 
-    folder, as_json, with_bench = parse_doctor(argv)
-    from cogfast.cli.doctor import examine, to_json, to_text
+    folder = parse_doctor(argv)
+    from cogfast.cli.doctor import examine, to_text
 
     findings = examine(folder)
     errors = [finding.what for finding in findings if finding.status == "error"]
-    if with_bench and not errors:
-        from cogfast.cli.rates import measure
-
-        findings += measure()
-    sys.stdout.write(to_json(findings) if as_json else to_text(findings))
+    sys.stdout.write(to_text(findings))
     if errors:
         raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
 
 
 def plan(argv: Sequence[str]) -> None:
-    from cogfast.cli.plan_options import parse_plan
+    from cogfast.cli.options import parse_plan
 
-    request = parse_plan(argv)
-    config = _load(request.config)
+    request, gpu, num_gpus = parse_plan(argv)
+    config = _load(request)
     from cogfast.plan.text import describe_plan
 
-    sys.stdout.write(describe_plan(config, request.gpu, request.num_gpus))
+    sys.stdout.write(describe_plan(config, gpu, num_gpus))
 
 
 def report(argv: Sequence[str]) -> None:

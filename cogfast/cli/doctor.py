@@ -9,14 +9,12 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +22,6 @@ Status = Literal["ok", "note", "missing", "error"]
 
 _GIB = 2**30
 _SHARED_MEMORY = 1 * _GIB  # Docker's default is 64 MiB, in which a reader's second batch fails
-_OPEN_FILES = 4096
 _DISK = 50 * _GIB
 _SMI_SECONDS = 20  # nvidia-smi may hang if a GPU has failed
 
@@ -58,7 +55,7 @@ def examine(folder: Path) -> list[Finding]:
     torch = _import("torch")
     if torch is not None:
         findings += [*_devices(torch), *_kernels(torch), *_optional(torch)]
-    return [*findings, _processor(), *_memory(), _limits(), _disk(folder)]
+    return [*findings, _processor(), *_shared_memory(), _disk(folder)]
 
 
 def _packages() -> Iterator[Finding]:
@@ -163,9 +160,6 @@ def _optional(torch: Any) -> Iterator[Finding]:
                 loads = ctypes.CDLL("libnvcuvid.so.1") and "loads"
             fix = "start the container with NVIDIA_DRIVER_CAPABILITIES=all, or install the driver's libnvidia-decode"
             yield _part("libnvcuvid", loads, f"DALI cannot use it: {cost}", fix)
-    decord, cost = _version("decord"), "PyAV decodes clips, more slowly"
-    yield _part("decord", decord, cost, "pip install decord")
-    yield _part("wandb", _version("wandb"), "args.wandb=true is not possible", "pip install wandb")
 
 
 def _part(what: str, found: str | None, cost: str, fix: str) -> Finding:
@@ -186,12 +180,7 @@ def _processor() -> Finding:
     return Finding("processor", "ok", f"{cores} cores")
 
 
-def _memory() -> Iterator[Finding]:
-    psutil = _import("psutil")
-    if psutil is not None:
-        memory = psutil.virtual_memory()
-        found = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB available"
-        yield Finding("memory", "ok", found)
+def _shared_memory() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -199,15 +188,6 @@ def _memory() -> Iterator[Finding]:
         cost = "reader processes pass data through it; they end with a bus error when it is full"
         fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16G /dev/shm"
         yield judge("shared memory", free >= _SHARED_MEMORY, found, cost, fix)
-
-
-def _limits() -> Finding:
-    # The soft limit applies; users may raise it to the hard one.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_enough = soft >= _OPEN_FILES or soft == resource.RLIM_INFINITY
-    cost = "many readers, tar shards and ranks can run out of them"
-    fix = f"ulimit -n {hard if 0 < hard < 65536 else 65536}"
-    return judge("open files", is_enough, f"at most {soft}", cost, fix)
 
 
 def _disk(folder: Path) -> Finding:
@@ -257,7 +237,3 @@ def to_text(findings: Sequence[Finding]) -> str:
         indent = " " * (width + 11)
         lines += [indent + f.cost] * bool(f.cost) + [f"{indent}fix: {f.fix}"] * bool(f.fix)
     return "\n".join(lines) + "\n"
-
-
-def to_json(findings: Sequence[Finding]) -> str:
-    return json.dumps([asdict(f) for f in findings], indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Writes docs/options.md, the table of all keys, and docs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
+"""Writes docs/options.md, the list of all keys, and docs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
 
 A key's name, type and default come from the pydantic model or the constructor that checks it. Its meaning
 is the description in the model, or the comment above the constructor's parameter. A test compares the
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cogfast.cli.parameters import parameters_of
-from cogfast.cli.yaml_schema import yaml_schema
+from cogfast.cli.yaml_schema import parameters_of, yaml_schema
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import PLACES
 from cogfast.config.deepspeed_keys import DeepSpeedSection
@@ -57,18 +56,23 @@ _NO_LIMIT = 10**5
 
 @dataclass(frozen=True, slots=True)
 class Option:
+    """A key. type, default: "" if it has no effect; then the meaning is the reason."""
+
     key: str
     type: str
     default: str
     meaning: str
 
+    def line(self) -> str:
+        """Return an item of a list in Markdown."""
+        default = self.default if self.default == REQUIRED else f"default `{self.default}`"
+        notes = f" ({self.type}; {default})" if self.type else ""
+        return f"- `{self.key}`{notes}: {self.meaning}\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A heading of a level, options, and text in front of them.
-
-    A table without defaults has no column for them; one without types lists keys only.
-    """
+    """A heading of a level, options, and text in front of them."""
 
     title: str
     options: list[Option] = field(default_factory=list)
@@ -142,7 +146,7 @@ def _of_place(name: str) -> Iterator[Group]:
         module, _, class_name = path.rpartition(".")
         if module.startswith("cogfast") and path not in _WRITTEN_OUT:
             kind = getattr(importlib.import_module(module), class_name)
-            # Samplers share one constructor, and so one table.
+            # Samplers share one constructor, and so one list.
             owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
             found.setdefault(owner, []).append(kind)
     for owner, kinds in found.items():
@@ -180,20 +184,8 @@ def render(found: Iterable[Group]) -> str:
     for group in found:
         parts.append(f"{'#' * group.level} {group.title}\n")
         parts += [group.text + "\n"] if group.text else []
-        parts += [_table(group.options)] if group.options else []
+        parts += ["".join(one.line() for one in group.options)] if group.options else []
     return "\n".join(parts)
-
-
-def _table(options: Sequence[Option]) -> str:
-    """Return a table in Markdown. Options without a type have a reason in place of a meaning."""
-    heads = ["key", "type", "default", "meaning"]
-    if not options[0].default:
-        heads = ["key", "type", "meaning"] if options[0].type else ["key", ""]
-    rows = [heads, ["---"] * len(heads)]
-    for one in options:
-        default = one.default if one.default in ("", REQUIRED) else f"`{one.default}`"
-        rows.append([f"`{one.key}`", *(cell for cell in (one.type, default) if cell), one.meaning])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,14 +8,15 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
-from cogfast.cli.help_all import HelpAll
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
@@ -41,7 +42,16 @@ _SWITCHES = (
 )
 # SAT's flags that have a legal value here but no field in TrainArguments.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 _RUN_CONFIG = "training_config.yaml"
+
+
+# The list of all keys, in the source tree and in an installed package; collecting it imports torch.
+_ALL_KEYS = (
+    Path(__file__).resolve().parents[2] / "docs" / "options.md",
+    Path(sys.prefix, "share/cogfast/docs/options.md"),
+)
+_MOST_COLUMNS = 135
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,34 +89,44 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(text)
 
 
+class _HelpAll(argparse.Action):
+    """An option like --help that prints every key of the configuration and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        file = next((path for path in _ALL_KEYS if path.is_file()), None)
+        if file is None:
+            raise ValueError(f"--help-all: {_ALL_KEYS[1]} does not exist; install cogfast again")
+        # Wide lines are hard to read; a pipe has no width.
+        columns = min(shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns, _MOST_COLUMNS)
+        for line in file.read_text(encoding="utf-8").replace("`", "").splitlines():
+            indent = "    " if line.startswith("- ") else ""
+            wrapped = textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False)
+            sys.stdout.write("\n".join(wrapped) + "\n")
+        parser.exit()
+
+
 def parse_train(argv: Sequence[str]) -> Request:
-    parser = new_parser("train", "Train a CogVideoX transformer.")
+    parser = _new_parser("train", "Train a CogVideoX transformer.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the merged configuration and stop"
     )
-    parser.add_argument(
-        "--resume",
-        metavar="WHAT",
-        help="latest: the newest checkpoint; auto: the same, or a new run if there is none; or the "
-        "path of a run or checkpoint",
-    )
-    parser.add_argument(
-        "--accept-changes",
-        action="store_true",
-        help="resume even if keys changed that affect training (same as args.accept_changes=true)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="set a key of the configuration, such as args.train_iters=100",
-    )
-    found = parse_words(parser, argv, visible=("seed", "resume", "accept_changes"))
-    return dataclasses.replace(whole_request(found), dry_run=found.dry_run)
+    shown = {
+        "seed": "same as args.seed=N",
+        "resume": "latest: the newest checkpoint; auto: the same, or a new run if there is none; or "
+        "the path of a run or checkpoint",
+        "accept_changes": "resume even if keys changed that affect training",
+    }
+    found, request = _parse_with_base(parser, argv, "args.train_iters=100", shown)
+    return dataclasses.replace(request, dry_run=found.dry_run)
 
 
-def whole_request(found: argparse.Namespace) -> Request:
-    """Build the request of a command that needs --base and accepts key=value arguments."""
+def _parse_with_base(
+    parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str]
+) -> tuple[argparse.Namespace, Request]:
+    """Parse the words of a command that needs --base and takes key=value arguments."""
+    text = f"set a key of the configuration, such as {example}"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
+    found = _parse_words(parser, argv, shown)
     if not found.base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
@@ -119,27 +139,34 @@ def whole_request(found: argparse.Namespace) -> Request:
             raise ValueError(
                 f"{override!r} is neither an option nor key=value; files go after --base"
             )
-    return Request(
-        base=base,
-        overrides=_all_overrides(found, [*moved, *found.overrides]),
-        allow_import=found.allow_import,
-    )
+    overrides = _all_overrides(found, [*moved, *found.overrides])
+    return found, Request(base=base, overrides=overrides, allow_import=found.allow_import)
 
 
 def parse_cache(argv: Sequence[str]) -> Request:
-    parser = new_parser("cache", "Encode a run's videos and captions once, into args.latent_cache.")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="set a key of the configuration, such as args.latent_cache=PATH",
+    parser = _new_parser(
+        "cache", "Encode a run's videos and captions once, into args.latent_cache."
     )
-    found = parse_words(parser, argv, visible=("seed",))
-    return whole_request(found)
+    return _parse_with_base(parser, argv, "args.latent_cache=PATH", {})[1]
+
+
+def parse_plan(argv: Sequence[str]) -> tuple[Request, str | None, int | None]:
+    """Return the run to plan for, the GPU and the number of GPUs."""
+    parser = _new_parser(
+        "plan", "Predict memory and step time of a run on each GPU, without loading weights."
+    )
+    text = (
+        "h100-80, h200, a100-80, a100-40, l40s, 4090 or another name, or GiB; default: the GPU here"
+    )
+    parser.add_argument("--gpu", metavar="NAME|GIB", help=text)
+    text = "number of GPUs of the run; default: those of this launch"
+    parser.add_argument("--gpus", metavar="N", type=_number_up_to(int, 2**20), help=text)
+    found, request = _parse_with_base(parser, argv, "args.batch_size=2", {})
+    return request, found.gpu, found.gpus
 
 
 def parse_sample(argv: Sequence[str]) -> Request:
-    parser = new_parser(
+    parser = _new_parser(
         "sample",
         "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load.",
     )
@@ -176,12 +203,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
         "folder samples",
     )
     _add_sampling_flags(parser)
-    text = "text that guidance leads away from; default: none"
-    spellings = ("--negative-prompt", "--negative_prompt")
-    parser.add_argument(*spellings, dest="args.negative_prompt", metavar="TEXT", help=text)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
-    found = parse_words(parser, argv, visible=("seed", "negative_prompt"))
+    shown = {
+        "seed": "seed of the first video; the next ones count up",
+        "negative_prompt": "text that guidance leads away from; default: none",
+    }
+    found = _parse_words(parser, argv, shown)
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) != 1:
@@ -228,10 +256,10 @@ def parse_sample(argv: Sequence[str]) -> Request:
 def _add_sampling_flags(parser: Parser) -> None:
     """Add the options that stand for keys of the configuration, those of `args` with the key's `dest`."""
     own = "; default: the configuration's"
-    count, number = number_up_to(int, 10**5), number_up_to(int, 1000)
+    count, number = _number_up_to(int, 10**5), _number_up_to(int, 1000)
     for name, key, metavar, kind, text in (
         ("steps", "", "N", number, "sampling steps" + own),
-        ("guidance", "", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("guidance", "", "X", _number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
         ("frames", "", "N", count, "number of frames: 8k+1" + own),
         ("num_videos", "", "N", count, "videos per prompt, each with a different seed; default: 1"),
         ("size", "sampling_image_size", "HxW", _size, "rows and columns, such as 480x720" + own),
@@ -241,7 +269,7 @@ def _add_sampling_flags(parser: Parser) -> None:
         parser.add_argument(flag, dest=target, metavar=metavar, type=kind, help=text)
 
 
-def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
+def _number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
     """Return a function that reads a number from 1 to `most`."""
 
     def read(text: str) -> float:
@@ -301,7 +329,7 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
     return prompts, images
 
 
-def new_parser(command: str, what: str) -> Parser:
+def _new_parser(command: str, what: str) -> Parser:
     more = (
         "Each key of args is an option, too, as in SAT: --train-iters 100 is args.train_iters=100."
     )
@@ -313,7 +341,6 @@ def new_parser(command: str, what: str) -> Parser:
         metavar="YAML",
         help="configuration files; a key in a later file replaces that in an earlier one",
     )
-    parser.add_argument("--seed", metavar="N", help="same as args.seed=N")
     parser.add_argument(
         "--allow-import",
         action="append",
@@ -326,21 +353,28 @@ def new_parser(command: str, what: str) -> Parser:
         "--traceback", action="store_true", help="print the Python traceback of an error"
     )
     parser.add_argument(
-        "--help-all", action=HelpAll, help="list all keys that key=value can set, and stop"
+        "--help-all",
+        action=_HelpAll,
+        nargs=0,
+        help="list all keys that key=value can set, and stop",
     )
     return parser
 
 
-def parse_words(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> argparse.Namespace:
-    """Add every key of `args` as a flag, as SAT does (hidden in the help), and parse."""
+def _parse_words(
+    parser: Parser, argv: Sequence[str], shown: Mapping[str, str]
+) -> argparse.Namespace:
+    """Add every key of `args` as a flag, as SAT does, and parse.
+
+    shown: {key: what the help says of it}; the help hides the others.
+    """
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]
     for name in [f.name for f in fields(TrainArguments)] + unused + list(_OTHER_FLAGS):
-        if name in visible:
-            continue
         # Both --train-iters and --train_iters; a name of one word has one spelling.
         flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
-        options: dict[str, typing.Any] = {"help": argparse.SUPPRESS, "dest": f"args.{name}"}
+        help_text = shown.get(name, argparse.SUPPRESS)
+        options: dict[str, typing.Any] = {"help": help_text, "dest": f"args.{name}"}
         kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
         # SAT's switches have no value: the flag alone means true.
         if name in _SWITCHES or bool in kinds:
@@ -349,6 +383,8 @@ def parse_words(parser: Parser, argv: Sequence[str], visible: Sequence[str]) -> 
             typing.get_origin(kind) is list for kind in kinds
         ):
             options["nargs"] = "*"
+        elif name in shown:
+            options["metavar"] = "VALUE"
         parser.add_argument(*flags, **options)
     # Intermixed: overrides may stand before, between and after the options.
     return parser.parse_intermixed_args(list(argv))
@@ -374,14 +410,9 @@ def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
     hints = typing.get_type_hints(TrainArguments)
     values = vars(found)
     behind: list[str] = []
-    overrides = [] if found.seed is None else [f"args.seed={found.seed}"]
-    if values.get("resume") is not None:
-        # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
-        overrides.append(f"args.resume={json.dumps(values['resume'])}")
-    # A flag that is left out sets nothing, so that it does not overwrite a file's value.
-    if values.get("accept_changes"):
-        overrides.append("args.accept_changes=true")
+    overrides: list[str] = []
     for key, value in values.items():
+        # A flag that is left out sets nothing, so that it does not overwrite a file's value.
         if not key.startswith("args.") or value is None:
             continue
         kinds = typing.get_args(hints.get(key[5:])) or (hints.get(key[5:]),)
@@ -392,6 +423,7 @@ def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
             overrides.append(f"{key}=[{', '.join(items)}]")
             behind += moved
         elif isinstance(value, str) and (str in kinds or key[5:] not in hints):
+            # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
             overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
         else:
             overrides.append(f"{key}={str(value).lower() if value is True else value}")
@@ -416,8 +448,8 @@ def _run_config(folder: Path) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
-    """Return the folder of the runs, whether to print JSON, and whether to measure rates."""
+def parse_doctor(argv: Sequence[str]) -> Path:
+    """Return the folder of the runs."""
     parser = Parser(
         prog="cogfast doctor",
         description="List what this machine has and lacks for training, what each gap costs, and the "
@@ -430,14 +462,7 @@ def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
         metavar="DIR",
         help="where runs will be written; default: the current folder",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--bench",
-        action="store_true",
-        help="also measure copies and matrix products, for about 5 seconds",
-    )
-    found = parser.parse_args([*argv])
-    return found.folder, found.json, found.bench
+    return parser.parse_args([*argv]).folder
 
 
 def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
@@ -457,3 +482,77 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     )
     found = parser.parse_args([*argv])
     return found.runs, found.out
+
+
+def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
+    """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
+    parser = Parser(
+        prog="cogfast convert",
+        allow_abbrev=False,
+        description="Convert weights from one format to another. The format of SRC is detected: a SAT "
+        "folder or .pt file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or "
+        "one of its checkpoints, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder).",
+    )
+    parser.add_argument("src", metavar="SRC", help="the weights to convert")
+    parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("sat", "diffusers", "peft"),
+        help="format of DST; peft: adapters alone, as a LoRA file",
+    )
+    parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
+    parser.add_argument(
+        "--merge-lora",
+        nargs="?",
+        const="",
+        metavar="LORA",
+        help="merge these adapters into the weights; without LORA: SRC's own adapters",
+    )
+    parser.add_argument(
+        "--add-lora",
+        metavar="LORA",
+        help="keep these adapters separate beside SRC's weights, as in SAT's LoRA checkpoints",
+    )
+    parser.add_argument(
+        "--lora-alpha",
+        type=float,
+        metavar="X",
+        help="alpha used in training, for files that do not store it (SAT: 1 unless configured; "
+        "CogVideo's diffusers trainer: 64)",
+    )
+    parser.add_argument(
+        "--model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of mp_rank files to write (--to sat)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=lambda name: _DTYPES.get(name, name),
+        choices=tuple(_DTYPES.values()),
+        metavar="{fp32,fp16,bf16}",
+        help="dtype of the written weights; default: that of the source",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read the written weights back and compare each tensor with the source's",
+    )
+    parser.add_argument(
+        "--allow-unexpected", action="store_true", help="leave out tensors with unknown names"
+    )
+    parser.add_argument(
+        "--scaling-factor",
+        type=float,
+        default=None,
+        metavar="X",
+        help="scaling_factor in the diffusers config of a VAE: 1.15258426 for 2B, 0.7 (default) else",
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="print the Python traceback of an error"
+    )
+    found = vars(parser.parse_args(list(argv)))
+    del found["traceback"]
+    return found

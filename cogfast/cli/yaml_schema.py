@@ -1,49 +1,53 @@
 """The JSON schema by which editors complete and check our YAML files: docs/cogfast.schema.json.
 
 `python -m cogfast.cli.option_table` writes it beside docs/options.md. A file may hold a part of a
-configuration, so that nothing is required, and an interpolation ${...} in place of any value.
+configuration, so that nothing is required, and an interpolation ${...} in place of any value. The params of
+a component are completed but not checked here.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cogfast.cli.parameters import parameters_of
-from cogfast.config import sat_network
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import NONE, PLACES
-from cogfast.config.deepspeed_keys import DeepSpeedSection
+from cogfast.config.components import PLACES
+from cogfast.config.deepspeed_keys import LOSS_SCALING, DeepSpeedSection
 from cogfast.config.sat_classes import NETWORKS, TARGETS
+from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
 from cogfast.config.values import is_component_schema, json_schema
 
 _REFERENCE = {"$ref": "#/$defs/reference"}
-# Class of the network's module -> the model of its params
-_MODULES = {
-    "pos_embed_config": {
-        sat_network.POSITION_SINCOS: sat_network.SincosParams,
-        sat_network.POSITION_ROTARY: sat_network.RotaryParams,
-    },
-    "patch_embed_config": {sat_network.PATCH_EMBED: sat_network.PatchParams},
-    "adaln_layer_config": {sat_network.ADALN: sat_network.AdalnParams},
-    "final_layer_config": {sat_network.FINAL_LAYER: sat_network.NoParams},
-    "lora_config": {sat_network.LORA: sat_network.LoraParams},
-}
+# Parameters that the assembly of a run fills in
+_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 
 
 def yaml_schema() -> dict[str, Any]:
     """Return the schema of a YAML file."""
-    components = {"network_config": _network(), "conditioner_config": _conditioner()}
-    for name in COMPONENTS:
-        if name not in components:
-            components[name] = _component(name.removesuffix("_config"))
+    components = {name: _component(name.removesuffix("_config")) for name in COMPONENTS[1:-1]}
+    for (key, _), kind in NETWORK_MODELS.items():
+        if key == VAE_KEY:
+            components["first_stage_config"]["properties"]["params"]["properties"] |= _properties(
+                kind
+            )
+        elif key == NETWORK_KEY:
+            components["network_config"] = _node(list(NETWORKS), _properties(kind))
+    components["conditioner_config"] = _node(
+        [CONDITIONER], {"emb_models": {"type": "array", "items": _component("emb_models")}}
+    )
     sections = {
         "model": _section("model", ModelArguments, components),
         "data": _component("data"),
         "args": _section("args", TrainArguments),
-        "deepspeed": _section("deepspeed", DeepSpeedSection),
+        "deepspeed": _section("deepspeed", DeepSpeedSection, dict.fromkeys(LOSS_SCALING, {})),
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -53,16 +57,13 @@ def yaml_schema() -> dict[str, Any]:
     }
 
 
-def _section(name: str, kind: Any, components: dict[str, Any] | None = None) -> dict[str, Any]:
-    known = {**_properties(kind), **(components or {})}
+def _section(name: str, kind: Any, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    known = {**_properties(kind), **(more or {})}
     for key in (*UNUSED, *ONLY):
         section, _, inner = key.partition(".")
         if section == name and "." not in inner:
             reason = UNUSED.get(key) or ONLY[key][1]
             known[inner] = {"description": f"accepted, not used: {reason}", "deprecated": True}
-    if name == "deepspeed":  # SAT writes these of fp16 at the top
-        known |= {key: {"type": "number"} for key in ("loss_scale", "loss_scale_window")}
-        known |= {key: {"type": "number"} for key in ("hysteresis", "min_loss_scale")}
     return {"anyOf": [_mapping(known), {"type": "null"}]}
 
 
@@ -99,76 +100,26 @@ def _choices(node: dict[str, Any], whole: dict[str, Any]) -> list[dict[str, Any]
     return [plain]
 
 
-def _mapping(known: dict[str, Any], is_closed: bool = True) -> dict[str, Any]:
-    closed = {"additionalProperties": False} if is_closed else {}
-    return {"type": "object", "properties": known, **closed}
+def _mapping(known: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": known, "additionalProperties": False}
 
 
-def _module(classes: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a component that takes these classes, of which each has its params."""
-    known = {name: node for kind in classes.values() for name, node in _properties(kind).items()}
-    for target in classes:
-        known |= _unused(target)
-    parts = {"target": {"enum": list(classes)}, "params": _or_none(_mapping(known))}
-    return {"anyOf": [_mapping(parts), _REFERENCE]}
-
-
-def _or_none(node: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [node, {"type": "null"}, _REFERENCE]}
-
-
-def _unused(target: str) -> dict[str, Any]:
-    """Return the params of SAT's class that are accepted without effect."""
-    name = f"{target.rpartition('.')[2]}."
-    return {
-        key.removeprefix(name): {"description": f"accepted, not used: {why}", "deprecated": True}
-        for key, why in UNUSED.items()
-        if key.startswith(name)
-    }
-
-
-def _network() -> dict[str, Any]:
-    params = {**_properties(sat_network.NetworkParams), **_unused(NETWORKS[0])}
-    inner = {**_properties(sat_network.TransformerArgs), **_unused("transformer_args")}
-    params["transformer_args"] = _or_none(_mapping(inner))
-    params["modules"] = _mapping({name: _module(kinds) for name, kinds in _MODULES.items()})
-    parts = {"target": {"enum": list(NETWORKS)}, "params": _mapping(params)}
-    return _mapping(parts)
-
-
-def _autoencoder() -> dict[str, Any]:
-    """Return the params of SAT's autoencoder."""
-    coder = {**_properties(sat_network.CoderParams), **_unused("encoder_config")}
-    node = _mapping({"target": {"type": "string"}, "params": _or_none(_mapping(coder))})
-    names = ("encoder_config", "decoder_config")
-    known = {**_properties(sat_network.AutoencoderParams), **dict.fromkeys(names, node)}
-    return {**known, "regularizer_config": {"type": "object"}}
-
-
-def _conditioner() -> dict[str, Any]:
-    entry = _component("emb_models")
-    beside = {"is_trainable": False, "input_key": "txt", "ucg_rate": 0.0}
-    entry["properties"] |= {name: {"default": value} for name, value in beside.items()}
-    params = {"emb_models": {"type": "array", "items": entry}, "cor_embs": {}, "cor_p": {}}
-    return _mapping({"target": {"enum": [CONDITIONER]}, "params": _mapping(params)})
+def _node(targets: list[str], params: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a component. Classes of the user's own package have other params."""
+    target = {"anyOf": [{"enum": sorted(targets)}, {"type": "string"}]}
+    known = {"type": ["object", "null"], "properties": params}
+    return {"type": ["object", "null"], "properties": {"target": target, "params": known}}
 
 
 def _component(name: str) -> dict[str, Any]:
     """Return the schema of a component: the classes of its place, and the params of all of them."""
-    place, known = PLACES[name], {}
+    place, params = PLACES[name], {}
     targets = [*place.paths, *(sat for sat, one in TARGETS.items() if one.path in place.paths)]
     for path in place.paths:
         module, _, class_name = path.rpartition(".")
         if module.startswith("cogfast") and class_name != "video_autoencoder_from_sat":
-            known |= _parameters(getattr(importlib.import_module(module), class_name))
-    for target in targets:
-        if target in TARGETS:
-            known |= {**_unused(target), **dict.fromkeys(TARGETS[target].only, {})}
-    if name == "first_stage":
-        known |= _autoencoder()
-    # Classes of the user's own package have other params.
-    target = {"anyOf": [{"enum": sorted({*targets, NONE})}, {"type": "string"}]}
-    return _mapping({"target": target, "params": _or_none(_mapping(known, is_closed=False))})
+            params |= _parameters(getattr(importlib.import_module(module), class_name))
+    return _node(targets, params)
 
 
 def _parameters(kind: Any) -> dict[str, Any]:
@@ -176,7 +127,50 @@ def _parameters(kind: Any) -> dict[str, Any]:
     for parameter, schema, meaning in parameters_of(kind):
         name = parameter.name
         if is_component_schema(schema):
-            found[f"{name}_config"] = _or_none(_component(name))
+            found[f"{name}_config"] = {"anyOf": [_component(name), _REFERENCE]}
         else:
             found[name] = _value({"description": meaning, **schema}, schema)
     return found
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """Return {parameter of the constructor, or field of the dataclass: the comment above it}.
+
+    Python drops comments when it compiles, so they are read from the source.
+    """
+    lines = inspect.getsource(importlib.import_module(kind.__module__)).splitlines()
+    tree = ast.parse("\n".join(lines))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    body = next(node for node in classes if node.name == kind.__name__).body
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = _above(lines, node.lineno)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            found |= {one.arg: _above(lines, one.lineno) for one in arguments}
+    return found
+
+
+def _above(lines: Sequence[str], number: int) -> str:
+    """Return the comment above a line, whose number counts from 1."""
+    first = number - 1
+    while lines[first - 1].strip().startswith("#"):
+        first -= 1
+    text = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : number - 1])
+    # Comments speak Python, and readers of the table write YAML.
+    return re.sub(r"\bNone\b", "null", text)
+
+
+def parameters_of(kind: type) -> Iterator[tuple[inspect.Parameter, dict[str, Any], str]]:
+    """Yield (parameter, JSON schema, meaning) of a constructor, or of a data set's fields."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("cogfast")]
+    meanings: dict[str, str] = {}
+    for base in reversed(bases):
+        meanings |= comments_of(base)
+    call = kind if dataclasses.is_dataclass(kind) else kind.__init__
+    # Defaults from the signature, types from the hints: strings in one, objects in the other.
+    hints = typing.get_type_hints(call, include_extras=True)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name not in _SET_BY_CODE:
+            yield parameter, json_schema(hints[name]), meanings.get(name, "")

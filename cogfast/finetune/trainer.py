@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cogfast.train.trainer
-from cogfast.cli.log_lines import start_logging
+from cogfast.cli.streams import start_logging
 from cogfast.config import Config
 from cogfast.config.json_files import read_json
 from cogfast.config.sat_network import transformer_arguments

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
-import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.cli import doctor, rates
+from cogfast.cli import doctor
 from cogfast.plan.gpus import find_gpu
 
 
@@ -23,15 +21,15 @@ def named(findings: list[doctor.Finding]) -> dict[str, doctor.Finding]:
 
 def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The suite runs here, so training works, and what is found can be compared with the system."""
-    assert main(["doctor", "--folder", str(tmp_path / "runs"), "--json"]) == 0
-    found = {row["what"]: row for row in json.loads(capsys.readouterr().out)}
-    assert not [row for row in found.values() if row["status"] == "error"]
-    assert found["processor"]["found"].startswith(str(len(os.sched_getaffinity(0))))
+    assert main(["doctor", "--folder", str(tmp_path / "runs")]) == 0
+    text = capsys.readouterr().out
+    found = named(doctor.examine(tmp_path / "runs"))
+    assert not [one for one in found.values() if one.status == "error"]
+    assert found["processor"].found.startswith(str(len(os.sched_getaffinity(0))))
     free = shutil.disk_usage(tmp_path).free / 2**30
-    assert float(found["disk"]["found"].split()[0]) == pytest.approx(free, abs=2)
-    assert found["wandb"]["status"] in ("ok", "missing")
-    for row in found.values():  # what is not ok says what it costs and what to do
-        assert row["status"] == "ok" or (row["cost"] and row["fix"]), row
+    assert float(found["disk"].found.split()[0]) == pytest.approx(free, abs=2)
+    for one in found.values():  # what is not ok says what it costs and what to do
+        assert one.status == "ok" or (one.cost in text and f"fix: {one.fix}" in text), one
 
 
 def test_a_package_that_is_absent_or_old_ends_the_command(
@@ -106,10 +104,8 @@ def test_a_gpu_is_described(
 
 def test_small_limits_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    found = named([*doctor._memory(), doctor._limits(), doctor._disk(tmp_path)])
+    found = named([*doctor._shared_memory(), doctor._disk(tmp_path)])
     assert "--shm-size" in found["shared memory"].fix
-    assert found["open files"].fix == "ulimit -n 4096"
     assert found["disk"].status == "note" and "89 GB for 5B" in found["disk"].cost
 
 
@@ -126,29 +122,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(
     [
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
         ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
-        ("NVIDIA H200", 139.8, "h200"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40"),
-        ("NVIDIA L40S", 44.4, "l40s"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "4090"),
         ("Tesla T4", 14.6, None),
     ],
 )
 def test_the_data_sheet_of_a_device(device: str, memory: float, name: str | None) -> None:
     gpu = find_gpu(device, memory)
     assert (gpu and gpu.name) == name
-
-
-def test_a_rate_below_its_data_sheet_is_noted() -> None:
-    good = rates._judge("copy", 3000.0, "GB/s", 3350.0, 0.75)
-    assert (good.status, good.found) == ("ok", "3000 GB/s, 90% of the data sheet's 3350")
-    slow = rates._judge("copy", 2000.0, "GB/s", 3350.0, 0.75)
-    assert slow.status == "note" and "at least 75%" in slow.cost and slow.fix
-    assert rates._judge("copy", 5.0, "GB/s", None, 0.75).status == "ok"
-
-
-@pytest.mark.soak
-def test_rates_of_this_machine() -> None:
-    findings = rates.measure(seconds=0.2)
-    assert len(findings) == 2
-    assert all(float(f.found.split()[0]) > 0 for f in findings)

@@ -12,8 +12,8 @@ import torch
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from safetensors.torch import load_file
 
-from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample
+from cogfast.cli.streams import start_logging
 from cogfast.config import load_config
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer

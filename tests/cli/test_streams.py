@@ -16,7 +16,7 @@ from tests.support.tiny_run import ROOT
 COMMAND = """
 import ctypes, logging, os, sys, time
 import cogfast.__main__ as command
-from cogfast.cli.log_lines import start_logging
+from cogfast.cli.streams import start_logging
 
 def work(arguments):
     start_logging()
@@ -35,41 +35,25 @@ sys.exit(command.main())
 """
 
 
-def start(file: Path, **streams: object) -> subprocess.Popen:
-    command = [sys.executable, "-c", COMMAND, "cache", str(file)]
-    return subprocess.Popen(command, cwd=ROOT, **streams)
-
-
-def go(file: Path) -> None:
-    Path(f"{file}.go").touch()
-
-
-@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("lost", ["stdout", "stderr", "terminal"])
 def test_a_reader_that_ends_does_not_end_the_command(tmp_path: Path, lost: str) -> None:
-    """The reader of a pipe ends first, as in `cogfast train 2>&1 | head`."""
-    file = tmp_path / "end"
-    process = start(file, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for name in ("stdout", "stderr"):
-        if lost == name:
-            getattr(process, name).close()
-    go(file)
-    text = (process.stderr if lost == "stdout" else process.stdout).read().decode()
-    assert process.wait(timeout=30) == 0
-    assert file.read_text() == "True ''"
-    if lost == "stdout":
-        assert text.startswith("line 0\nof a library\nline 1\n")
-    else:
-        assert text == "printed 0\nprinted 1\nprinted 2\n"
-
-
-def test_a_terminal_that_is_closed_does_not_end_the_command(tmp_path: Path) -> None:
-    """Writing to it is an error of input and output (EIO)."""
+    """The reader of a pipe ends first, as in `cogfast train 2>&1 | head`, or a terminal is closed."""
     file = tmp_path / "end"
     terminal, its_end = pty.openpty()
-    process = start(file, stdin=subprocess.DEVNULL, stdout=its_end, stderr=its_end)
-    os.close(terminal)
+    out = its_end if lost == "terminal" else subprocess.PIPE
+    command = [sys.executable, "-c", COMMAND, "cache", str(file)]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+    process = subprocess.Popen(command, cwd=ROOT, **streams)
     os.close(its_end)
-    go(file)
+    os.close(terminal)  # writing to its other end is an error of input and output (EIO)
+    if lost != "terminal":
+        getattr(process, lost).close()
+    Path(f"{file}.go").touch()
+    if lost == "stdout":
+        text = process.stderr.read().decode()
+        assert text.startswith("line 0\nof a library\nline 1\n")
+    elif lost == "stderr":
+        assert process.stdout.read().decode() == "printed 0\nprinted 1\nprinted 2\n"
     assert process.wait(timeout=30) == 0
     assert file.read_text() == "True ''"
 
@@ -78,7 +62,7 @@ def test_a_terminal_that_is_closed_does_not_end_the_command(tmp_path: Path) -> N
 def test_streams_that_are_closed_at_the_start(tmp_path: Path, closed: str) -> None:
     """Files that the command opens do not take their place."""
     file = tmp_path / "end"
-    go(file)
+    Path(f"{file}.go").touch()
     done = subprocess.run(
         ["bash", "-c", f'"$@" {closed}', "-", sys.executable, "-c", COMMAND, "cache", str(file)],
         cwd=ROOT,
