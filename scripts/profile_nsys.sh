@@ -1,5 +1,5 @@
 #! /bin/bash
-# Profile a few training steps with NVIDIA's Nsight Systems and print where the time goes. Arguments are
+# Profile three training steps with NVIDIA's Nsight Systems and print where the time goes. Arguments are
 # passed on to `cogfast train`; the run ends after the last profiled step:
 #   scripts/profile_nsys.sh --base configs/cogvideox_2b.yaml configs/sft.yaml args.load=...
 #   NPROC=8 START=20 OUT=runs/5b scripts/profile_nsys.sh --base ...

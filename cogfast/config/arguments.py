@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
+from annotated_types import Len
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
@@ -21,7 +22,11 @@ FolderLayout = Literal["cogfast", "finetune"]
 PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
-Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames, channels
+Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames
+Share = Annotated[float, Range(0, 1)]
+# The lower limits stand for "above 0".
+Hours = Annotated[float, Range(1e-6, 10**6)]
+Gibibytes = Annotated[float, Range(1e-6, 10**6)]
 Moments = Literal["fp32", "8bit"]
 ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
 EmaDevice = Literal["device", "cpu"]
@@ -35,16 +40,8 @@ DiffusersSchedule = Literal[
     "polynomial",
 ]
 Schedule = Literal["sat", DiffusersSchedule]
-# Key of args -> the key of the deepspeed section that sets the same; sections.settle_pairs says which wins
-PAIRS = {
-    "batch_size": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "bf16": "bf16.enabled",
-    "fp16": "fp16.enabled",
-    "zero_stage": "zero_optimization.stage",
-    "lr": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-}
+# SAT's key of the network; args.checkpoint_activations replaces it.
+_RECOMPUTE = "network_config.params.transformer_args.checkpoint_activations"
 # First key of each group of `args` -> the group's heading in docs/options.md
 GROUPS = {
     "experiment_name": "run and weights",
@@ -54,8 +51,6 @@ GROUPS = {
     "eval_interval": "evaluation",
     "force_inference": "sampling",
 }
-# With args.mode=inference, args.batch_size is the number of videos per prompt.
-TRAINING_PAIRS = ("batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -93,12 +88,10 @@ class TrainArguments:
     """passes over the data, in place of train_iters"""
     exit_interval: Count | None = None
     """save and stop at the next multiple of this many steps"""
-    max_hours: float | None = None
+    max_hours: Hours | None = None
     """hours since the process started, after which the run saves and stops, within two steps"""
     save_interval: Count | None = 5000
     """steps between checkpoints; null: save only at the end"""
-    verify_checkpoints: bool = True
-    """compare the checksums of a checkpoint when resuming"""
     export: Literal["none", "last", "all"] = "none"
     """checkpoints that also hold files which diffusers loads: pytorch_lora_weights.safetensors of
     LoRA runs; transformer/ and, with EMA, transformer_ema/ of others, in the run's precision. last:
@@ -110,8 +103,6 @@ class TrainArguments:
     """number of latest checkpoints to keep; 0 keeps all"""
     log_interval: Count = 20
     """steps between lines of the log and of metrics.jsonl"""
-    summary_dir: str | None = None
-    """parent of the TensorBoard folders, one per run; null: inside the run folder"""
     wandb: bool = False
     """also log to Weights & Biases"""
     wandb_project_name: str = "default_project"
@@ -119,17 +110,13 @@ class TrainArguments:
     deterministic: bool = False
     """bitwise reproducible on a GPU, slower"""
     profiling: Annotated[int, Range(-1, 10**9)] | None = None
-    """profile after this many steps (SAT's key); null or -1: never"""
-    profiling_steps: Annotated[int, Range(1, 1000)] = 3
-    """number of steps to profile"""
-    profiling_blocks: bool = False
-    """also record a range for every block of the network"""
+    """profile three steps after this many steps (SAT's key); null or -1: never"""
 
     train_data: list[str] = field(default_factory=list)
     """sources of training data: folders, manifests or shards, as data.target reads them"""
     valid_data: list[str] = field(default_factory=list)
     """sources of held-out data"""
-    train_data_weights: list[float] | None = None
+    train_data_weights: list[Annotated[float, Range(0, 10**6)]] | None = None
     """how often an epoch reads each source of train_data"""
     split: str = "1,0,0"
     """shares for training, validation and test if valid_data is empty"""
@@ -150,9 +137,7 @@ class TrainArguments:
     """batches that each worker decodes ahead"""
     decode_timeout: Annotated[float, Range(0, 10**6)] = 120.0
     """seconds to read one sample; 0: no limit"""
-    check_videos: bool = True
-    """read the headers of all videos before training"""
-    max_bad_fraction: float = 0.05
+    max_bad_fraction: Share = 0.05
     """fraction of unreadable samples above which the run stops"""
 
     batch_size: Batch = 1
@@ -214,10 +199,9 @@ class TrainArguments:
     """memory of the averaged (EMA) weights of FusedEmaAdam, 4 bytes per trained parameter, divided
     by the data-parallel ranks. cpu: in host memory, updated over PCIe while the next step computes,
     with the same numbers"""
-    max_nonfinite_steps: Count = 20
-    """consecutive steps that may be skipped because of non-finite gradients"""
     nonfinite: Literal["skip", "stop"] = "skip"
-    """after a loss or gradient that is not finite: skip its step; stop: save and end the run"""
+    """after a loss or gradient that is not finite: skip its step, at most 20 in a row; stop: save and
+    end the run"""
 
     lr: Annotated[float, Range(0, 1000)] = 1.0e-4
     """peak learning rate, the same as deepspeed.optimizer.params.lr"""
@@ -238,13 +222,13 @@ class TrainArguments:
     """decay of lr_schedule=sat; exponential does not decay, as in SAT"""
     lr_decay_iters: Count | None = None
     """steps of the decay of lr_schedule=sat; null: all steps"""
-    lr_decay_ratio: float = 0.1
+    lr_decay_ratio: Share = 0.1
     """final over peak learning rate of lr_schedule=sat with lr_decay_style=cosine"""
-    warmup: Annotated[float, Range(0, 1)] = 0.01
+    warmup: Share = 0.01
     """length of the warm-up as a fraction of all steps"""
     warmup_steps: Annotated[int, Range(0, 10**9)] | None = None
     """length of the warm-up in steps; if set, replaces warmup"""
-    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.0
+    min_lr_ratio: Share = 0.0
     """final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and
     polynomial; polynomial ends at 1e-7 or above"""
 
@@ -275,10 +259,6 @@ class TrainArguments:
     """sampling steps of these videos; null: the sampler's own number"""
     eval_with_ema: bool = True
     """evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them"""
-    log_videos: bool = True
-    """copy sampled videos to W&B, with args.wandb"""
-    eval_timestep_bands: Annotated[int, Range(1, 1000)] = 4
-    """number of timestep bands with a separate training loss and held-out loss"""
 
     force_inference: bool = False
     """sample even if the weights are incomplete or missing"""
@@ -291,9 +271,7 @@ class TrainArguments:
     """file with one prompt or prompt@@image per line"""
     output_dir: str = "samples"
     """folder of the sampled videos"""
-    latent_channels: Size | None = None
-    """channels of the sampled latents; null: the network's out_channels"""
-    sampling_image_size: list[Size] | None = None
+    sampling_image_size: Annotated[list[Size], Len(2, 2)] | None = None
     """rows, columns in pixels; null: the training size"""
     sampling_num_frames: Size | None = None
     """length in latent frames; null: the training length"""
@@ -301,25 +279,18 @@ class TrainArguments:
     """frames per second of the files; null: that of the training data, or SAT's 8"""
     only_save_latents: bool = False
     """save latents without decoding them"""
-    vae_memory_gib: float | None = None
+    vae_memory_gib: Gibibytes | None = None
     """GiB that the autoencoder may take to encode clips or decode a video; null: the free memory"""
 
     @classmethod
     def from_config(cls, config: Config) -> TrainArguments:
-        """Build the arguments from a checked configuration.
-
-        The deepspeed section has the values that settle_pairs chose, and those that were set later.
-        """
+        """Build the arguments from a checked configuration."""
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in to_dict(config.args).items() if k in known}
-        deepspeed = to_dict(config.deepspeed)
-        is_training = values.get("mode") != "inference"
-        for name in PAIRS:
-            value = deepspeed_value(deepspeed, name)
-            if value is not None and (is_training or name not in TRAINING_PAIRS):
-                values[name] = value
         if values.get("activation_checkpointing") is None:
-            values["activation_checkpointing"] = "auto" if _asks_to_recompute(config) else "none"
+            asks = values.get("checkpoint_activations")
+            asks = OmegaConf.select(config.model, _RECOMPUTE) if asks is None else asks
+            values["activation_checkpointing"] = "auto" if asks else "none"
         if values.get("train_iters") is None and values.get("epochs") is None:
             values["train_iters"] = 10000  # SAT's default
         return validated(values, cls, "args")
@@ -345,13 +316,13 @@ class ModelArguments:
     """latents = scale_factor * output of the first stage"""
     latent_input: bool = False
     """batches hold first-stage latents instead of pixels"""
-    en_and_decode_n_samples_a_time: int | None = None
+    en_and_decode_n_samples_a_time: Batch | None = None
     """samples per first-stage call; null: all"""
     noised_image_input: bool = False
     """image-to-video: the latents of the first frame, with a little noise, are a part of the input"""
     noised_image_all_concat: bool = False
     """concatenate the image latents to every frame, not only the first"""
-    noised_image_dropout: float = 0.0
+    noised_image_dropout: Share = 0.0
     """fraction of samples trained without the image"""
     image_latent_scale: ImageLatentScale = "trainer"
     """scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as
@@ -371,22 +342,8 @@ class ModelArguments:
         return validated(values, cls, "model")
 
 
-def deepspeed_value(section: Mapping[str, Any], name: str) -> Any:
-    """Return the value of the deepspeed section for a key of PAIRS; None if it has none."""
-    # A section that has one precision says that the other one is off, as in SAT.
-    if name in ("bf16", "fp16") and {"bf16", "fp16"} & set(section):
-        return bool(select(section, PAIRS[name]))
-    return select(section, PAIRS[name])
-
-
 def select(node: Any, key: str) -> Any:
     """Return the value at a dotted key of nested mappings; None if there is none."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
-
-
-def _asks_to_recompute(config: Config) -> bool:
-    """Read SAT's key of the network, which args.checkpoint_activations overwrites if it is set."""
-    key = "network_config.params.transformer_args.checkpoint_activations"
-    return bool(OmegaConf.select(config.model, key, default=False))

@@ -15,7 +15,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import traceback
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 
 from cogfast.config.merged_config import SECTIONS, to_dict
-from cogfast.config.sat_classes import REFUSED, TARGETS, SatClass
+from cogfast.config.sat_classes import TARGETS, SatClass
 from cogfast.config.values import (
     KeyProblem,
     check_keys,
@@ -55,6 +54,8 @@ class Place:
         return (*(f"{self.module}.{name}" for name in self.names), *self.others)
 
 
+# torch's optimizers for dense gradients that step without a closure
+_OPTIMIZERS = "AdamW Adam Adafactor Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 PLACES: dict[str, Place] = {
     "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
     "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),
@@ -97,20 +98,7 @@ PLACES: dict[str, Place] = {
     "optimizer": Place(
         "optimizer",
         "torch.optim",
-        (
-            "AdamW",
-            "Adam",
-            "Adafactor",
-            "Adagrad",
-            "Adadelta",
-            "Adamax",
-            "ASGD",
-            "NAdam",
-            "RAdam",
-            "RMSprop",
-            "Rprop",
-            "SGD",
-        ),
+        tuple(_OPTIMIZERS.split()),
         ("cogfast.kernels.fused_ema_adam.FusedEmaAdam",),
     ),
 }
@@ -177,22 +165,9 @@ def instantiate(
     try:
         return target(**built, **given)
     except (TypeError, ValueError) as error:
-        text = str(error)
-        if not where or text.startswith(_SECTIONS) or not _is_refusal(error, target):
+        if not where or str(error).startswith(_SECTIONS):
             raise
-        raise KeyProblem(where, f"{where}: {text}") from error
-
-
-def _is_refusal(error: TypeError | ValueError, target: Callable) -> bool:
-    """Return whether the call, the module or a constructor of `target` raised the error.
-
-    Errors from deeper inside need their traceback. `--traceback` shows it for all.
-    """
-    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    bases = target.__mro__ if inspect.isclass(target) else ()
-    constructors = [getattr(base.__init__, "__code__", None) for base in bases]
-    module = last.f_globals.get("__name__")
-    return module in (__name__, target.__module__) or last.f_code in constructors
+        raise KeyProblem(where, f"{where}: {error}") from error  # --traceback shows where
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:
@@ -285,8 +260,6 @@ def _arguments(
     path, key = node["target"], join(where, "target")
     where_params = join(where, "params")
     params = check_mapping(where_params, node.get("params"))
-    if path in REFUSED:
-        raise KeyProblem(key, f"{key}={path}: {REFUSED[path]}")
     sat = TARGETS.get(path)
     target = import_target(path, key, allow_import, place_of(where))
     if sat:

@@ -1,19 +1,16 @@
-"""The keys of DeepSpeed's configuration that cogfast passes on, and "auto" values.
-
-transformers and accelerate write "auto" where one of their own options has the value.
-"""
+"""The `deepspeed` section of a file: its keys, and what of it is kept in `args`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from cogfast.config.arguments import Batch, TrainArguments
-from cogfast.config.merged_config import DEFAULT
-from cogfast.config.values import Model, Range, problem_of
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, move_origin
+from cogfast.config.values import KeyProblem, Model, Range, join, problem_of, show
 
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
 _MOST_BF16_SUMMANDS = 4
@@ -79,110 +76,125 @@ class DeepSpeedSection(Model):
     """log the time of each phase of a step"""
 
 
-# Top-level keys that DeepSpeed knows but cogfast does not support, with what to do instead.
+# Top-level keys of DeepSpeed that have another key or a file in their place
 REFUSED_DEEPSPEED: dict[str, str] = {
     "amp": "apex mixed precision is not used; enable bf16 or fp16",
     "torch_autocast": "bf16 and fp16 set the precision; enable one of them",
     "tensorboard": "TensorBoard logs are always written to the run folder; remove it",
     "wandb": "set args.wandb=true",
     "csv_monitor": "metrics are always written to metrics.jsonl in the run folder; remove it",
-    "curriculum_learning": "not in this version; remove it",
-    "data_efficiency": "not in this version; remove it",
-    "elasticity": "checkpoints load at any world size; remove it",
-    "autotuning": "not in this version; remove it",
-    "compression_training": "not in this version; remove it",
-    "sparse_attention": "not in this version; remove it",
-    "sparse_gradients": "no embedding of the network has sparse gradients; remove it",
-    "pipeline": "not in this version; remove it",
     "tensor_parallel": "set args.model_parallel_size",
     "checkpoint": "DeepSpeed does not write the checkpoints; use args.save_interval and keep_last",
-    "compile": "torch.compile is not in this version; remove it",
     "flops_profiler": "the log has TFLOP/s; remove it, or set args.profiling",
-    "comms_logger": "not in this version; remove it, or set args.profiling",
-    "timers": "not in this version; remove it, or set args.profiling",
-    "aio": "DeepSpeed's own values are used; remove it",
-    "memory_breakdown": "not in this version; remove it",
-    "dump_state": "not in this version; remove it",
-    "disable_allgather": "not in this version; remove it",
-    "disable_python_gc": "not in this version; remove it",
-    "log_level": "not in this version; remove it",
 }
-
-AUTO = "auto"
-_ADAM = ("adam", "adamw")
-# Key of deepspeed -> key of args that has the value
-_FROM_ARGS = {
+# Key of the section -> key of args in which its value is kept. args.mode=inference has no use for
+# the first two: there args.batch_size is the number of videos per prompt.
+FOLDED = {
     "train_micro_batch_size_per_gpu": "batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "zero_optimization.stage": "zero_stage",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
 }
-_CLIPPING = 1.0  # accelerate's value for "auto", and DeepSpeed's default
-# Param of DeepSpeed's Adam and AdamW -> its default
-_ADAM_DEFAULTS = {"betas": [0.9, 0.999], "eps": 1e-8}
-# Key of zero_optimization -> its value for a width of tokens, as in transformers and accelerate
-_FROM_WIDTH: dict[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda width: width * width,
-    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
-    "stage3_param_persistence_threshold": lambda width: 10 * width,
-}
+_OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_AUTO = "auto"
+# SAT's sft.yaml puts these at the top of the section, but DeepSpeed reads them in fp16.
+LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
-def fill_auto(config: dict[str, Any], origins: dict[str, str]) -> None:
-    """Replace every "auto" of the deepspeed section, or remove it where DeepSpeed's default applies.
+def prepare(section: dict[str, Any], origins: dict[str, str]) -> None:
+    """Move keys to where DeepSpeed reads them, and take out "auto". Updates both arguments.
 
-    Updates both arguments. The args section has its defaults already. An origin names the key that
-    a value comes from.
+    Where a file says "auto", args has the value, or DeepSpeed's default applies. The norm of gradients
+    is clipped at 1, as accelerate does.
     """
-    section, args = config.get("deepspeed") or {}, config["args"]
-    found: dict[str, tuple[Any, str]] = {}  # dotted key -> (value, where it comes from)
-    for key, name in _FROM_ARGS.items():
-        found[key] = (args[name], f"args.{name}")
-    found["gradient_clipping"] = (_CLIPPING, "auto")
-    optimizer = _mapping(section.get("optimizer"))
-    for name in ("lr", "weight_decay"):
-        found[f"optimizer.params.{name}"] = (args[name], f"args.{name}")
-    if str(optimizer.get("type")).lower() in _ADAM:
-        for name, value in _ADAM_DEFAULTS.items():
-            found[f"optimizer.params.{name}"] = (value, "auto")
-    network = _mapping(_mapping(config["model"].get("network_config")).get("params"))
-    width = network.get("hidden_size")
-    if isinstance(width, int):
-        for name, rule in _FROM_WIDTH.items():
-            found[f"zero_optimization.{name}"] = (rule(width), "auto: hidden_size")
-    is_set = any(origins.get(f"args.{name}", DEFAULT) != DEFAULT for name in ("bf16", "fp16"))
-    for name in ("bf16", "fp16"):
-        if is_set:
-            found[f"{name}.enabled"] = (args[name], f"args.{name}")
-        elif _mapping(section.get(name)).get("enabled") == AUTO:
-            # The section is removed: then the dtype of the weights decides.
-            _forget(section, name, f"deepspeed.{name}", origins)
-    _replace(section, "", found, origins)
+    for name in LOSS_SCALING:
+        if name in section:
+            value, fp16 = section.pop(name), section.setdefault("fp16", {})
+            if isinstance(fp16, dict) and name not in fp16:
+                fp16[name] = value
+                move_origin(origins, f"deepspeed.{name}", f"deepspeed.fp16.{name}")
+    zero = section.get("zero_optimization")
+    if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool):
+        is_offloaded = zero.pop("cpu_offload")
+        if is_offloaded and "offload_optimizer" not in zero:
+            zero["offload_optimizer"] = {"device": "cpu"}  # DeepSpeed's replacement of the key
+            where = "deepspeed.zero_optimization"
+            move_origin(origins, f"{where}.cpu_offload", f"{where}.offload_optimizer.device")
+    if section.get("gradient_clipping") == _AUTO:
+        section["gradient_clipping"] = 1.0
+    _remove_auto(section, "deepspeed", origins)
 
 
-def _replace(
-    node: dict[str, Any],
-    where: str,
-    found: Mapping[str, tuple[Any, str]],
-    origins: dict[str, str],
-) -> None:
+def _remove_auto(node: dict[str, Any], where: str, origins: dict[str, str]) -> None:
     for name, value in list(node.items()):
-        key = f"{where}{name}"
-        # The scheduler is not used at all.
-        if isinstance(value, dict) and key != "scheduler":
-            _replace(value, f"{key}.", found, origins)
-        elif value == AUTO and key in found:
-            node[name], origins[f"deepspeed.{key}"] = found[key]
-        elif value == AUTO:
-            _forget(node, name, f"deepspeed.{key}", origins)
+        key = join(where, name)
+        if isinstance(value, dict):
+            _remove_auto(value, key, origins)
+        elif value == _AUTO:
+            del node[name]
+            origins.pop(key, None)
 
 
-def _forget(node: dict[str, Any], name: str, key: str, origins: dict[str, str]) -> None:
-    del node[name]
-    for old in [old for old in origins if old == key or old.startswith(f"{key}.")]:
-        del origins[old]
+def fold(config: dict[str, Any], origins: dict[str, str]) -> dict[str, str]:
+    """Move the values of FOLDED from the deepspeed section to args. Updates both arguments.
+
+    The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
+    two words of the command line, must not contradict each other. Returns the keys of args that
+    a file sets in vain, with the reason.
+    """
+    args, section = config["args"], config.get("deepspeed") or {}
+    found: dict[str, tuple[Any, str]] = {}  # key of the section -> (value, its origin)
+    for key in FOLDED:
+        if args["mode"] == "inference" and key in _OF_TRAINING:
+            continue
+        value = _take(section, key.split("."))
+        if value is not None:
+            found[key] = (value, find_origin(origins, f"deepspeed.{key}"))
+            origins.pop(f"deepspeed.{key}", None)
+    for key, rival in (("bf16.enabled", "fp16.enabled"), ("fp16.enabled", "bf16.enabled")):
+        # A section that has one precision switches the other one off.
+        if found.get(rival, (False,))[0] and key not in found:
+            found[key] = (False, found[rival][1])
+    unused, defaults = {}, TrainArguments()
+    for inner, (value, there) in found.items():
+        name, other = FOLDED[inner], f"deepspeed.{inner}"
+        key, before = f"args.{name}", args[name]
+        here = origins.get(key, DEFAULT)
+        if value == before or _level(here) > _level(there):
+            origins[key] = there if here == DEFAULT else here
+            continue
+        # A run's own file contains the defaults, too.
+        is_meant = here != DEFAULT and (_level(here) > 0 or before != getattr(defaults, name))
+        if is_meant and _level(here) == _level(there):
+            if here != there or _level(here) > 0:
+                of = "" if here == there else f" in {there}"
+                text = f"{key}={show(before)}, but {other}={show(value)}{of}; change one of them"
+                hint = "" if _level(here) else ", or set one on the command line"
+                raise KeyProblem(key, text + hint)
+            unused[key] = f"{other}={show(value)} takes precedence in a file"
+        args[name], origins[key] = value, there
+    return unused
 
 
-def _mapping(node: object) -> dict[str, Any]:
-    return node if isinstance(node, dict) else {}
+def _level(origin: str) -> int:
+    """Return 2 for key=value words, 1 for options of `cogfast finetune`, 0 for files and defaults."""
+    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))
+
+
+def _take(node: Any, path: list[str]) -> Any:
+    """Remove a value from nested mappings, and the mappings that are empty then; None without one."""
+    name, *inner = path
+    if not isinstance(node, dict) or name not in node:
+        return None
+    if not inner:
+        return node.pop(name)
+    value = _take(node[name], inner)
+    if node[name] == {}:
+        del node[name]
+    return value
 
 
 def check_own_sections(section: Mapping[str, Any]) -> None:

@@ -1,35 +1,30 @@
 """Reads JSON from untrusted sources: downloaded folders, other tools, damaged files.
 
-The content is checked against a type before use (config/validation.py). Every failure is a ValueError of
+The content is checked against a type before use (values.py). Every failure is a ValueError of
 one line: file, key, value, rule, fix. A dataclass ignores unknown keys; `keys` makes the type of a
 mapping that keeps them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import stat
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, FailFast, WithJsonSchema
+from pydantic_core import from_json
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
 
-from cogfast.config.values import KeyProblem, Range, validated
+from cogfast.config.values import KeyProblem, Range, cut, printable, validated
 
-# Limits. The index of a model with a million tensors is smaller than 64 MiB.
+# Limit. The index of a model with a million tensors is smaller than 64 MiB.
 MOST_BYTES = 64 << 20  # of a file
-MOST_NESTED = 32  # levels of lists and mappings
 _MOST_NAME = 1024  # bytes of a relative path
 _MOST_PART = 240  # bytes of one path component; file systems allow 255, and suffixes are added
 _MOST_SHOWN = 100  # characters of a value or a key in a message
-_MOST_BITS = 1024  # of an integer; the largest float has as many
-_TOO_LARGE = "a number beyond the range of floats"
 _AGAIN = "copy it again"
 
 
@@ -87,17 +82,9 @@ def read_json(
 def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) -> Any:
     """Parse JSON text that is part of another file, as read_json does. where: names it in errors."""
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_mapping, parse_constant=_no_number)
-        _walk(value)
-    except RecursionError:
-        text = f"its values are nested more than {MOST_NESTED} levels deep"
-        raise _error(where, text, fix) from None
-    except UnicodeDecodeError as error:
-        raise _error(where, f"damaged: byte {error.start} is not UTF-8 text", fix) from None
-    except (
-        ValueError
-    ) as error:  # JSONDecodeError, integers of too many digits, and the errors of the hooks below
+        value = from_json(text, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e999 was read as infinity
+    except ValueError as error:
         raise _error(where, f"damaged JSON ({brief(str(error))})", fix) from None
     return check(value, schema, where, fix, text)
 
@@ -112,7 +99,7 @@ def check(
     try:
         return validated(value, schema, text=text)
     except KeyProblem as error:
-        line = _printable(" ".join(str(error).removesuffix("; set it").split()))
+        line = printable(" ".join(str(error).removesuffix("; set it").split()))
         raise _error(where, line, fix) from None
 
 
@@ -151,53 +138,8 @@ def read_name(path: str | Path) -> str:
 def brief(text: str) -> str:
     """Shorten a value or message to one printable line."""
     # Cut first: the value may have gigabytes.
-    text = " ".join(text[: 4 * _MOST_SHOWN].split())
-    text = _printable(text)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
-
-
-def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in line)
+    return cut(printable(" ".join(cut(text, 4 * _MOST_SHOWN).split())), _MOST_SHOWN)
 
 
 def _error(where: str, text: str, fix: str) -> ValueError:
     return ValueError(f"{where}: {text}; {fix}")
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Python keeps the last of equal keys; another reader of the file may keep the first.
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"key {brief(twice)} occurs twice")
-    return found
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _walk(value: object) -> None:
-    """Refuse what json accepts: deep nesting, infinite numbers (1e999), unpaired surrogates."""
-    # Breadth first with a list per level: recursion would overflow on the nesting it looks for.
-    level: list[Any] = [value]
-    for depth in itertools.count():
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                if not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
-                    raise ValueError("a string with an unpaired surrogate")
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise ValueError(_TOO_LARGE)
-            elif isinstance(item, int):
-                if item.bit_length() > _MOST_BITS:
-                    raise ValueError(_TOO_LARGE)
-            elif isinstance(item, dict | list):
-                if depth == MOST_NESTED:
-                    raise RecursionError
-                below += item
-                below += item.values() if isinstance(item, dict) else ()
-        if not below:
-            return
-        level = below

@@ -17,10 +17,10 @@ import yaml
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.arguments import PAIRS
 from cogfast.config.components import resolve
+from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
-from cogfast.config.sections import check_sections, complete_sections, settle_pairs
+from cogfast.config.sections import check_sections, complete_sections
 from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
@@ -77,7 +77,7 @@ def load_config(
         plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)
-        unused = check_sections(plain, origins, tuple(allow_import)) | settle_pairs(plain, origins)
+        unused = check_sections(plain, tuple(allow_import)) | fold(plain, origins)
     except OmegaConfBaseException as error:
         key, what = error.full_key or "", str(error).splitlines()[0]
         raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None
@@ -92,18 +92,11 @@ def load_config(
 
 
 def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
-    """Return the configuration with these `key=value` words, which are not checked again.
-
-    A word that sets a key of the deepspeed section sets its pair in `args`, too.
-    """
-    pairs = {f"deepspeed.{inner}": f"args.{name}" for name, inner in PAIRS.items()}
+    """Return the configuration with these `key=value` words, which are not checked again."""
     merged, origins = OmegaConf.create(config.sections()), dict(config.origins)
     assert isinstance(merged, DictConfig), "a mapping of sections"
     for word in words:
         _override(merged, word, origins, origin)
-        key, equals, text = word.partition("=")
-        if key in pairs:
-            _override(merged, pairs[key] + equals + text, origins, origin)
     sections = {name: merged[name] for name in SECTIONS}
     return dataclasses.replace(config, **sections, origins=origins)
 

@@ -1,7 +1,6 @@
 """Maps SAT's class paths and keys to cogfast's.
 
-TARGETS maps class paths. REFUSED lists classes that are not supported and what to use instead.
-UNUSED (sat_unused.py) lists keys that are accepted without effect. Source: CogVideo's sat/ folder
+TARGETS maps class paths; other classes are refused (components.py). UNUSED (sat_unused.py) lists keys that are accepted without effect. Source: CogVideo's sat/ folder
 (tag v1.0 and main) and SwissArmyTransformer's sat/arguments.py.
 """
 
@@ -10,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cogfast.config.sat_network import (
-    LORA,
-    PATCH_EMBED,
-    POSITION_ROTARY,
-    POSITION_SINCOS,
-    autoencoder_arguments,
-    network_arguments,
-)
+from cogfast.config.sat_network import autoencoder_arguments, network_arguments
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import KeyProblem, join, show
 
@@ -62,7 +54,6 @@ class SatClass:
         return kept
 
 
-_VIDEO_SCALING = SatClass(path="cogfast.diffusion.denoiser.VideoScaling")
 _TABLE = {"do_append_zero": False, "flip": True}  # the table that idx indexes
 _DENOISER = SatClass(
     path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
@@ -118,8 +109,9 @@ TARGETS: dict[str, SatClass] = {
     ),
     f"{_DIFFUSION}.denoiser.DiscreteDenoiser": _DENOISER,
     "cogfast.diffusion.denoiser.DiscreteDenoiser": _DENOISER,
-    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": _VIDEO_SCALING,
-    "cogfast.diffusion.denoiser_scaling.VideoScaling": _VIDEO_SCALING,  # path of earlier versions
+    f"{_DIFFUSION}.denoiser_scaling.VideoScaling": SatClass(
+        path="cogfast.diffusion.denoiser.VideoScaling"
+    ),
     f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization": SatClass(
         path=f"{_SCHEDULES}.ZeroSNRDDPMDiscretization"
     ),
@@ -156,77 +148,6 @@ TARGETS: dict[str, SatClass] = {
     "data_video.VideoDataset": SatClass(
         path="cogfast.data.datasets.VideoShards", arguments=_shard_arguments
     ),
-    # paths of earlier versions of cogfast
-    "cogfast.data.video_shards.VideoShards": SatClass(path="cogfast.data.datasets.VideoShards"),
     "sat.ops.FusedEmaAdam": _FUSED_EMA_ADAM,
     "sat.ops.fused_ema_adam.FusedEmaAdam": _FUSED_EMA_ADAM,
-}
-
-_USE_VIDEO_SAMPLER = (
-    "upstream's does not run with a CogVideoX schedule; use "
-    f"{_DIFFUSION}.sampling.VPSDEDPMPP2MSampler, VPODEDPMPP2MSampler or VideoDDIMSampler"
-)
-_INSIDE_NETWORK = "is allowed in network_config.params.modules only; move it there"
-_USE_KL_VAE = "only the 3D VAE of CogVideoX is read; use vae_modules.autoencoder.VideoAutoencoderInferenceWrapper"
-
-# class path -> why it is refused and what to use instead
-REFUSED: dict[str, str] = {
-    **{
-        f"{home}.{name}": (
-            "it scales by sigma, and CogVideoX is noised and sampled by sqrt(alpha_bar); use "
-            f"{_DIFFUSION}.denoiser_scaling.VideoScaling"
-        )
-        for home in (f"{_DIFFUSION}.denoiser_scaling", "cogfast.diffusion.denoiser_scaling")
-        for name in ("EpsScaling", "VScaling", "VScalingWithEDMcNoise", "EDMScaling")
-    },
-    **{
-        f"{home}.{name}": (
-            "no CogVideoX model is sampled with it; use "
-            f"{_DIFFUSION}.sampling_utils.NoDynamicThresholding or StaticThresholding"
-        )
-        for home in (f"{_DIFFUSION}.sampling_utils", _GUIDERS)
-        for name in ("DynamicThresholding", "DynamicThresholdingV1", "DynamicThresholdingV2")
-    },
-    **{
-        f"{_DIFFUSION}.sampling.{name}": _USE_VIDEO_SAMPLER
-        for name in (
-            "EDMSampler",
-            "DDIMSampler",
-            "AncestralSampler",
-            "LinearMultistepSampler",
-            "EulerEDMSampler",
-            "HeunEDMSampler",
-            "EulerAncestralSampler",
-            "SdeditEDMSampler",
-            "DPMPP2SAncestralSampler",
-            "DPMPP2MSampler",
-            "SDEDPMPP2MSampler",
-            "Image2VideoDDIMSampler",
-            "VideoDDPMSampler",
-        )
-    },
-    **dict.fromkeys(
-        (
-            f"{_DIFFUSION}.discretizer.EDMDiscretization",
-            f"{_DIFFUSION}.discretizer.LegacyDDPMDiscretization",
-            f"{_SCHEDULES}.LegacyDDPMDiscretization",
-        ),
-        "its sigmas do not fit the discrete denoiser; use "
-        f"{_DIFFUSION}.discretizer.ZeroSNRDDPMDiscretization",
-    ),
-    f"{_DIFFUSION}.denoiser.Denoiser": f"use {_DIFFUSION}.denoiser.DiscreteDenoiser",
-    f"{_DIFFUSION}.loss.StandardDiffusionLoss": f"use {_DIFFUSION}.loss.VideoDiffusionLoss",
-    **{
-        f"{_DIFFUSION}.sigma_sampling.{name}": (
-            "it draws sigmas that the discrete denoiser has no entry for; use "
-            f"{_DIFFUSION}.sigma_sampling.DiscreteSampling"
-        )
-        for name in ("EDMSampling", "PartialDiscreteSampling")
-    },
-    "sgm.models.autoencoder.AutoencoderKL": _USE_KL_VAE,
-    "sgm.models.autoencoder.AutoencodingEngine": _USE_KL_VAE,
-    POSITION_SINCOS: _INSIDE_NETWORK,
-    POSITION_ROTARY: _INSIDE_NETWORK,
-    PATCH_EMBED: _INSIDE_NETWORK,
-    LORA: _INSIDE_NETWORK,
 }

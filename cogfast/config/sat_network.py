@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen
@@ -219,11 +219,9 @@ class CoderParams(Model):
     """residual blocks per level"""
     ch_mult: list[Annotated[int, Range(1, 16)]]
     """channels of each level in multiples of ch"""
-    double_z: bool = True
-    """the encoder returns mean and variance; only true"""
-    temporal_compress_times: Annotated[int, Range(1, 64)] = 4
-    """pixel frames per latent frame; only 4"""
     # one legal value, that of CogVideoX
+    double_z: Literal[True] = True
+    temporal_compress_times: Annotated[int, Range(4, 4)] = 4
     attn_resolutions: Annotated[list, MaxLen(0)] = []
     resamp_with_conv: Literal[True] = True
     pad_mode: Literal["first"] = "first"
@@ -404,27 +402,7 @@ def autoencoder_sizes(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) ->
     """
     from cogfast.core.shapes import TEMPORAL_COMPRESSION  # here, since it imports torch
 
-    encoder, decoder = (dict(c.get("params", c)) for c in (encoder, decoder))
-    # Fixed values of the CogVideoX autoencoder, which diffusers' class assumes
-    fixed = {
-        "attn_resolutions": [],
-        "resamp_with_conv": True,
-        "pad_mode": "first",
-        "give_pre_end": False,
-        "zq_ch": None,
-        "add_conv": False,
-        "double_z": True,
-        "temporal_compress_times": TEMPORAL_COMPRESSION,
-    }
-    for name, config in (("encoder_config", encoder), ("decoder_config", decoder)):
-        for key, only in fixed.items():
-            value = config.get(key, only)
-            # attn_resolutions may be a tuple, which does not equal a list.
-            if (list(value) if isinstance(value, Sequence) and only == [] else value) != only:
-                raise ValueError(f"{name}.params.{key}={value}: only {only} is supported; use it")
-        for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
-            if key not in config:
-                raise ValueError(f"{name}.params.{key} is missing; set it as SAT's config does")
+    encoder, decoder = (c.get("params", c) for c in (encoder, decoder))
     for key in ("ch", "ch_mult", "num_res_blocks", "z_channels"):
         if encoder[key] != decoder[key]:
             raise ValueError(

@@ -1,9 +1,6 @@
-"""SAT's keys that are accepted but have no effect, with the reason for each, and SAT's other defaults."""
+"""SAT's keys that are accepted but have no effect, with the reason for each."""
 
 from __future__ import annotations
-
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, Config
-from cogfast.config.values import show
 
 _DECIDED_HERE = "the device and the launch decide this"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
@@ -12,6 +9,12 @@ _NOT_SAT_NETWORK = "a setting of SAT's other models; CogVideoX's network does no
 _SAMPLERS = ("VPSDEDPMPP2MSampler", "VPODEDPMPP2MSampler", "VideoDDIMSampler")
 _VAE_FROZEN = "the autoencoder is frozen"
 _TORCH_CHECKPOINTING = "activations are checkpointed by torch, per block"
+
+_VAE_TRAINING = (
+    "loss_config ema_decay monitor input_key optimizer_config lr_g_factor trainable_ae_params "
+    "ae_optimizer_args disc_start_iter trainable_disc_params disc_optimizer_args diff_boost_factor "
+    "image_video_weights only_train_decoder additional_decode_keys"
+)
 
 # "section.key" or "SatClass.param" -> reason
 UNUSED: dict[str, str] = {
@@ -32,6 +35,8 @@ UNUSED: dict[str, str] = {
     "args.input_dir": "SAT's code does not read it",
     "args.block_size": "samples are decoded when they are needed; nothing is kept in blocks",
     "args.save_args": _ONE_TABLE,
+    "args.summary_dir": "TensorBoard's files are in the run folder",
+    "args.latent_channels": "the network's out_channels decides this",
     "args.test_data": "there is no test phase; put the folders into valid_data",
     "args.iterable_dataset_eval": "data sets are read by index",
     "args.batch_from_same_dataset": "data sets are read by index, mixed in every batch",
@@ -70,26 +75,7 @@ UNUSED: dict[str, str] = {
     "FrozenT5Embedder.device": _DECIDED_HERE,
     "FusedEmaAdam.set_grad_none": "DeepSpeed clears the gradients",
     **dict.fromkeys(
-        [
-            f"VideoAutoencoderInferenceWrapper.{name}"
-            for name in (
-                "loss_config",
-                "ema_decay",
-                "monitor",
-                "input_key",
-                "optimizer_config",
-                "lr_g_factor",
-                "trainable_ae_params",
-                "ae_optimizer_args",
-                "disc_start_iter",
-                "trainable_disc_params",
-                "disc_optimizer_args",
-                "diff_boost_factor",
-                "image_video_weights",
-                "only_train_decoder",
-                "additional_decode_keys",
-            )
-        ],
+        [f"VideoAutoencoderInferenceWrapper.{name}" for name in _VAE_TRAINING.split()],
         _VAE_FROZEN,
     ),
     "VideoAutoencoderInferenceWrapper.cp_size": "the autoencoder is not split over ranks",
@@ -98,47 +84,3 @@ UNUSED: dict[str, str] = {
     "encoder_config.gather_norm": "the autoencoder is not split over ranks",
     "encoder_config.dropout": _VAE_FROZEN,
 }
-
-# Key of args -> SAT's default, where cogfast has another; docs/differences.md has the reasons
-_TRAINING = {
-    "mode": "pretrain",
-    "batch_size": "4",
-    "zero_stage": "0",
-    "log_interval": "50",
-    "keep_last": "all",
-    "eval_iters": "100",
-    "split": "1000,1,1",
-}
-_SAMPLING = {
-    "batch_size": "4",
-    "sampling_image_size": "[768, 1360]",
-    "sampling_num_frames": "32",
-    "sampling_fps": "8",
-}
-
-
-def own_defaults(config: Config) -> list[str]:
-    """Return `key=value (SAT: default)` for the keys that no file sets, that this run reads, and that
-    have another default in SAT."""
-    args, origins = config.args, config.origins
-    if args.mode == "inference":
-        # The command itself sets the mode if there is no file of SAT's kind.
-        is_of_file = origins.get("args.mode") not in (COMMAND_LINE, DEFAULT, None)
-        defaults = _SAMPLING if is_of_file else {}
-    else:
-        evaluates = args.eval_interval is not None or args.eval_at_start or args.eval_at_end
-        num_saves = (args.train_iters or 0) // (args.save_interval or 10**9)
-        read = {
-            "mode": args.lr_schedule == "sat",
-            "keep_last": num_saves > args.keep_last,
-            "eval_iters": evaluates and args.valid_data and not args.strict_eval,
-            "split": evaluates and not args.valid_data,
-        }
-        # `cogfast finetune` has the defaults of CogVideo's diffusers trainer.
-        is_theirs = args.folder_layout == "finetune"
-        defaults = {} if is_theirs else {k: v for k, v in _TRAINING.items() if read.get(k, True)}
-    return [
-        f"args.{key}={show(args[key])} (SAT: {value})"
-        for key, value in defaults.items()
-        if origins.get(f"args.{key}", DEFAULT) == DEFAULT
-    ]

@@ -231,11 +231,7 @@ def problem_of(
     only = _only(node)
     if only:
         return KeyProblem(key, f"{shown}: only {only} is supported; use it")
-    text = f"{shown} must be {rule}"
-    sides = value.split("x") if isinstance(value, str) else []
-    if len(sides) > 1 and all(side.isdigit() for side in sides):
-        text += f"; write {key}=[{','.join(sides)}]"
-    return KeyProblem(key, text)
+    return KeyProblem(key, f"{shown} must be {rule}")
 
 
 def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> str:
@@ -257,11 +253,12 @@ def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> s
         if "prefixItems" in node:
             items = ", ".join(describe(item, whole, most) for item in node["prefixItems"])
             return f"a list of {len(node['prefixItems'])} ({items})"
-        return (
-            f"a list (each item: {describe(node['items'], whole, most)})"
-            if node.get("items")
-            else "a list"
-        )
+        longest = node.get("maxItems")
+        words = "a list" if longest is None else f"a list of at most {longest}"
+        if longest is not None and longest == node.get("minItems"):
+            words = f"a list of {longest}"
+        items = describe(node["items"], whole, most) if node.get("items") else ""
+        return f"{words} (each item: {items})" if items else words
     words = _WORDS.get(node.get("type", ""), "")
     if node.get("format") == "path":
         return "a path"

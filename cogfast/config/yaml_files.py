@@ -27,11 +27,6 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MARK = "${"
 _INNER = "has an interpolation ${...} that is nested or not closed; write the value instead"
 _PART = "which is an interpolation itself; refer to the key that it stands for"
-_NOT_PLAIN = "is an interpolation, but a run's file has resolved values only; write the value"
-
-
-class Refused(ValueError):
-    """Raised for YAML text that is not accepted; callers prepend its file or key."""
 
 
 def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
@@ -58,9 +53,10 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
         raise ValueError(f"{name}: not a text file in UTF-8; give a YAML file") from None
     except OSError as error:  # OmegaConf's where the whole file is one number
         raise ValueError(f"{name}: cannot be read: {error}; give a YAML file") from None
-    except (Refused, KeyProblem) as error:
+    except KeyProblem as error:
         raise ValueError(one_line(f"{name}: {error}")) from None
-    except (ValueError, ArithmeticError, AttributeError, TypeError) as error:  # dates, say
+    # Dates, say, and what check_nesting refuses.
+    except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"{name}: a value cannot be read: {error}")) from None
     if isinstance(loaded, ListConfig):
         raise ValueError(
@@ -70,13 +66,15 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
 
 
 def check_nesting(text: str) -> None:
-    """Raise Refused for YAML that nests deeply, contains itself, or grows by its aliases."""
+    """Raise ValueError for YAML that nests deeply, contains itself, or grows by its aliases."""
     sizes: dict[int, int] = {}
 
     def count(node: yaml.Node, above: tuple[int, ...]) -> int:
         # A node above itself is an alias inside its own anchor.
         if id(node) in above or len(above) > _MOST_NESTED:
-            raise Refused(f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12")
+            raise ValueError(
+                f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
+            )
         if id(node) not in sizes and not isinstance(node, yaml.ScalarNode):
             here, parts = (*above, id(node)), node.value
             if isinstance(node, yaml.MappingNode):
@@ -84,7 +82,7 @@ def check_nesting(text: str) -> None:
             sizes[id(node)] = 1 + sum(count(part, here) for part in parts)
         size = sizes.get(id(node), 1)
         if size > _MOST_VALUES:
-            raise Refused(f"more than {_MOST_VALUES} values once aliases (*name) are expanded")
+            raise ValueError(f"more than {_MOST_VALUES} values once aliases (*name) are expanded")
         return size
 
     try:
@@ -94,7 +92,7 @@ def check_nesting(text: str) -> None:
             count(root, ())
     except RecursionError:
         text = f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
-        raise Refused(text) from None
+        raise ValueError(text) from None
 
 
 def check_interpolations(config: DictConfig) -> None:
@@ -107,20 +105,21 @@ def check_interpolations(config: DictConfig) -> None:
 
 def check_resolved(plain: dict) -> None:
     """Raise KeyProblem for a resolved text with ${, which OmegaConf would resolve a second time."""
-    for path, text in _texts(_as_mappings(plain), ()):
-        if _MARK in text:
-            key = ".".join(path)
-            raise KeyProblem(
-                key, f"{key}={cut(text)!r} contains ${{ once it is resolved; remove it"
-            )
+    _refuse_marks(plain, "contains ${ once it is resolved; remove it")
 
 
 def check_plain(sections: object) -> None:
-    """Raise KeyProblem for an interpolation in a configuration that a run has stored as JSON."""
+    """Raise KeyProblem for an interpolation in a configuration that a run has stored."""
+    _refuse_marks(
+        sections, "is an interpolation, but a run's file has resolved values only; write one"
+    )
+
+
+def _refuse_marks(sections: object, why: str) -> None:
     for path, text in _texts(_as_mappings(sections), ()):
         if _MARK in text:
             key = ".".join(path)
-            raise KeyProblem(key, f"{key}={cut(text)!r} {_NOT_PLAIN}")
+            raise KeyProblem(key, f"{key}={cut(text)!r} {why}")
 
 
 def _check_references(config: DictConfig, is_plain: bool) -> None:
@@ -167,7 +166,7 @@ def _as_mappings(node: object) -> object:
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
     named = {str(key): _as_mappings(value) for key, value in pairs}
     if len(named) < len(node):
-        raise Refused("a key occurs both as text and as a number; keys must be text")
+        raise ValueError("a key occurs both as text and as a number; keys must be text")
     return named
 
 

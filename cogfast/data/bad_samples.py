@@ -44,11 +44,6 @@ class BadSampleLog:
     def __init__(
         self, file: str | Path | None, num_samples: int, max_bad_fraction: float = 0.05
     ) -> None:
-        if not 0.0 <= max_bad_fraction <= 1.0:
-            raise ValueError(
-                f"args.max_bad_fraction={max_bad_fraction} must be between 0 and 1; "
-                "0.05 allows 5 bad samples in 100"
-            )
         self.file = None if file is None else Path(file)
         self.num_samples = num_samples
         self.max_bad_fraction = max_bad_fraction

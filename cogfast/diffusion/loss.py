@@ -12,6 +12,8 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
 
+NUM_BANDS = 4  # of timesteps, of equal width, whose losses are logged
+
 
 class VideoDiffusionLoss:
     """Weighted error of the denoiser's estimate of the clean latents.

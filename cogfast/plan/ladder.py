@@ -130,10 +130,7 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
     for divisor in (2, 4, 8):
         if args.batch_size % divisor == 0:
             size, times = args.batch_size // divisor, args.gradient_accumulation_steps * divisor
-            yield (
-                f"deepspeed.train_micro_batch_size_per_gpu={size} "
-                f"deepspeed.gradient_accumulation_steps={times}"
-            )
+            yield (f"args.batch_size={size} args.gradient_accumulation_steps={times}")
     if not setup.offloads and not args.compile:
         yield "args.offload_activations=true"
     if is_frozen and args.quantize_base == "none":

@@ -408,7 +408,10 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
     stage, sum_dtype = stage_and_sums(section, args)
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     optimizer = build_optimizer(
-        section.get("optimizer") or {}, [{"params": [weight]}], allow_import=config.allow_import
+        section.get("optimizer") or {},
+        [{"params": [weight]}],
+        allow_import=config.allow_import,
+        lr=args.lr,
     )
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
     is_fused = is_fused_adam and args.zero_stage < 3 and not is_offloaded

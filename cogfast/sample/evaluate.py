@@ -30,6 +30,7 @@ from cogfast.data.video.clip import resize_picture
 from cogfast.data.video.transform import Resize
 from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.diffusion.loss import NUM_BANDS
 from cogfast.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
@@ -144,9 +145,8 @@ class Evaluator:
     @torch.no_grad()
     def _held_out_loss(self) -> dict[str, float]:
         """Return the mean loss of the held-out batches, at the middle of each timestep band."""
-        num_bands = self.args.eval_timestep_bands
         # Sum of losses per band, and number of samples. float64 makes the order negligible.
-        sums = torch.zeros(num_bands + 1, dtype=torch.float64, device=self.groups.device)
+        sums = torch.zeros(NUM_BANDS + 1, dtype=torch.float64, device=self.groups.device)
         order = self._order()
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         groups, encoder = self.groups, self.encoder
@@ -171,7 +171,7 @@ class Evaluator:
         *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
-        return {"valid_loss": sum(bands) / num_bands, **named}
+        return {"valid_loss": sum(bands) / NUM_BANDS, **named}
 
     @property
     def network_ranks(self) -> dist.ProcessGroup | None:
@@ -225,15 +225,15 @@ class Evaluator:
         self, latents: Tensor, conditioning: Conditioning, rng: SlotRandom, is_counted: Tensor
     ) -> Tensor:
         """Return the summed loss per band and the number of samples, [bands + 1] float64."""
-        num_bands, loss_fn = self.args.eval_timestep_bands, self.diffusion.loss
+        loss_fn = self.diffusion.loss
         assert loss_fn is not None, "__call__ leaves the held-out loss out without one"
         noise = rng.normal("held-out noise", latents.shape)
         offset_noise = rng.normal("held-out offset noise", latents.shape[:1])
         given = (self.engine, self.diffusion.denoiser, latents, conditioning)
         sums = []
-        for band in range(num_bands):
+        for band in range(NUM_BANDS):
             # Fixed timesteps and noise: losses of two steps differ by the weights alone.
-            middle = int((band + 0.5) / num_bands * loss_fn.sigma_sampler.num_idx)
+            middle = int((band + 0.5) / NUM_BANDS * loss_fn.sigma_sampler.num_idx)
             idx = torch.full((len(latents),), middle, device=latents.device)
             losses = loss_fn.at(*given, idx, noise, offset_noise)
             sums.append((losses.double() * is_counted).sum())

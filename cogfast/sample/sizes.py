@@ -32,7 +32,7 @@ def sampled_sizes(
     network = transformer_arguments(config.model.network_config.params)
     data = data_arguments(config)
     patch: PatchSize = network["patch_size"]
-    channels = args.latent_channels or network["out_channels"]
+    channels = network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
     if args.sampling_num_frames is not None:  # in latent frames, including padding
         # 1.5 pads to whole patches in front; these latent frames are not in the video.

@@ -66,17 +66,21 @@ def build_optimizer(
     allow_import: Sequence[str] = (),
     moments: Moments = "fp32",
     ema_device: EmaDevice = "device",
+    lr: float | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
     type: FusedEmaAdam under SAT's or cogfast's path; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
-    args.optimizer_moments and args.ema_device.
+    args.optimizer_moments and args.ema_device. lr: args.lr, for classes that must have one; every step
+    sets its own.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     # A copy, since keys are removed below.
     params = to_dict(OmegaConf.create(dict(section.get("params") or {})))
+    if lr is not None:
+        params["lr"] = lr
     if kind.lower() in ("adam", "adamw"):
         if not params.pop("bias_correction", True):
             raise ValueError(

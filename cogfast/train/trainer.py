@@ -177,8 +177,7 @@ class Trainer:
     def _evaluate(self, stop: StopRequest) -> None:
         CLOCK.enter("evaluation")
         given = (self.step, self.size.latents, stop)
-        report = [self.metrics.add_videos] if self.args.log_videos else []
-        self.metrics.add_evaluation(self.step, self.evaluator(*given, *report))
+        self.metrics.add_evaluation(self.step, self.evaluator(*given, self.metrics.add_videos))
 
     def _is_end_evaluated(self) -> bool:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""

@@ -7,21 +7,18 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 import pytest
 
 from cogfast.config.json_files import (
-    MOST_NESTED,
     InsideName,
     Size,
     check,
     keys,
-    parse_json,
     read_json,
     read_limited,
 )
-from cogfast.config.values import Range
 from cogfast.config.yaml_files import read_yaml
 
 
@@ -57,33 +54,23 @@ def test_values_come_typed(tmp_path: Path) -> None:
 
 # name: text, schema, the message after the file's name
 REFUSED = {
-    "empty": ("", dict[str, Any], r"damaged JSON \(Expecting value"),
-    "cut": ('{"width": 8', dict[str, Any], r"damaged JSON \(Expecting"),
+    "empty": ("", dict[str, Any], "damaged JSON"),
+    "cut": ('{"width": 8', dict[str, Any], r"damaged JSON \(EOF"),
+    "nested": ("[" * 10**6, Any, "damaged JSON"),
+    "NaN": ('{"width": 8, "scale": NaN}', Settings, "damaged JSON"),
+    "half a pair": (r'{"a": "\ud800"}', dict[str, Any], "damaged JSON"),
+    "a mark in front": ("\ufeff{}", dict[str, Any], "damaged JSON"),
     "top is a list": ("[1]", dict[str, Any], r"\[1\] must be a mapping"),
     "top is null": ("null", Settings, "null must be a mapping"),
-    "key twice": ('{"width": 8, "width": 9}', Settings, "key width occurs twice"),
     "missing key": ("{}", Settings, "key width is missing"),
     "missing key of a mapping": ("{}", keys({"a": int}), "key a is missing"),
-    "NaN": ('{"width": 8, "scale": NaN}', Settings, "NaN is not a JSON number"),
-    "Infinity": ('{"x": -Infinity}', dict[str, Any], "-Infinity is not a JSON number"),
-    "beyond floats": ('{"width": 8, "scale": 1e999}', Settings, "beyond the range of floats"),
-    "whole, beyond floats": (
-        f'{{"width": 8, "scale": 1{"0" * 400}}}',
-        Settings,
-        "beyond the range of floats",
-    ),
-    "too many digits": (f'{{"width": 1{"0" * 5000}}}', Settings, "damaged JSON"),
-    "half a pair": (r'{"a": "\ud800"}', dict[str, Any], "unpaired surrogate"),
-    "half a pair in a key": (r'{"\udfff": 1}', dict[str, Any], "unpaired surrogate"),
-    "a mark in front": ("\ufeff{}", dict[str, Any], "damaged JSON"),
+    "beyond floats": ('{"width": 8, "scale": 1e999}', Settings, r"damaged JSON \(Out of range"),
     "zero": ('{"width": 0}', Settings, r"width=0 must be a whole number from 1 to 1.67772e\+07"),
     "huge": (f'{{"width": {10**30}}}', Settings, "width=10+ must be a whole number from 1"),
     "true": ('{"width": true}', Settings, "width=true must be a whole number"),
     "a float": ('{"width": 8.5}', Settings, "width=8.5 must be a whole number"),
     "text": ('{"width": "8"}', Settings, "width='8' must be a whole number"),
-    "null": ('{"width": null}', Settings, "width=null must be a whole number"),
     "union, out of range": ('{"width": 1, "patch": -2}', Settings, "patch=-2 must be .* from 1 to"),
-    "union, other type": ('{"width": 1, "patch": {}}', Settings, "patch=.* must be .* or null"),
     "other word": ('{"width": 1, "kind": "c"}', Settings, "kind='c' must be one of a, b"),
     "inside": (
         '{"width": 1, "parts": {"f": [{"start": 1}, {"start": []}]}}',
@@ -116,20 +103,9 @@ def test_long_values_and_keys_are_cut() -> None:
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
-def test_nesting_has_a_limit() -> None:
-    nested = lambda depth: "[" * depth + "]" * depth
-    assert parse_json(nested(MOST_NESTED), Any, "f")
-    for depth in (MOST_NESTED + 1, 5000, 10**6):
-        for text in (nested(depth), nested(depth).replace("[", '{"a":[').replace("]", "]}")):
-            with pytest.raises(
-                ValueError, match=f"^f: its values are nested more than {MOST_NESTED}"
-            ):
-                parse_json(text, Any, "f")
-
-
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match="a.json: damaged: byte 7 is not UTF-8 text; copy"):
+    with pytest.raises(ValueError, match=r"a.json: damaged JSON \(invalid unicode .* 8\); copy"):
         read_json(tmp_path / "a.json")
 
 
@@ -195,13 +171,6 @@ def test_names_of_files_stay_inside(name: str) -> None:
         check({"x": name}, dict[str, InsideName], "index")
 
 
-def test_a_key_that_is_twice_is_found_among_many() -> None:
-    """The key is the last of 200,001; counting each in turn would take an hour."""
-    text = "{" + ",".join(f'"{i}":0' for i in [*range(200_000), 199_999]) + "}"
-    with pytest.raises(ValueError, match="key 199999 occurs twice"):
-        parse_json(text, Any, "f")
-
-
 def test_names_inside_are_kept() -> None:
     for name in (
         "a",
@@ -216,11 +185,3 @@ def test_names_inside_are_kept() -> None:
         "ä b",
     ):
         assert check(name, InsideName, "index") == name
-
-
-def test_range_of_floats() -> None:
-    scale = Annotated[float, Range(0.001, 1000)]
-    assert check(1, scale, "f") == 1.0
-    for value in (0, -1.5, 1001):
-        with pytest.raises(ValueError, match=f"^f: {value} must be a number from 0.001 to 1000;"):
-            check(value, scale, "f")

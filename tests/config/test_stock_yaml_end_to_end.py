@@ -10,10 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +34,7 @@ from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae import to_sat
 from cogfast.train.encode import Encoder
 from tests.support.ranks.forked import run_forked
-from tests.support.tiny_run import ROOT, losses, read_run_weights, run_folder
+from tests.support.tiny_run import losses, read_run_weights, run_folder
 from tests.support.tiny_transformers import randomize
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
@@ -391,10 +387,6 @@ def read_timesteps(case: Case, batch: int) -> Tensor:
     return ((strata + rng.uniform("timestep")) / batch * 1000).long()
 
 
-def train(arguments: list[str]) -> None:
-    assert main(["train", *arguments]) == 0
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.soak] * ("2b" in name)) for name in CASES],
@@ -409,7 +401,7 @@ def test_train_evaluate_resume_and_sample(
 ) -> None:
     case = CASES[name]
     arguments = files.training(case, sat_configs, tmp_path / "runs")
-    train(arguments)
+    assert main(["train", *arguments]) == 0
     run = run_folder(tmp_path / "runs")
     straight = losses(run)
     assert len(straight) == 3
@@ -427,7 +419,11 @@ def test_train_evaluate_resume_and_sample(
     # the step after a checkpoint again, bitwise
     checkpoints = run / "checkpoints"
     before = read_run_weights(checkpoints / "00000003")
-    train([*arguments, "--resume", str(checkpoints / "00000002")])
+    # Upstream's command: `python train_video.py --base ... --seed N`
+    resumed = run_forked(
+        ["scripts/train_video.py", *arguments, "--resume", str(checkpoints / "00000002")]
+    )
+    assert resumed.returncode == 0, resumed.stdout
     assert losses(run) == straight
     after = read_run_weights(checkpoints / "00000003")
     assert before.keys() == after.keys()
@@ -474,35 +470,3 @@ def check_sampling(case: Case, files: Files, sat_configs: Path, folder: Path, ru
     assert main([*from_run, *(["--image", str(image)] if case.is_i2v else [])]) == 0
     (video,) = (folder / "of-run").glob("*.mp4")
     assert decode_all(video).shape == frames.shape
-
-
-@pytest.fixture
-def children(files: Files) -> Iterator[dict[str, str]]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    yield {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run_child(arguments: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_upstreams_commands(
-    files: Files, sat_configs: Path, tmp_path: Path, children: dict[str, str]
-) -> None:
-    """`python train_video.py --base ... --seed N` and finetune_single_gpu.sh: the same losses."""
-    case = CASES["cogvideox_2b_lora"]
-    runs = [tmp_path / name for name in ("train_video", "finetune_single_gpu")]
-    arguments = [files.training(case, sat_configs, save) for save in runs]
-    shorter = ["args.train_iters=2", "args.eval_interval=null", "args.save_interval=null"]
-    done = run_forked(["scripts/train_video.py", *arguments[0], *shorter])
-    assert done.returncode == 0, done.stdout
-    base, rest = arguments[1][1:3], arguments[1][5:]
-    run_child(
-        ["scripts/finetune_single_gpu.sh", *rest, *shorter],
-        {**children, "BASE": " ".join(base), "SEED": str(SEED)},
-    )
-    one, other = (losses(run_folder(save)) for save in runs)
-    assert len(one) == 2 and one == other

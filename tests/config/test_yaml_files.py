@@ -28,17 +28,10 @@ def chain(text: str, last: object = "x") -> dict:
 
 GROWING = {
     "text": chain("${args.{}}${args.{}}"),
-    "empty text": chain("${args.{}}${args.{}}", ""),
     "relative names": chain("${.{}}${.{}}"),
-    "brackets": chain("${args[{}]}${args[{}]}"),
     "a resolver": chain("${oc.select:args.{}}${oc.select:'args.{}'}"),
-    "lists": {f"x{i}": [f"${{args.x{i + 1}}}"] * 2 for i in CHAIN} | {f"x{len(CHAIN)}": 1},
     "mappings": {f"x{i}": dict.fromkeys("ab", f"${{args.x{i + 1}}}") for i in CHAIN}
     | {f"x{len(CHAIN)}": {"a": 1}},
-    "a part of a mapping": {
-        f"x{i}": {"a": f"${{args.x{i + 1}.a}}${{args.x{i + 1}.a}}"} for i in CHAIN
-    }
-    | {f"x{len(CHAIN)}": {"a": "x"}},
     "one long text": {"x0": "${args.x1}" * 2000, "x1": "x" * 20_000},
     "escapes": chain(r"\${args.{}}\${args.{}}"),
 }
@@ -59,15 +52,6 @@ def test_yaml_that_expands_hugely_is_refused_before_it_expands(tmp_path: Path, k
     ]
     with pytest.raises(ValueError, match="^command line: .* values once "):
         load_config([], arguments)
-
-
-def test_two_files_are_counted_together(tmp_path: Path) -> None:
-    values = list(chain("${args.{}}${args.{}}").items())
-    for name, part in (("a", values[::2]), ("b", values[1::2])):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"args": dict(part)}))
-    load = lambda *names: load_config([tmp_path / f"{name}.yaml" for name in names])
-    with pytest.raises(ValueError, match="^b.yaml: .* values once "):
-        load("a", "b")
 
 
 @pytest.mark.parametrize(

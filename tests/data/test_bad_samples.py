@@ -89,11 +89,6 @@ def test_a_list_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     assert "skipped a: broken" in caplog.text
 
 
-def test_max_bad_fraction_is_checked():
-    with pytest.raises(ValueError, match="args.max_bad_fraction=5.* between 0 and 1"):
-        BadSampleLog(None, num_samples=2, max_bad_fraction=5)
-
-
 @pytest.mark.parametrize("line", [b"\xff", b"[]", b"7", b'{"path": "a"}', b"null", b"[" * 99999])
 def test_a_damaged_line_is_skipped(line, tmp_path):
     file = tmp_path / "bad_samples.jsonl"

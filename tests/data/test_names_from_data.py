@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.cli.log_lines import start_logging
 from cogfast.cli.options import parse_sample, read_prompts
+from cogfast.cli.streams import start_logging
 from cogfast.config.values import printable
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.sample.generate import Prompt, _Row, _write_overview, file_name

@@ -29,7 +29,6 @@ def train(folder: Path, data: Path, **args: object) -> tuple[list[float], list[s
         valid_data=[str(data)],
         eval_interval=2,
         eval_batch_size=3,
-        eval_timestep_bands=2,
         eval_prompts=["a bar"],
         only_log_video_latents=True,
         **args,
@@ -37,7 +36,7 @@ def train(folder: Path, data: Path, **args: object) -> tuple[list[float], list[s
     trainer = Trainer(load_config([base], []))
     trainer.train()
     lines = (run_folder(folder / "runs") / "metrics.jsonl").read_text().splitlines()
-    keys = ("loss", "grad_norm", "valid_loss", "valid_loss_band_0", "valid_loss_band_1")
+    keys = ("loss", "grad_norm", "valid_loss", "valid_loss_band_0", "valid_loss_band_3")
     numbers = [line[key] for line in map(json.loads, lines) for key in keys if key in line]
     assert len(numbers) == 4 * 2 + 2 * 3
     return numbers, [name for name, _ in trainer.engine.transformer.named_parameters()]

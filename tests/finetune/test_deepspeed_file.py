@@ -50,14 +50,15 @@ def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, 
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(given.pop("deepspeed_config")))
     config = translate(Args(**given))
     section = to_dict(config.deepspeed)
-    assert section["zero_optimization"] == UPSTREAM_ZERO2["zero_optimization"]
+    zero = {"stage": config.args.zero_stage, **section["zero_optimization"]}
+    assert zero == UPSTREAM_ZERO2["zero_optimization"]
     assert section["optimizer"]["type"] == "AdamW"
     # Under DeepSpeed upstream's betas are 0.9 and 0.999, and its clipping is 1.
     assert section["optimizer"]["params"]["betas"] == [0.9, 0.99]
     assert section["gradient_clipping"] == 0.5
     assert "scheduler" not in section
     assert "auto" not in json.dumps(section)
-    assert find_origin(config.origins, "deepspeed.zero_optimization.stage") == "zero2.yaml"
+    assert find_origin(config.origins, "args.zero_stage") == "zero2.yaml"
     assert find_origin(config.origins, "deepspeed.gradient_clipping") == "--max_grad_norm"
 
 

@@ -328,8 +328,6 @@ def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) 
 def test_sections_that_are_not_cogvideox_are_refused(tiny: TinyVae) -> None:
     for change, message in (
         ({"ch_mult": [1, 2]}, r"ch_mult=\[1, 2\] and decoder_config.params.ch_mult=\[1, 2, 2, 4\]"),
-        ({"attn_resolutions": [16]}, r"attn_resolutions=\[16\]: only \[\] is supported"),
-        ({"temporal_compress_times": 8}, "temporal_compress_times=8: only 4 is supported"),
     ):
         encoder = {**tiny.params["encoder_config"]["params"], **change}
         with pytest.raises(ValueError, match=message):

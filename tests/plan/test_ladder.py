@@ -45,7 +45,7 @@ from tests.support.tiny_transformers import tiny
 FILES = [ROOT / "configs" / name for name in ("cogvideox_5b.yaml", "lora.yaml", "sft.yaml")]
 CACHED = "args.latent_cache=cache"
 NONE = "args.activation_checkpointing=none"
-BATCH = "deepspeed.train_micro_batch_size_per_gpu=4"
+BATCH = "args.batch_size=4"
 
 
 def fitted(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -166,31 +165,6 @@ def test_warm_up_that_exceeds_the_run_is_reported(caplog):
     assert not caplog.text
     warn_of_long_warmup(args, 4)
     assert "args.warmup_steps=100 exceeds the run's 4 steps" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        ("lr_schedule=cosine", ()),
-        ("lr_schedule=cosine lr_num_cycles=2 lr_power=3", ("lr_num_cycles", "lr_power")),
-        ("lr_schedule=cosine_with_restarts lr_num_cycles=2 min_lr_ratio=0.1 lr_first_step=0", ()),
-        ("lr_schedule=polynomial lr_power=2 lr_decay_ratio=0.2", ("lr_decay_ratio",)),
-        ("lr_schedule=sat lr_first_step=0 min_lr_ratio=0.1", ("min_lr_ratio", "lr_first_step")),
-        ("lr_schedule=sat lr_decay_style=cosine lr_decay_ratio=0.2", ()),
-        ("lr_schedule=constant warmup_steps=5", ()),
-        ("lr_schedule=constant warmup_steps=5 lr_first_step=0", ("warmup_steps",)),
-        ("lr_schedule=constant_with_warmup warmup_steps=5 lr_first_step=0", ()),
-    ],
-)
-def test_keys_that_the_schedule_does_not_read_are_named(overrides, named):
-    config = load_config([], [f"args.{word}" for word in overrides.split()])
-    assert set(config.unused) == {f"args.{name}" for name in named}
-
-
-def test_saved_defaults_are_not_named():
-    saved = asdict(TrainArguments())
-    keys = ("lr_num_cycles", "lr_power", "lr_first_step", "min_lr_ratio", "lr_decay_style")
-    assert not load_config([], [f"args.{key}={saved[key]}" for key in keys]).unused
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard
     if not isinstance(dataset, CaptionedVideos):
         return False
     # Buckets are chosen by the videos' sizes, so these headers are read in any case.
-    is_read = args.check_videos and args.latent_cache is None
-    return is_read or dataset.settings.buckets is not None
+    return args.latent_cache is None or dataset.settings.buckets is not None
 
 
 def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:

@@ -100,6 +100,7 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
         allow_import=config.allow_import,
         moments=args.optimizer_moments,
         ema_device=args.ema_device,
+        lr=args.lr,
     )
     _try(config, "deepspeed.optimizer", optimizer)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data

@@ -36,12 +36,11 @@ def load_checkpoint(
     manifest: dict,
     engine: ZeroEngine,
     groups: ProcessGroups,
-    is_verified: bool = True,
 ) -> None:
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
-    Every rank reads only its own slices, from a checkpoint of any layout. is_verified: compare the
-    checksums of the files in a thread meanwhile.
+    Every rank reads only its own slices, from a checkpoint of any layout. A thread compares the
+    checksums of the files meanwhile.
 
     Raises:
         ValueError: the checkpoint has another model or is damaged; on all ranks.
@@ -50,7 +49,7 @@ def load_checkpoint(
     _check_same_model(path, manifest, engine)
     files, damage = RunFiles(path, manifest), None
     _check_has_state(path, files, engine)
-    mine = _share_of_files(files, engine, groups) if is_verified else []
+    mine = _share_of_files(files, engine, groups)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
         # Damage may show while reading or in the checksums; run both before the ranks agree.

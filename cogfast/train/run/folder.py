@@ -53,8 +53,6 @@ _DECISIVE = (
     "deepspeed.gradient_clipping",
     "args.weight_decay",
     "args.quantize_base",
-    "deepspeed.bf16.enabled",
-    "deepspeed.fp16.enabled",
     "args.bf16",
     "args.fp16",
     "args.lr",
@@ -266,9 +264,6 @@ def adapters_to_resume(checkpoint: Path) -> Path | None:
 
 def tensorboard_folder(run: Path, args: TrainArguments) -> Path:
     """Return the folder of a run's TensorBoard files."""
-    if args.summary_dir is not None:
-        # SAT's key names one folder for all runs.
-        return Path(args.summary_dir) / run.name
     return run / ("logs" if args.folder_layout == "finetune" else "tensorboard")
 
 

@@ -172,8 +172,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
             checkpoint = None
             step, args = _take_adapters(adapters, args, groups)
     if checkpoint is not None:
-        read = partial(read_manifest, checkpoint, RESUMABLE, args.verify_checkpoints)
-        manifest = groups.on_main(read)
+        manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
         check_changes(checkpoint, manifest, config, global_batch)
         step = manifest["step"]
     describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
@@ -201,6 +200,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         config.allow_import,
         args.optimizer_moments,
         args.ema_device,
+        args.lr,
     )
     # Before ZeRO-3 divides the parameters.
     how_to_resume = lambda: _how_to_resume(config, folder, writer)
@@ -217,7 +217,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     checkpoints = checkpoints_folder(folder, layout)
     writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
     if checkpoint is not None:
-        load_checkpoint(checkpoint, manifest, engine, groups, args.verify_checkpoints)
+        load_checkpoint(checkpoint, manifest, engine, groups)
         _log_changes(manifest, args, order, len(datasets.train))
         # A run that ends before its first step need not save this one again.
         writer.saved_step, writer.saved = step, checkpoint
@@ -241,7 +241,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         encoder=encoder,
         engine=engine,
         size=size,
-        bands=BandLosses(args.eval_timestep_bands, diffusion.loss, groups.device),
+        bands=BandLosses(diffusion.loss, groups.device),
         evaluator=evaluator,
         exporter=exporter,
         writer=writer,

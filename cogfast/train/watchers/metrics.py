@@ -19,7 +19,7 @@ from torch import Tensor
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.files import WriteError, set_aside, write_text
 from cogfast.core.slot_random import SlotRandom
-from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
@@ -57,10 +57,9 @@ class BandLosses:
     loss: the run's loss; one of a user's own class draws timesteps that are not known here.
     """
 
-    def __init__(self, num_bands: int, loss: object, device: torch.device) -> None:
-        self.num_bands = num_bands
+    def __init__(self, loss: object, device: torch.device) -> None:
         self.sampler = loss.sigma_sampler if isinstance(loss, VideoDiffusionLoss) else None
-        self.sums = torch.zeros(2, num_bands, device=device)  # of losses, and their number
+        self.sums = torch.zeros(2, NUM_BANDS, device=device)  # of losses, and their number
 
     def add(self, rng: SlotRandom, losses: Tensor) -> None:
         """Add the losses [B] of a micro-batch whose draws are those of `rng`. No host sync."""
@@ -68,14 +67,14 @@ class BandLosses:
             return
         losses = losses.detach().float()
         # A draw is a function of its key: these are the timesteps that the loss has drawn.
-        bands = self.sampler.sample(rng) * self.num_bands // self.sampler.num_idx
+        bands = self.sampler.sample(rng) * NUM_BANDS // self.sampler.num_idx
         is_finite = losses.isfinite()
         self.sums[0].index_add_(0, bands, losses.where(is_finite, 0.0))
         self.sums[1].index_add_(0, bands, is_finite.float())
 
     def named(self, sums: Sequence[float]) -> dict[str, float | None]:
         """Return the means by key, None for a band without samples. sums: those of all ranks."""
-        totals, numbers = sums[: self.num_bands], sums[self.num_bands :]
+        totals, numbers = sums[:NUM_BANDS], sums[NUM_BANDS:]
         pairs = enumerate(zip(totals, numbers, strict=True))
         return {f"train_loss_band_{i}": s / n if n else None for i, (s, n) in pairs}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted, printable
+from cogfast.config.values import printable
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
@@ -35,6 +35,7 @@ from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
+MOST_IN_A_ROW = 20  # steps that are skipped
 _MOST_REPORTS = 3  # in one process: each takes time
 _MOST_RANKS = 8  # whose findings are logged
 
@@ -83,7 +84,7 @@ class NonfiniteCheck(Watcher):
         """React to bad steps that a line of metrics.jsonl, the same on all ranks, has counted.
 
         Raises:
-            RuntimeError: args.nonfinite, args.max_nonfinite_steps or a spent loss scale ends the run.
+            RuntimeError: args.nonfinite, MOST_IN_A_ROW or a spent loss scale ends the run.
         """
         step, num_skipped = line["step"], line["skipped_in_a_row"]
         is_quiet = line["skipped"] == self._num_skipped and not line["nonfinite_losses"]
@@ -110,7 +111,7 @@ class NonfiniteCheck(Watcher):
             if not self.save():
                 end = "its state is not saved: resume from an earlier checkpoint"
             raise RuntimeError(f"args.nonfinite=stop: {texts[0]}; {end}")
-        check_skipped(self.args, step, num_skipped, is_scale_spent)
+        check_skipped(step, num_skipped, is_scale_spent)
 
     def _report(self, bad: int, step: int) -> list[str]:
         """Run the bad step's micro-batches forward on all ranks; log and return what they show."""
@@ -221,7 +222,7 @@ def _watched(transformer: DiffusionTransformer, batch_size: int) -> Iterator[_Fi
         yield first
 
 
-def check_skipped(args: TrainArguments, step: int, num_skipped: int, is_scale_spent: bool) -> None:
+def check_skipped(step: int, num_skipped: int, is_scale_spent: bool) -> None:
     """Raise RuntimeError if too many steps in a row were skipped, or if fp16's scale is spent."""
     if is_scale_spent:
         raise RuntimeError(
@@ -230,11 +231,10 @@ def check_skipped(args: TrainArguments, step: int, num_skipped: int, is_scale_sp
             "not change the weights: resume from the last checkpoint with a lower learning rate, "
             "or in bf16 instead of fp16"
         )
-    if num_skipped >= args.max_nonfinite_steps:
+    if num_skipped >= MOST_IN_A_ROW:
         raise RuntimeError(
-            f"{counted(num_skipped, 'step')} in a row had non-finite gradients (args."
-            f"max_nonfinite_steps={args.max_nonfinite_steps}) at step {step}; they did not change the "
-            "weights: resume from the last checkpoint with a lower learning rate, or in bf16 instead "
+            f"{num_skipped} steps in a row had non-finite gradients at step {step}; they did not "
+            "change the weights: resume from the last checkpoint with a lower learning rate, or in bf16 instead "
             "of fp16"
         )
 

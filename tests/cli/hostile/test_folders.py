@@ -76,16 +76,12 @@ def test_whole_folders_are_read(name: str, made: Make, tmp_path: Path) -> None:
         assert outcome.status == 0 and not faults(outcome), (read, outcome.output)
 
 
-@pytest.mark.parametrize(
-    ("name", "seeds"),
-    [
-        *((name, range(NUM_QUICK.get(name, 5))) for name in FORMATS),
-        *(
-            pytest.param(name, range(100, 100 + NUM_SOAKED), marks=pytest.mark.soak)
-            for name in FORMATS
-        ),
-    ],
-)
+QUICK = [pytest.param(name, range(NUM_QUICK.get(name, 5))) for name in FORMATS]
+SOAK = range(100, 100 + NUM_SOAKED)
+SOAKED = [pytest.param(name, SOAK, marks=pytest.mark.soak) for name in FORMATS]
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*QUICK, *SOAKED])
 def test_damaged_folders_end_in_one_line(
     name: str, seeds: range, made: Make, tmp_path: Path
 ) -> None:

@@ -402,7 +402,7 @@ def test_a_cache_is_made_by_dali(tmp_path):
     for path in (folder / "videos").iterdir():
         _vp9(path, constant_rate(9 + int(path.stem), 8), size=(2 * SIDE, 2 * SIDE))
     (folder / "videos/7.mp4").write_text("not a video")
-    args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2, "check_videos": False}
+    args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2}
     base = write_config(tmp_path / "base.yaml", folder, "5b_i2v", **args)
 
     def arguments(backend: str, cache: str) -> list[str]:

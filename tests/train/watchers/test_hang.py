@@ -95,7 +95,7 @@ def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: 
     args = {"dataset": dataset, "train_iters": 50, "decode_timeout": 0}
     if how == "sleeps":
         args["collective_timeout"] = 10
-    base = write_config(tmp_path / "base.yaml", data, check_videos=False, **args)
+    base = write_config(tmp_path / "base.yaml", data, **args)
     words = ["deepspeed.train_micro_batch_size_per_gpu=2", "--allow-import", "tests"]
     done = run_program(["-m", "cogfast", "train", "--base", str(base), *words], 2)
     assert done.returncode == 1, done.stdout

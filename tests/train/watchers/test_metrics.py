@@ -109,7 +109,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             TwoRanks(rank, 2, rank, torch.device("cpu"), None, False),
             engine,
             SimpleNamespace(num_tokens=1),
-            BandLosses(4, None, torch.device("cpu")),
+            BandLosses(None, torch.device("cpu")),
             start_step=0,
             num_steps=2,
             samples_per_step=2,
@@ -196,10 +196,6 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, data: Path) -> None:
     ]
     assert found["valid_loss"] == [(2, pytest.approx(lines(tmp_path)[2]["valid_loss"]))]
     assert "step" not in found
-
-    board = tmp_path / "board"
-    make(tmp_path, data, f"args.summary_dir={board}", "args.resume=latest", train_iters=3).train()
-    assert [step for step, _ in scalars(board / run.name)["loss"]] == [3]
 
 
 class WithFullDisk(Trainer):

@@ -110,7 +110,7 @@ def test_a_log_line_names_a_step_before_it_and_training_continues(
     assert [len(module._forward_hooks) for module in modules] == before
     (text,) = [r.getMessage() for r in caplog.records if "not finite: " in r.getMessage()]
     assert text == f"{place(trainer)} (run again with the weights after step 6)"
-    wanted = make(tmp_path / "b", data, max_nonfinite_steps=2, **choice)
+    wanted = make(tmp_path / "b", data, **choice)
     wanted.train()
     for part, other in zip(trainer.engine.parts, wanted.engine.parts, strict=True):
         assert torch.equal(part, other)

@@ -181,14 +181,14 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     (folder / "manifest.json").write_text(f'{text}, "checksum": "{checksum}"}}')
 
 
-def read_manifest(path: Path, schema: dict = MANIFEST, is_verified: bool = True) -> dict:
-    """Read the manifest of a checkpoint folder and check the sizes of its files.
+def read_manifest(path: Path, schema: dict = MANIFEST) -> dict:
+    """Read the manifest of a checkpoint folder and check its checksum and the sizes of its files.
 
-    is_verified: also check the checksum of the manifest's text. ValueError if the folder is missing,
-    incomplete or damaged; the message names the last good checkpoint.
+    ValueError if the folder is missing, incomplete or damaged; the message names the last good
+    checkpoint.
     """
     try:
-        return _intact_manifest(path, schema, is_verified)
+        return _intact_manifest(path, schema)
     except DamageError as error:
         raise ValueError(refusal(path, error)) from None
 
@@ -234,7 +234,7 @@ def _last_good(folder: Path, bad: Path | None) -> str:
         if other == bad:
             continue
         try:
-            manifest = _intact_manifest(other, RESUMABLE, is_verified=True)
+            manifest = _intact_manifest(other, RESUMABLE)
             verify_files(other, manifest, manifest["checksums"])
         except DamageError:
             continue
@@ -251,7 +251,7 @@ def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
             check.result()
 
 
-def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
+def _intact_manifest(path: Path, schema: dict) -> dict:
     if not path.is_dir():
         raise DamageError("no such folder")
     file = path / "manifest.json"
@@ -261,7 +261,7 @@ def _intact_manifest(path: Path, schema: dict, is_verified: bool) -> dict:
         text = read_limited(file, _MOST_BYTES)
         seal = _SEAL.search(text)
         # Check this first: nothing else in a damaged manifest can be relied on.
-        if is_verified and seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
+        if seal and checksum_of_bytes(text[: seal.start()]) != seal[1].decode():
             raise DamageError("manifest.json is damaged: it has another checksum")
         manifest = parse_json(text, _FORMAT, "manifest.json", "it is damaged")
         if manifest["format"] != FORMAT:

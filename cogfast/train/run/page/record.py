@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.arguments import PAIRS, ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.json_files import Range, brief, read_json, read_limited
 from cogfast.config.merged_config import find_origin, leaves, to_dict
 from cogfast.config.values import counted, printable
@@ -31,7 +31,6 @@ _STEP_FOLDER = re.compile(r"step-(\d{1,12})")
 _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
 _MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
 _LORA = "model.network_config.params.modules.lora_config.params"
-_PAIRS = {f"deepspeed.{key}" for key in PAIRS.values()}
 _DEFAULTS: Mapping[str, object] = {
     **{f"args.{key}": value for key, value in asdict(TrainArguments()).items()},
     **{f"model.{key}": value for key, value in asdict(ModelArguments()).items()},
@@ -121,16 +120,14 @@ class RunRecord:
             if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
                 # A YAML file lists every part of the network, most of them as published.
                 is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
-            is_set &= key not in _PAIRS  # the other key of a pair is in `args`
             yield Setting(key, value, default, origin, is_set)
 
     def compared(self) -> dict[str, object]:
         """Return what decides how the run trains, from whichever file, default or machine it is."""
         facts = {} if self.facts is None else asdict(self.facts)
         numbers = {k: v for k, v in facts.items() if k.startswith(("num_", "global_"))}
-        plain = {k: v for k, v in self.plain.items() if k not in _PAIRS}
-        defaults = _DEFAULTS if plain else {}
-        return {**numbers, **self.environment, **defaults, **plain, **self.effective}
+        defaults = _DEFAULTS if self.plain else {}
+        return {**numbers, **self.environment, **defaults, **self.plain, **self.effective}
 
 
 def is_run(folder: Path) -> bool:

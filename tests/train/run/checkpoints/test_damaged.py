@@ -22,7 +22,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 from cogfast.model.weights.formats.run_checkpoint import open_run
 from cogfast.train.watchers.metrics import _history_until
 from tests.cli.hostile.forked_case import Outcome, faults, preload, run_case
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import run_folder, write_clips, write_config
 
 pytestmark = pytest.mark.forks
 
@@ -125,10 +125,7 @@ def test_a_resume_refuses_a_flipped_bit_of_a_tensor(base: Path, good: Path, tmp_
     flip_bit(weights, 8 * weights.stat().st_size - 100)
     match = f"rank-00000.safetensors is damaged.*step 2: --resume {old}$"
     assert_refused(resume(base, run, tmp_path), match)
-    outcome = resume(base, run, tmp_path, "args.verify_checkpoints=false", "args.keep_last=0")
-    assert outcome.status == 0 and len(losses(run)) == 5, outcome.output
     flip_bit(old / "rank-00000.safetensors", 8 * 200_000)
-    shutil.rmtree(run / "checkpoints" / "00000005")
     assert_refused(resume(base, new, tmp_path), "its folder has no other checkpoint")
 
 
