@@ -322,8 +322,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
         streams, others = [], []
         for p in params:
             t = self._streams(p)
-            written = [x for x in (t.p, t.g, t.copy) if x is not None]
-            if all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in written):
+            given = [x for x in (t.p, t.g, t.copy) if x is not None]
+            if all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in given):
                 streams.append(t)
             else:
                 others.append(p)
@@ -342,6 +342,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         )
 
     def _streams(self, p: Tensor) -> AdamStreams:
+        """Return the tensors that the update of `p` reads and writes."""
         assert p.grad is not None, "step() passes parameters that have a gradient"
         state = self.state_of(p)
         m, v = (state[key] for key in MOMENTS)
@@ -414,7 +415,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
                 p.copy_(streams.p)
 
     def _kernel_streams(self, p: Tensor) -> AdamStreams:
-        """Return the contiguous tensors that the kernel reads and writes for `p`."""
+        """Return the same for the Triton kernel, which takes contiguous tensors."""
         streams = self._streams(p)
         _, grad, m, v, shadow, copy, *_ = streams
         dtype = torch.uint8 if self.has_8bit_moments else torch.float32
