@@ -106,7 +106,7 @@ def test_no_op_runs_python_wrappers_of_torch_library() -> None:
     assert not [file for file in files if "/torch/_library/" in file]
 
 
-@pytest.mark.slow  # a hundred compilations
+@pytest.mark.slow  # seventy compilations
 def test_launches_compile() -> None:
     """On a GPU arguments that are 1 or multiples of 16 become constants and hints; the interpreter
     does not show that."""

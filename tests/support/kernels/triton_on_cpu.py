@@ -104,16 +104,13 @@ def launch_all() -> None:
     constants or hints.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    block_like(bf16, 30, 64, 1, 226, None)
     block_like(bf16, 48, 64, 1, 226, (2, 3, 4), is_frozen=True)
     block_like(fp32, 3, 128, 1, 0, (1, 1, 1), has_weights=False)
-    block_like(fp16, 3, 48, 2, 5, (2, 3, 4))
+    block_like(fp16, 3, 48, 2, 5, None)
     block_like(bf16, 4, 80, 16, 16, (16, 1, 1))
     block_like(fp32, 4, 16, 2, 1, (1, 4, 4), has_norm=False)
     update_like(fp32, bf16, has_copies=True, adam_w_mode=False, use_num_updates=False)
-    update_like(bf16, bf16, has_copies=False, adam_w_mode=False, use_num_updates=False)
     update_like(fp16, fp16, has_copies=False)
-    update_like(fp32, fp32, has_copies=False)
 
 
 def update_like(
