@@ -49,15 +49,11 @@ def _on_cpu(
     num_parts: int,
     scaling: float,
 ) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)  # so that `columns` are views
+    y = x.clone(memory_format=torch.contiguous_format)  # so that `columns` are views
     columns = y.flatten(0, -2).chunk(num_parts, dim=-1)
-    lows = iter(low.flatten(0, -2).chunk(len(matrices), dim=-1))
-    of_part = dict(zip(parts, matrices, strict=True))
-    for part, given in enumerate(x.flatten(0, -2).chunk(num_parts, dim=-1)):
-        if part in of_part:
-            torch.addmm(given, next(lows), of_part[part].t(), alpha=scaling, out=columns[part])
-        else:
-            columns[part].copy_(given)
+    lows = low.flatten(0, -2).chunk(len(matrices), dim=-1)
+    for part, given, matrix in zip(parts, lows, matrices, strict=True):
+        columns[part].addmm_(given, matrix.t(), alpha=scaling)
     return y
 
 
