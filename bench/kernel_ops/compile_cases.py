@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import add_low_rank as lora
@@ -19,7 +20,7 @@ from cogfast.kernels.gpu import fp8_linear as fp8
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
-from cogfast.kernels.gpu.launch import next_power_of_2, tl
+from cogfast.kernels.gpu.launch import next_power_of_2
 from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 

@@ -135,7 +135,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton") -> None:
     """Compute shadow += weight (p - shadow) with the bits of a step; float32 [n], weight: []."""
-    if shadow.is_cuda and kernels == "triton" and has_triton():
+    if shadow.is_cuda and kernels == "triton":
         _launch_average(shadow, p, weight)
     elif shadow.is_cpu and CPU_DTYPES:
         _average(shadow, p, weight)
@@ -258,7 +258,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             device = params[0].device  # of all of them
             if device.type == "cpu":
                 self._update_on_cpu(params, group)
-            elif device.type == "cuda" and self.kernels == "triton" and has_triton():
+            elif device.type == "cuda" and self.kernels == "triton":
                 with torch.cuda.device(device):
                     self._update_with_triton(params, group)
             else:
@@ -467,9 +467,3 @@ class FusedEmaAdam(torch.optim.Optimizer):
                     copy.copy_(new if found_inf is None else torch.where(found_inf == 0, new, copy))
                 if shadow is not None:
                     shadow.lerp_(new, ema_weight)
-
-
-def has_triton() -> bool:
-    from cogfast.kernels.gpu.launch import HAS_TRITON  # here, since it imports Triton
-
-    return HAS_TRITON

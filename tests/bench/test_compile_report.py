@@ -20,7 +20,7 @@ TOY = '''
 from dataclasses import replace
 
 from bench.kernel_ops.compile_cases import CompileCase
-from cogfast.kernels.gpu.launch import jit, tl
+from cogfast.kernels.gpu.launch import jit
 
 
 @jit

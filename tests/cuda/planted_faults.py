@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import jit, tl
+from cogfast.kernels.gpu.launch import jit
 from cogfast.train.memory.host_memory import host_buffer
 from tests.cuda.null_device import Counters
 from tests.cuda.stream_check import StreamCheck

@@ -12,7 +12,6 @@ import torch._dynamo
 from safetensors.torch import load_file
 
 from cogfast.config import load_config
-from cogfast.kernels.gpu import launch
 from cogfast.train.preflight import compilers
 from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.trainer import Trainer
@@ -136,7 +135,7 @@ def test_triton_on_a_gpu_needs_a_compiler(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(compilers.shutil, "which", only(*[compiler] * (compiler is not None)))
-    monkeypatch.setattr(launch, "HAS_TRITON", has_triton)
+    monkeypatch.setattr(compilers, "find_spec", lambda name: "found" if has_triton else None)
     if message is None:
         check(base, *words)
     else:

@@ -14,7 +14,6 @@ from cogfast.kernels.gpu.adaptive_layernorm import (
     launch_forward,
     split_programs,
 )
-from cogfast.kernels.gpu.launch import HAS_TRITON
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 EPS = 1e-5
@@ -40,7 +39,6 @@ VARIANTS = {
     "last-no-bias": (True, False, False, False),
 }
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-triton_only = pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -119,7 +117,7 @@ forward_op = torch.ops.cogfast.adaptive_layernorm
 backward_op = torch.ops.cogfast.adaptive_layernorm_backward
 # The C++ kernels are tested through the public functions as well.
 BACKWARDS = [
-    pytest.param(launch_backward, marks=triton_only, id="kernel"),
+    pytest.param(launch_backward, id="kernel"),
     pytest.param(lambda b: backward_op(*b), marks=NEEDS_CPU_KERNELS, id="cpu"),
 ]
 
@@ -135,7 +133,6 @@ def ids_of(shapes_and_kinds: list[tuple[str, str]]) -> pytest.MarkDecorator:
 FEW = [(s, list(VARIANTS)[(2 * i + j) % 7]) for i, s in enumerate(SHAPES) for j in range(2)]
 
 
-@triton_only
 @ids_of(FEW)
 def test_forward_kernel(shape: tuple[int, ...], kind: tuple[bool, ...]) -> None:
     inputs, num_text = make_inputs(shape, kind), shape[1]
@@ -198,7 +195,6 @@ def check_gradients(
             close(x, want[name], name, 1e-5)
 
 
-@triton_only
 @pytest.mark.parametrize(("shape", "kind"), FEW)
 def test_backward_kernels(shape: str, kind: str) -> None:
     check_gradients(launch_backward, shape, kind)
@@ -224,7 +220,6 @@ def test_backward_of_what_is_asked_for(
     check_gradients(backward, "one", kind, frozen, has_dout)
 
 
-@triton_only
 def test_kernels_in_bf16() -> None:
     """Compare with float64 results of the same bf16 inputs: one unit in the last place.
 
@@ -245,7 +240,6 @@ def test_kernels_in_bf16() -> None:
         close(x, want[name], name, 2**-5)
 
 
-@triton_only
 @NEEDS_CPU_KERNELS
 def test_norm_weights_and_modulation_of_their_own_dtypes() -> None:
     inputs = make_inputs(SHAPES["one"], VARIANTS["whole"])
@@ -260,7 +254,6 @@ def test_norm_weights_and_modulation_of_their_own_dtypes() -> None:
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2e-2)
 
 
-@triton_only
 def test_rows_and_modulation_of_any_strides() -> None:
     """Gradients arrive expanded or transposed, and rows may be part of a larger tensor."""
     shape = SHAPES["one"]

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.adaptive_layernorm import Backward, layernorm
 from cogfast.kernels.gpu.adaptive_layernorm import launch_backward, launch_forward
-from cogfast.kernels.gpu.launch import HAS_TRITON
 from cogfast.model.transformer import DiffusionTransformer
 from tests.support.tiny_transformers import tiny
 
@@ -65,7 +64,6 @@ def test_layernorm_is_that_of_pytorch_in_fp32(has_affine: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="no Triton for this platform")
 def test_kernels_take_video_rows_alone_with_one_modulation() -> None:
     """Give the kernels what unembed gives them on a GPU: no text rows, and a modulation whose entry
     for text is the video's, by a stride of 0."""

@@ -13,6 +13,7 @@ do. No GPU has timed them yet; notes on registers come from compiling for sm_90.
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from cogfast.kernels.adaptive_layernorm import Backward, empty_outputs
@@ -22,7 +23,6 @@ from cogfast.kernels.gpu.launch import (
     next_power_of_2,
     num_multiprocessors,
     shared_bytes_per_multiprocessor,
-    tl,
 )
 
 # Backward runs 16 warps on a multiprocessor, which leaves 128 registers a thread: 8 columns of the

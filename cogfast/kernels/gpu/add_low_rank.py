@@ -7,9 +7,10 @@ quarter of the time that its memory does. No GPU has timed it yet.
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2, tl
+from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2
 
 _MOST_PARTS = 3  # q, k and v
 

@@ -4,9 +4,10 @@ It reads each number once: 3 bytes per bf16 entry. No GPU has timed it yet.
 """
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import jit, next_power_of_2, tl
+from cogfast.kernels.gpu.launch import jit, next_power_of_2
 from cogfast.kernels.quantized.quantized_linear import FP8, LARGEST, LEAST_FP8
 
 _LARGEST = tl.constexpr(LARGEST[FP8])

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import AdamStreams
-from cogfast.kernels.gpu.launch import cdiv, jit, tl
+from cogfast.kernels.gpu.launch import cdiv, jit
 from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 BLOCK = 1024  # elements of a program

@@ -12,9 +12,10 @@ its error of 2^-11 is a fifth of y at u = -3. No GPU has timed the kernels yet.
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import cdiv, jit, num_multiprocessors, tl
+from cogfast.kernels.gpu.launch import cdiv, jit, num_multiprocessors
 
 # -z log2(e) = u (_E1 + _E3 u^2) and dz/du = _D0 + _D2 u^2
 _LINEAR = 1.5957691216057308  # 2 sqrt(2/pi)

@@ -1,43 +1,21 @@
-"""Triton if it is installed, and what decides a launch's size.
+"""What the files with Triton kernels share: Triton itself, and what decides a launch's size.
 
-Files with Triton kernels import `jit` and `tl` from here, so that they can be imported without
-Triton. None of them has `from __future__ import annotations`: Triton's interpreter looks for the
-object `tl.constexpr` in a kernel's annotations, not for its name.
+None of them has `from __future__ import annotations`: Triton's interpreter looks for the object
+`tl.constexpr` in a kernel's annotations, not for its name. All are imported on first use, since some
+platforms have no Triton.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import triton
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-    triton: Any = None  # its cdiv and next_power_of_2 are annotated as compile-time constants
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:  # no wheel for this platform: only the CPU versions run
-
-        class tl:
-            constexpr = staticmethod(lambda value: value)
-
-        triton = None
-
-HAS_TRITON = triton is not None
-
-
+# Any: a checker knows neither `kernel[grid](...)` nor what Triton's types do inside a kernel.
+jit: Any = triton.jit
 # Values for CPU tensors, which are launched only by Triton's interpreter: a few programs, so that
 # tests cover programs that take several tiles, and the shared memory of a small GPU.
 _INTERPRETED_PROGRAMS, _INTERPRETED_SHARED_BYTES = 5, 99 * 1024
-
-
-def jit(kernel: Callable) -> Any:
-    """Return a kernel for `kernel[grid](...)`, or the function itself without Triton."""
-    # Any: a checker knows neither `kernel[grid](...)` nor what Triton's types do inside a kernel.
-    return kernel if triton is None else triton.jit(kernel)
 
 
 def cdiv(a: int, b: int) -> int:

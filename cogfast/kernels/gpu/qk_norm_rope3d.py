@@ -14,9 +14,10 @@ has timed the kernels yet.
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2, num_multiprocessors, tl
+from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2, num_multiprocessors
 
 
 @jit
