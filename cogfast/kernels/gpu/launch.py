@@ -1,6 +1,6 @@
-"""What the files with Triton kernels share: Triton itself, and what decides a launch's size.
+"""Parts that the files with Triton kernels share: what decides a launch's size.
 
-None of them has `from __future__ import annotations`: Triton's interpreter looks for the object
+None of these files has `from __future__ import annotations`: Triton's interpreter looks for the object
 `tl.constexpr` in a kernel's annotations, not for its name. All are imported on first use, since some
 platforms have no Triton.
 """
