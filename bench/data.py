@@ -33,10 +33,9 @@ from bench.harness.outcome import Outcome, Row, Settings, table
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
-from cogfast.data.video.clip import select_frames
+from cogfast.data.video.clip import ClipSettings, select_frames
 from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import open_video
-from cogfast.data.video.settings import ClipSettings
 from cogfast.data.video.transform import resize_and_center_crop
 
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17

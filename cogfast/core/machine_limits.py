@@ -34,14 +34,11 @@ _MEMORY = (
     "out of memory of this machine, or of the limit of ulimit -v; free memory, or raise the limit"
 )
 _THREADS = "too many processes or threads; raise the limit, such as by ulimit -u 65536"
-# Texts of PyTorch, oneDNN, Python and the C library. The first that is found counts.
+# Texts of PyTorch, Python and the C library. The first that is found counts.
 _TEXTS = (
-    (
-        re.compile(r"shared memory.*No space left|unable to (allocate|resize) shared memory"),
-        _SHARED_MEMORY,
-    ),
-    (re.compile(r"Too many open files"), _OPEN_FILES),
-    (re.compile(r"can't start new thread|pthread_create"), _THREADS),
+    ("shared memory.*No space left|unable to (allocate|resize) shared memory", _SHARED_MEMORY),
+    ("Too many open files", _OPEN_FILES),
+    ("can't start new thread|pthread_create", _THREADS),
 )
 # PyTorch's allocator of host memory, oneDNN and C++ raise a plain RuntimeError with one of these.
 _MEMORY_TEXTS = (
@@ -73,22 +70,18 @@ def check_open_files() -> None:
 
 def is_lack_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that the memory of the host is exhausted."""
-    if isinstance(error, MemoryError):
-        return True
     is_plain = type(error) in (RuntimeError, ImportError, OSError)
-    return is_plain and any(text in str(error) for text in _MEMORY_TEXTS)
+    has_text = is_plain and any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, MemoryError) or has_text
 
 
 def describe_lack(error: BaseException) -> str | None:
     """Return what the machine refused or lacks, and the fix; None for any other error."""
-    if isinstance(error, OSError) and error.errno in _BY_NUMBER:
-        return _BY_NUMBER[error.errno]
-    if (
-        isinstance(error, OSError)
-        and error.errno in _FIXES
-        and isinstance(error.filename, str | bytes)
-    ):
-        return f"{os.fsdecode(error.filename)}: {error.strerror}; {_FIXES[error.errno]}"
+    if isinstance(error, OSError):
+        if error.errno in _BY_NUMBER:
+            return _BY_NUMBER[error.errno]
+        if error.errno in _FIXES and isinstance(error.filename, str | bytes):
+            return f"{os.fsdecode(error.filename)}: {error.strerror}; {_FIXES[error.errno]}"
     if is_lack_of_memory(error):
         return _MEMORY
-    return next((lack for text, lack in _TEXTS if text.search(str(error))), None)
+    return next((lack for text, lack in _TEXTS if re.search(text, str(error))), None)

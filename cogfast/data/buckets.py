@@ -19,8 +19,7 @@ import numpy as np
 from cogfast.config.values import printable
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.headers import Header, read_headers
-from cogfast.data.video.clip import Span, frames_within, select_frames
-from cogfast.data.video.settings import Bucket, ClipSettings
+from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 
 _SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
 _NUMBER = re.compile(r"\d+(\.\d+)?")

@@ -34,17 +34,18 @@ from cogfast.data.sources.folders import (
     first_line,
     label_of,
     named,
+    other_videos,
     refuse_samples,
     sat_label,
-    unread_files,
 )
 from cogfast.data.sources.lists import read_lists
-from cogfast.data.sources.manifest import manifest_of, read_manifest
-from cogfast.data.sources.table import table_hint
+from cogfast.data.sources.manifest import (
+    manifest_of,
+    read_manifest,
+    table_hint,
+)
 from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
-from cogfast.data.video.clip import named_bytes, read_clip, read_image
-from cogfast.data.video.dali import VideoBackend, on_readers_device
-from cogfast.data.video.settings import (
+from cogfast.data.video.clip import (
     ClipSettings,
     FramesPerSecond,
     Mebibytes,
@@ -52,7 +53,11 @@ from cogfast.data.video.settings import (
     ShortClips,
     Side,
     SkippedFrames,
+    named_bytes,
+    read_clip,
+    read_image,
 )
+from cogfast.data.video.dali import VideoBackend, on_readers_device
 from cogfast.data.video.transform import FrameSelection, Resize
 
 logger = logging.getLogger(__name__)
@@ -92,8 +97,7 @@ class CaptionedVideos(Dataset):
         self.settings = settings
         self.source_sizes = tuple(source_sizes)
         # True if at least one sample has its own conditioning image for image-to-video.
-        has_members = clips.places is not None and bool((clips.places[:, 2] >= 0).any())
-        self.has_images = clips.images is not None or has_members
+        self.has_images = clips.images is not None
         # Every reading process keeps its own clips, in its copy of the data set.
         self._kept: dict[int, Sample] = {}
         self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
@@ -175,12 +179,11 @@ class CaptionedVideos(Dataset):
         clips, settings = self.clips, self.settings_of(index)
         file = clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
-        place = self._place(index)
-        if place is None:
+        if clips.places is None or clips.places[index, 0] < 0:
             clip, selection = read_clip(file, settings, span)
         else:
             # Video libraries take paths, so the member's bytes get a temporary one.
-            data = read_member(file, *place[:2])
+            data = read_member(file, *clips.places[index].tolist())
             with named_bytes(data, os.path.splitext(file)[1]) as path:
                 clip, selection = read_clip(path, settings, span)
         sample: Sample = {
@@ -191,25 +194,12 @@ class CaptionedVideos(Dataset):
             "path": self.name(index),
             "num_padded": selection.num_padded,
         }
-        if self.has_images:
-            image = self._image(index, settings, clip[0])
-            sample["images"] = image.to(clip.device)
+        if clips.images is not None:
+            # A sample without a conditioning image of its own takes its first frame.
+            image, size = clips.images[index], settings.video_size
+            picture = read_image(image, size, settings.resize) if image else clip[0].clone()
+            sample["images"] = picture.to(clip.device)
         return sample
-
-    def _place(self, index: int) -> np.ndarray | None:
-        """The sample's row of `places`; None if its video is a file of its own."""
-        places = self.clips.places
-        return None if places is None or places[index, 0] < 0 else places[index]
-
-    def _image(self, index: int, settings: ClipSettings, first_frame: Tensor) -> Tensor:
-        """The conditioning image, uint8 [3, rows, columns]; the first frame if there is no other."""
-        clips, place = self.clips, self._place(index)
-        size, resize = settings.video_size, settings.resize
-        if place is not None and place[2] >= 0:
-            file = clips.files[index]
-            return read_image(read_member(file, *place[2:]), file, size, resize)
-        image = "" if clips.images is None else clips.images[index]
-        return read_image(image, image, size, resize) if image else first_frame.clone()
 
 
 @dataclass(eq=False, repr=False)
@@ -277,7 +267,7 @@ class ListedVideos(CaptionedVideos, ABC):
 def _missing_folder(key: str, source: str) -> str | None:
     if source and Path(source).is_file():
         text = "is a file; give folders of videos, or set data.target=cogfast.data.datasets.VideoManifest"
-        return f"{key}: {cut(source, 160)} {text}, which reads .csv, .jsonl and .json files"
+        return f"{key}: {cut(source, 160)} {text}, which reads .csv and .jsonl files"
     return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
 
 
@@ -324,26 +314,25 @@ class VideoFolder(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
         for folder in data_folders(data_dir):
-            found = list(find_videos(folder))
+            found, others = list(find_videos(folder)), other_videos(folder)
             if not found:
-                text = ", but ".join(["no .mp4 file in it", *unread_files(folder)])
+                text = "no .mp4 file in it" + (f", but {others}" if others else "")
                 raise SourceError(f"{folder}: {text}{table_hint(folder)}")
-            captions, labels, longer = [], set(), []
+            if others:
+                logger.warning("%s: not read: %s", folder, others)
+            captions, longer = [], []
             for path in found:
                 label = label_of(path, folder)
                 caption, has_more = ("", False) if label is None else first_line(label)
                 captions.append(caption)
-                labels.add(str(label))
                 # SAT reads the first line only; a longer file may be meant otherwise.
                 if has_more:
                     longer.append(str(label))
                 if label is None:
                     missing.append(sat_label(path))
-                elif not captions[-1]:
+                elif not caption:
                     empty.append(str(label))
             lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
-            for text in unread_files(folder, labels):
-                logger.warning("%s: not read: %s", folder, text)
             if longer:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"
@@ -359,7 +348,7 @@ class VideoFolder(ListedVideos):
 
 
 class VideoManifest(ListedVideos):
-    """Samples listed in .csv, .jsonl or .json files, in the formats that manifest.py describes.
+    """Samples listed in .csv or .jsonl files, in the formats that manifest.py describes.
 
     data_dir: such files, or folders with a file named metadata.
     """
@@ -411,14 +400,12 @@ class VideoShards(ListedVideos):
 
     # key of the caption; SAT's txt_key
     caption_key: str = "caption"
-    # file extension of the members that hold the first frames, such as png
-    image_key: str | None = None
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []
         for source in data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
-            parts = [list_shard(shard, self.caption_key, self.image_key) for shard in shards]
+            parts = [list_shard(shard, self.caption_key) for shard in shards]
             lists.append(join(parts))
         if not allow_empty_captions:
             empty = [

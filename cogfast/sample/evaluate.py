@@ -23,7 +23,7 @@ from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader, in_unit_range
-from cogfast.data.cache.dataset import CachedVideos
+from cogfast.data.cache.entries import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.clip import resize_picture

@@ -21,7 +21,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.data.video.settings import checked_buckets, checked_size
+from cogfast.data.video.clip import checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
 
 logger = logging.getLogger(__name__)

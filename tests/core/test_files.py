@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,38 +100,3 @@ def test_a_path_that_is_not_a_regular_file_counts_as_missing(tmp_path: Path) -> 
     check_size(tmp_path / "a", 3)
     with pytest.raises(DamageError, match="a has 3 bytes instead of 4"):
         check_size(tmp_path / "a", 4)
-
-
-def releases_the_interpreter(run: Callable[[], object]) -> bool:
-    """Whether `run` releases the GIL, so that another thread runs while it is called."""
-    begun, seen, over = threading.Event(), threading.Event(), threading.Event()
-
-    def call() -> None:
-        begun.set()
-        for _ in range(200):  # on a busy machine the other thread may be late
-            run()
-            if seen.is_set():
-                break
-        over.set()
-
-    before = sys.getswitchinterval()
-    # No thread is forced to release the GIL, so another runs only if `run` does so itself.
-    sys.setswitchinterval(1000)
-    try:
-        thread = threading.Thread(target=call)
-        thread.start()
-        begun.wait()
-        seen.set()
-        was_over = over.is_set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    return not was_over
-
-
-def test_hashing_lets_other_threads_run() -> None:
-    """Training continues while the writer's thread hashes a checkpoint."""
-    block = bytes(16 << 20)
-    assert releases_the_interpreter(lambda: xxhash.xxh3_64().update(block))
-    # A control: pure Python code keeps the GIL.
-    assert not releases_the_interpreter(lambda: sum(block[: 1 << 16]))

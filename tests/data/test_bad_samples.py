@@ -12,18 +12,6 @@ from cogfast.data import bad_samples
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 
 
-def test_a_torn_line_is_skipped(tmp_path):
-    file = tmp_path / "bad_samples.jsonl"
-    file.write_text('{"path": "a", "reason": "r"}\n{"path": "b", "rea')
-    log = BadSampleLog(file, num_samples=100)
-    assert not log.add("a", "r") and log.add("b", "r") and log.add("\udcff.mp4", "r")
-    assert not BadSampleLog(file, num_samples=100).add("b", "r")
-    assert [line[:12] for line in file.read_text().splitlines()][2:] == [
-        '{"path": "b"',
-        '{"path": "\\u',
-    ]
-
-
 def test_ranks_share_the_list_and_its_count(tmp_path):
     """Two ranks find three bad samples each, one of them in common: five, with a limit of four."""
     file = tmp_path / "bad_samples.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ import torch
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader, to_device
-from cogfast.data.datasets import VideoFolder, VideoList
+from cogfast.data.datasets import VideoFolder
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import PackedStrings
-from cogfast.data.video.clip import read_clip
-from cogfast.data.video.settings import ClipSettings
-from cogfast.data.video.transform import cover_size, resize_and_center_crop
+from cogfast.data.video.clip import ClipSettings, read_clip
+from cogfast.data.video.transform import resize_and_center_crop
 from tests.support.video_files import (
     BIKES,
     BUNNY,
@@ -85,15 +83,6 @@ def test_real_clips_by_the_clock(clip):
     assert torch.equal(frames, resize_and_center_crop(whole, (64, 96)))
 
 
-def test_rows_and_columns_are_not_swapped(tmp_path):
-    """bikes is 272 rows x 640 columns; video_size is [rows, columns]."""
-    shutil.copytree(sat_folder(tmp_path / "s", 1), tmp_path / "d")
-    shutil.copy(BIKES, tmp_path / "d/videos/00.mp4")
-    data = VideoFolder(tmp_path / "d", video_size=[96, 160], fps=8, max_num_frames=9)
-    assert data[0]["video"].shape == (9, 3, 96, 160)
-    assert cover_size(272, 640, (96, 160)) == (96, 225)
-
-
 @pytest.mark.parametrize(
     "selection, short_clips, expected",
     [
@@ -141,36 +130,6 @@ def test_clips_on_which_sat_fails_are_bad_samples(num_frames, fps, reason, tmp_p
         data[0]
 
 
-def test_video_list(tmp_path):
-    sat_folder(tmp_path, 2)
-    (tmp_path / "videos.txt").write_text("videos/01.mp4\n\nvideos/00.mp4\n")
-    (tmp_path / "prompts.txt").write_text("second clip\nfirst clip\n\n", encoding="utf-8-sig")
-    data = VideoList(tmp_path, **CLIP, frame_selection="uniform")
-    assert list(data.captions) == ["second clip", "first clip"]
-    folder = VideoFolder(tmp_path, **CLIP)
-    assert torch.equal(data[0]["video"], folder[1]["video"])
-    named = VideoList(tmp_path, **CLIP, caption_column="prompts.txt", video_column="videos.txt")
-    assert list(named.paths) == [str(tmp_path / f"videos/0{i}.mp4") for i in (1, 0)]
-
-
-@pytest.mark.parametrize(
-    "files, message",
-    [
-        ({"videos.txt": "\n", "prompts.txt": ""}, "lists no video"),
-        (
-            {"videos.txt": "a.mp4\n\nb.mp4\nc.mp4", "prompts.txt": "a\nb\n\nc"},
-            "prompts.txt and .*videos.txt have blank lines in different places, first in line 2",
-        ),
-    ],
-)
-def test_broken_lists(files, message, tmp_path):
-    sat_folder(tmp_path, 1)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        VideoList(tmp_path, **CLIP)
-
-
 def test_captions_are_required(tmp_path):
     sat_folder(tmp_path, 9)
     for i in range(6):
@@ -189,18 +148,6 @@ def test_captions_are_required(tmp_path):
     (tmp_path / "labels/05.txt").unlink()
     data = VideoFolder(tmp_path, **CLIP, allow_empty_captions=True)
     assert [i for i, caption in enumerate(data.captions) if not caption] == [2, 5]
-
-
-def test_other_encodings(tmp_path):
-    sat_folder(tmp_path, 1)
-    (tmp_path / "labels/00.txt").write_bytes("красный круг".encode("cp1251"))
-    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x..\)"):
-        VideoFolder(tmp_path, **CLIP)
-    (tmp_path / "labels/00.txt").write_text("a circle", encoding="utf-16-le")
-    with pytest.raises(ValueError, match=r"labels/00.txt: line 1 is not UTF-8 \(byte 0x00\)"):
-        VideoFolder(tmp_path, **CLIP)
-    (tmp_path / "labels/00.txt").write_text("красный круг", encoding="utf-8-sig")
-    assert VideoFolder(tmp_path, **CLIP).captions[0] == "красный круг"
 
 
 def test_missing_and_empty_folders(tmp_path):
@@ -225,14 +172,8 @@ def test_unread_files_of_a_folder_are_logged(tmp_path, caplog):
     videos, labels = f"{tmp_path}/videos", f"{tmp_path}/labels"
     assert [message.removeprefix(f"{tmp_path}: ") for message in caplog.messages] == [
         f"not read: 1 video not in .mp4 format: {videos}/01.MOV; convert to .mp4",
-        f"not read: 1 label file without an .mp4 file: {labels}/01.txt",
         f"only the first line is read of 1 label file with several lines: {labels}/02.txt",
     ]
-
-
-def test_the_size_is_checked(tmp_path):
-    with pytest.raises(ValueError, match=r"video_size=\[480\] must be \[rows, columns\]"):
-        VideoFolder(sat_folder(tmp_path, 1), **{**CLIP, "video_size": [480]})
 
 
 def test_packed_strings():

@@ -1,4 +1,4 @@
-"""The files of a latent cache: one for each clip and each caption, written whole or not at all.
+"""The files of a latent cache, one for each clip and each caption, and the data set that reads them.
 
 video-<id>/spec.json                 what the entries of this folder were made with
 video-<id>/<k>/<key>.safetensors     "mean", "logvar" [C, T, h, w], "fps", "num_frames", "num_padded"
@@ -8,7 +8,8 @@ video-<id>/<k>/<key>.bad             why this clip cannot be used
 text-<id>/<k>/<key>.safetensors      "embedding" [L, E]
 sources.jsonl                        content hashes of the videos (keys.py)
 
-An entry is complete if its file exists, so any number of processes and machines may write at once.
+Files are written whole or not at all, so an entry is complete if its file exists, and any number of
+processes and machines may write at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,9 @@ import xxhash
 from torch import Tensor
 
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.cache.keys import hash_text
+from cogfast.data.datasets import CaptionedVideos
 
 # Values that entries depend on besides their source, such as weights and dtype: {name: plain value}.
 Spec = dict[str, object]
@@ -157,24 +160,14 @@ def _checksum(key: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def find_entries(
-    cache: Path, kind: str, spec: Spec, wanted: Set[str], trusts: bool
-) -> tuple[list[Entries], dict[str, bool]]:
-    """Return the entries to read, the preferred ones first, and what `keys` of all of them returns.
+    cache: Path, kind: str, spec: Spec, wanted: Set[str]
+) -> tuple[Entries, dict[str, bool]]:
+    """Return the entries that fit a spec, and what `keys` of them returns.
 
     If the spec says "auto", they are those of the way to encode that has most of the `wanted` keys.
-    trusts: also take entries that were made from args.trusted_cache.
     """
     found = [(one, one.keys()) for one in (Entries(cache, kind, each) for each in _allowed(spec))]
-    own, keys = max(found, key=lambda pair: len(wanted & pair[1].keys()))
-    if not trusts:
-        return [own], keys
-    theirs = Entries(cache, kind, trusted_spec(spec))
-    return [own, theirs], theirs.keys() | keys
-
-
-def trusted_spec(spec: Spec) -> Spec:
-    """Return the spec of entries that were made from args.trusted_cache, by an unknown encoder."""
-    return {**spec, ENCODE_CHUNKS: "unknown", "args.trusted_cache": True}
+    return max(found, key=lambda pair: len(wanted & pair[1].keys()))
 
 
 def _allowed(spec: Spec) -> list[Spec]:
@@ -184,17 +177,77 @@ def _allowed(spec: Spec) -> list[Spec]:
     return [{**spec, ENCODE_CHUNKS: way} for way in ("whole", "frames", "tiles")]
 
 
-def difference(cache: Path, kind: str, spec: Spec) -> str | None:
-    """Describe how `spec` differs from that of the newest entries; None if there are none, or some fit."""
+def difference(cache: Path, kind: str, spec: Spec) -> str:
+    """Describe how `spec` differs from that of the newest entries; "" if there are none, or some fit."""
     files = list(cache.glob(f"{kind}-*/spec.json"))
     if not files or any(Entries(cache, kind, one).folder.is_dir() for one in _allowed(spec)):
-        return None
+        return ""
     try:
         made = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text())
         others = [n for n in {**made, **spec} if made.get(n) != spec.get(n) != "auto"]
-        return "; ".join(
-            f"cache made by {n} {made.get(n, 'none')}, the config has {spec.get(n, 'none')}"[:300]
-            for n in others
-        )
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None  # damaged, and only of use for this message
+        return ""  # damaged, and only of use for this message
+    return "; ".join(
+        f"cache made by {n} {made.get(n, 'none')}, the config has {spec.get(n, 'none')}"[:300]
+        for n in others
+    )
+
+
+# {key of an item: tensor of an entry}; entries need not have all of them.
+_STORED = {
+    "latent_mean": "mean",
+    "latent_logvar": "logvar",
+    "images": "first_frame",
+    "noised_image_mean": "noised_image_mean",
+    "noised_image_logvar": "noised_image_logvar",
+}
+
+
+class CachedVideos(CaptionedVideos):
+    """The samples of a data set of video files, as encoded by `cogfast cache`.
+
+    An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
+    uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
+    "noised_image_logvar", "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
+    "num_padded"}.
+
+    videos: the data set that this one replaces. entries: those of "video" and of "text". keys: of the
+    samples' clips.
+    """
+
+    def __init__(
+        self,
+        videos: CaptionedVideos,
+        entries: Mapping[str, Entries],
+        keys: Sequence[str],
+    ) -> None:
+        super().__init__(videos.clips, videos.settings, videos.source_sizes)
+        self.entries, self.keys = entries, keys
+
+    def __getitem__(self, index: int) -> dict:
+        caption = self.captions[index]
+        clip = self._entry("video", self.keys[index], index)
+        text = self._entry("text", hash_text(caption), index)
+        if "logvar" in clip:  # one number for all of an entry that has one sample of the latents
+            clip["logvar"] = clip["logvar"].expand(clip["mean"].shape)
+        return {
+            **{name: clip[stored] for name, stored in _STORED.items() if stored in clip},
+            "prompt_embedding": text["embedding"],
+            "txt": caption,
+            **{name: clip[name].item() for name in NUMBERS},
+            "path": self.name(index),
+        }
+
+    def first_frame(self, index: int) -> Tensor:
+        """Read a sample's conditioning image from its source files, uint8 [3, H, W]."""
+        sample = super().__getitem__(index)
+        return sample["images"] if self.has_images else sample["video"][0]
+
+    def _entry(self, kind: str, key: str, index: int) -> dict[str, Tensor]:
+        try:
+            return self.entries[kind].read(key)
+        except FileNotFoundError:
+            reason = f"its {kind} entry is gone from the latent cache; run `cogfast cache` again"
+        except BadEntry as error:
+            reason = str(error)
+        raise BadSample(self.name(index), reason)

@@ -15,8 +15,8 @@ import numpy as np
 
 from cogfast.core.files import WriteError
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.store import Store
-from cogfast.data.sources.tar_shards import MEMBER
+from cogfast.data.sources.file_index import FileIndex
+from cogfast.data.sources.tar_shards import MEMBER, Store
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
@@ -24,6 +24,7 @@ _UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
 
 # The files of samples: {name: (offset, bytes) of a member of a tar shard, SHARD::MEMBER, else ()}
 Files = Mapping[str, tuple[int, ...]]
+HashedFile = tuple[str, str, str]  # absolute name, version, content hash
 
 
 def hash_text(text: str) -> str:
@@ -48,21 +49,11 @@ def source_files(videos: CaptionedVideos, indices: Iterable[int]) -> Files:
     """Return the files that samples are read from: a video each, and images of their own."""
     clips, found = videos.clips, {}
     for index in indices:
-        # Offset and bytes of the video, then of the image; -1 for none.
-        at = [-1] * 4 if clips.places is None else clips.places[index].tolist()
-        found[clips.files[index]] = tuple(at[:2]) if at[0] >= 0 else ()
-        image = _image_of(videos, index)
-        if image:
-            found[image] = tuple(at[2:]) if min(at[0], at[2]) >= 0 else ()
+        place = (-1, -1) if clips.places is None else tuple(clips.places[index].tolist())
+        found[clips.files[index]] = () if place[0] < 0 else place
+        if clips.images is not None and clips.images[index]:
+            found[clips.images[index]] = ()
     return found
-
-
-def _image_of(videos: CaptionedVideos, index: int) -> str:
-    """The sample's conditioning image, a file or a member of a tar shard; "" if it has none."""
-    clips = videos.clips
-    if clips.places is not None and min(clips.places[index, [0, 2]]) >= 0:
-        return f"{clips.files[index]}{MEMBER}image"
-    return "" if clips.images is None else clips.images[index]
 
 
 def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
@@ -80,44 +71,27 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
         is_buckets = common.buckets is not None and name != "fps"
         if is_buckets or getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))
-    image = _image_of(videos, index)
-    if image:
-        own["image"] = sources.recorded(image)
+    if clips.images is not None and clips.images[index]:
+        own["image"] = sources.recorded(clips.images[index])
     return hash_text(json.dumps([sources.recorded(clips.files[index]), own], sort_keys=True))
 
 
 class Sources:
     """Content hashes of files, read again only if size or mtime changed.
 
-    They are lines [file, version, hash] of sources.jsonl, to which any number of processes append.
-    The last line of a file counts; malformed lines, such as those of a killed process, do not.
+    They are in sources.jsonl of the cache's folder: [absolute name, version, hash].
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "sources.jsonl"
-        self._known: dict[str, tuple[str, str]] = {}
-        try:
-            lines = self.path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            text = f"{self.path} cannot be read ({error.strerror}); use a readable folder"
-            raise ValueError(f"args.latent_cache: {text}") from None
-        for line in lines:
-            try:
-                name, version, content = json.loads(line)
-                self._known[str(name)] = str(version), str(content)
-            except (ValueError, TypeError, RecursionError):
-                continue
+        self._index = FileIndex(folder / "sources.jsonl")
 
     def changed(self, files: Files) -> list[str]:
         """Forget and return the files that are new, or changed since they were hashed."""
         version = cache(_version)  # many members of a tar shard share its version
         found = []
         for name, part in files.items():
-            known = self._known.get(os.path.abspath(name))
-            if known is None or known[0] != version(_file_of(name, part)):
-                self._known.pop(os.path.abspath(name), None)
+            if not self._index.get(os.path.abspath(name), version(_file_of(name, part))):
+                self._index.forget(os.path.abspath(name))
                 found.append(name)
         return found
 
@@ -126,39 +100,28 @@ class Sources:
 
     def recorded(self, name: str) -> str:
         """The content hash of a file as of when it was last read; "" if it is not known."""
-        return self._known.get(os.path.abspath(name), ("", ""))[1]
+        return str(*(self._index.last(os.path.abspath(name)) or [""])[:1])
 
-    def content(self, name: str) -> str:
-        """The current content hash of a file, which is read if it is new or changed."""
-        if self.changed({name: ()}):
-            self._known |= hash_files([name], {})
-        return self.recorded(name)
-
-    def add(self, found: Mapping[str, tuple[str, str]]) -> None:
-        """Add what hash_files returned, also to the file."""
-        self._known |= found
-        text = "".join(json.dumps([name, *row]) + "\n" for name, row in found.items())
-        # A cache may come from elsewhere: writing through its links could damage any file.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    def add(self, found: Sequence[HashedFile]) -> None:
+        """Add what hash_files returned."""
         try:
-            with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
-                file.write(text.encode())  # in one piece, between those of other processes
+            self._index.add(found)
         except OSError as error:
-            raise WriteError(self.path, error) from None
+            raise WriteError(self._index.path, error) from None
 
 
-def hash_files(names: Sequence[str], files: Files) -> dict[str, tuple[str, str]]:
-    """Hash files in parallel: {absolute name: (version, content hash)}. files: the parts to hash."""
+def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
+    """Hash files in parallel. files: the parts to hash."""
 
-    def row(name: str) -> tuple[str, str]:
-        part = files.get(name, ())
+    def row(name: str) -> HashedFile:
+        part = files[name]
         file = _file_of(name, part)
         # Take the version first: a file that changes while it is read is then hashed again.
         version = _version(file)
-        return version, hash_file(file, *part)
+        return os.path.abspath(name), version, hash_file(file, *part)
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(zip(map(os.path.abspath, names), pool.map(row, names), strict=True))
+        return list(pool.map(row, names))
 
 
 def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:

@@ -49,7 +49,7 @@ class ClipList:
     fps: np.ndarray | None = None  # float64 [n] frames per second of the clip; nan: the settings'
     weights: np.ndarray | None = None  # float64 [n] how often an epoch reads the sample
     splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
-    # int64 [n, 4]: offset and bytes of the video in its shard, then of the image; -1: not in one
+    # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cogfast.config.values import counted
@@ -55,6 +55,7 @@ def find_videos(folder: Path) -> Iterator[str]:
 
 
 def _find_files(folder: Path) -> Iterator[str]:
+    """Yield every file below `folder`, as find_videos."""
     seen = set()
     for root, dirs, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
         # A link may lead back to a folder above it.
@@ -75,27 +76,13 @@ def _refuse_folder(error: OSError) -> None:
     ) from None
 
 
-def unread_files(folder: Path, labels: Collection[str] = ()) -> list[str]:
-    """Describe files of a folder that look like data and are not read, one line per kind.
-
-    These are videos of other formats, and label files that are not in `labels`.
-    """
-    files = list(_find_files(folder))
-    others = [file for file in files if file.lower().endswith(_OTHER_VIDEOS)]
-    orphans = [
-        file
-        for file in files
-        if file.endswith(".txt") and "labels" in Path(file).parts[:-1] and file not in labels
-    ]
-    sentences = []
-    if others:
-        number = counted(len(others), "video")
-        sentences.append(f"{number} not in .mp4 format: {named(others)}; convert to .mp4")
-    # A folder without `labels` has no videos, which the caller reports.
-    if orphans and labels:
-        number = counted(len(orphans), "label file")
-        sentences.append(f"{number} without an .mp4 file: {named(orphans)}")
-    return sentences
+def other_videos(folder: Path) -> str:
+    """Describe the videos of a folder that are not read, because of their format; "" if there are none."""
+    others = [file for file in _find_files(folder) if file.lower().endswith(_OTHER_VIDEOS)]
+    if not others:
+        return ""
+    number = counted(len(others), "video")
+    return f"{number} not in .mp4 format: {named(others)}; convert to .mp4"
 
 
 def sat_label(path: str) -> str:
@@ -167,24 +154,9 @@ def first_line(file: Path) -> tuple[str, bool]:
 
 def text_lines(file: Path) -> list[str]:
     """Return the lines of a file, including blank ones except at its end."""
-    # Blank lines at the end are dropped; those between stay, so that refuse_gaps can compare them.
+    # Blank lines at the end are dropped; those between stay, so that lines can be compared by number.
     text = text_of(file).rstrip()
     return [line.strip() for line in _LINE_END.split(text)] if text else []
-
-
-def refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError if two lists have blank lines in different places.
-
-    Blank lines are skipped, which would then pair captions with the wrong videos.
-    """
-    blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
-    for key, places in blank.items():
-        if places and blank["video_column"] and places != blank["video_column"]:
-            line = 1 + min(set(places) ^ set(blank["video_column"]))
-            raise ValueError(
-                f"{files[key]} and {files['video_column']} have blank lines in different places, "
-                f"first in line {line}; remove them, so that line numbers match"
-            )
 
 
 def refuse_samples(

@@ -7,19 +7,17 @@ name, size and mtime, so that only new and changed files are opened at the next 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import cache
 from typing import NamedTuple
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.store import Store, index_file
-from cogfast.data.sources.tar_shards import MEMBER, Member
+from cogfast.data.sources.file_index import FileIndex, user_index
+from cogfast.data.sources.tar_shards import MEMBER, Member, Store
 from cogfast.data.video.file import (
     MAX_FRAMES,
     check_file,
@@ -49,75 +47,78 @@ class Header(NamedTuple):
 
 def read_headers(clips: ClipList) -> list[Header]:
     """Return the header of every sample's file, from the index or from the file."""
-    file = index_of(clips)
-    known = _read_index(file)
-    wanted: dict[str, tuple[int, str]] = {}  # sample and stamp of each file that must be opened
+    index = index_of(clips)
+    version = cache(_version)  # many members of a tar shard share its version
+    stamps: dict[str, str] = {}  # of the files that must be opened
+    samples: dict[str, int] = {}  # the first sample of each of these files
     found: dict[str, Header] = {}
-    for i, (name, stamp) in enumerate(zip(clips.files, _stamps(clips), strict=True)):
+    for i, name in enumerate(clips.files):
+        place = _place(clips, i)
+        stamp = version(name.partition(MEMBER)[0] if place else name)
         if isinstance(stamp, Header):
             found[name] = stamp
-        elif known.get(name, ("",))[0] == stamp:
-            found[name] = known[name][1]
+            continue
+        # Members of a shard share its version; the offset tells them apart.
+        stamp += f"-{place[0]}" if place else ""
+        known = index.get(name, stamp)
+        if known:
+            found[name] = Header(*known)
         else:
-            wanted[name] = i, stamp
+            stamps[name] = stamp
+            samples.setdefault(name, i)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        headers = pool.map(lambda of: _probe(clips, of[0]), wanted.values())
+        headers = pool.map(lambda i: _probe(clips, i), samples.values())
         new, start = [], time.monotonic()
         last = start
-        for number, (name, header) in enumerate(zip(wanted, headers, strict=True), 1):
+        for number, (name, header) in enumerate(zip(samples, headers, strict=True), 1):
             found[name] = header
             # Files that failed are tried again: a change of permissions keeps the stamp.
             if not header.reason:
-                new.append([name, wanted[name][1], *header])
+                new.append((name, stamps[name], *header))
             now = time.monotonic()
-            if now - last > _SECONDS or number == len(wanted):
-                _append(file, new)
-                new = []
             if now - last > _SECONDS:
                 last = now
                 rate = number / (now - start)
-                logger.info("headers: %d of %d videos, %.0f/s", number, len(wanted), rate)
+                logger.info("headers: %d of %d videos, %.0f/s", number, len(samples), rate)
+                index.keep(new)
+                new = []
+    index.keep(new)
     return [found[name] for name in clips.files]
 
 
-def index_of(clips: ClipList) -> Path:
-    """Return the path of the index of the deepest folder that holds all files of a data set."""
+def index_of(clips: ClipList) -> FileIndex:
+    """Open the index of the deepest folder that holds all files of a data set."""
     # commonprefix compares characters: what follows the last slash may be a part of a name.
     folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
-    return index_file("headers", [folder])
+    return user_index("headers", [folder])
 
 
-def _stamps(clips: ClipList) -> Iterator[str | Header]:
-    """Yield each sample's stamp (size and mtime), or a Header with the reason if it has none."""
-    versions: dict[str, str | Header] = {}
-    for i, name in enumerate(clips.files):
-        offset = -1 if clips.places is None else clips.places[i, 0]
-        is_member = offset >= 0
-        store = name.partition(MEMBER)[0] if is_member else name
-        if store not in versions:
-            try:
-                versions[store] = Store(store).version()
-            except OSError as error:
-                versions[store] = Header(reason=f"cannot be opened ({error.strerror or error})")
-        version = versions[store]
-        # Members of a shard share its version; the offset tells them apart.
-        is_text = is_member and isinstance(version, str)
-        yield f"{version}-{offset}" if is_text else version
+def _place(clips: ClipList, index: int) -> tuple[int, int] | None:
+    """Offset and bytes of a sample's video in its shard; None if it is a file of its own."""
+    if clips.places is None or clips.places[index, 0] < 0:
+        return None
+    offset, size = clips.places[index].tolist()
+    return offset, size
+
+
+def _version(file: str) -> str | Header:
+    try:
+        return Store(file).version()
+    except OSError as error:
+        return Header(reason=f"cannot be opened ({error.strerror or error})")
 
 
 def _probe(clips: ClipList, index: int) -> Header:
-    name = clips.files[index]
-    if clips.places is not None and clips.places[index, 0] >= 0:
-        offset, size = (int(x) for x in clips.places[index, :2])
-        try:
-            with Member(name, offset, size) as file:
-                return probe(io.BufferedReader(file), size)
-        except (OSError, BadSample) as error:
-            return Header(reason=f"the shard cannot be read ({str(error)[:200]})")
+    name, place = clips.files[index], _place(clips, index)
     try:
-        return probe(name, check_file(name))
+        if place is None:
+            return probe(name, check_file(name))
+        with Member(name, *place) as file:
+            return probe(io.BufferedReader(file), place[1])
     except BadSample as error:
         return Header(reason=error.reason)
+    except OSError as error:
+        return Header(reason=f"the shard cannot be read ({str(error)[:200]})")
 
 
 def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
@@ -149,35 +150,3 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     if num_frames > MAX_FRAMES:
         return Header(reason=f"header claims {num_frames} frames; at most {MAX_FRAMES} are read")
     return Header(num_frames, fps, height, width)
-
-
-def _read_index(file: Path) -> dict[str, tuple[str, Header]]:
-    """Read the index: {name: (stamp, header)}.
-
-    The last line of a name counts. Torn lines are skipped.
-    """
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError:
-        return {}
-    known = {}
-    for line in lines:
-        # A start that was killed, or two at once, may have left a part of a line.
-        try:
-            name, stamp, *header = json.loads(line)
-            known[name] = stamp, Header(*header)
-        except (ValueError, TypeError):
-            continue
-    return known
-
-
-def _append(file: Path, rows: list[list]) -> None:
-    """Append lines to the index. If that fails, the next start reads these headers again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab") as index:
-            # Names that are not UTF-8 are escaped.
-            index.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    except OSError as error:
-        text = "%s cannot be written, so the next start reads headers again: %s"
-        logger.warning(text, file, error)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cogfast.config.values import nearest
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
-from cogfast.data.sources.folders import refuse_gaps, text_lines
-from cogfast.data.sources.table import table_hint
+from cogfast.data.sources.folders import text_lines
+from cogfast.data.sources.manifest import table_hint
 
 _WHAT = {"caption_column": "caption", "image_column": "image"}
 
@@ -21,7 +21,7 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
     """
     raw = {key: _read(key, file) for key, file in files.items()}
     if not allow_empty_captions:
-        refuse_gaps(files, raw)
+        _refuse_gaps(files, raw)
     lines = {
         key: texts
         if key == "caption_column" and allow_empty_captions
@@ -36,10 +36,9 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
         captions += [""] * (len(videos) - len(captions))
     for key, what in _WHAT.items():
         if key in lines and len(lines[key]) != len(videos):
-            blank = _blank_line(files, raw, {"video_column", key} - _kept(allow_empty_captions))
             raise ValueError(
                 f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                f"{len(lines[key])}{blank}; give each video one line with its {what}"
+                f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
     columns = {}
     for key in ("video_column", "image_column"):
@@ -69,17 +68,19 @@ def _read(key: str, file: Path) -> list[str]:
     raise ValueError(f"data.params.{key}={file.name}: {file} does not exist{hint}")
 
 
-def _kept(allow_empty_captions: bool) -> set[str]:
-    """The lists whose blank lines are samples."""
-    return {"caption_column"} if allow_empty_captions else set()
+def _refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError if two lists have blank lines in different places.
 
-
-def _blank_line(files: Mapping[str, Path], raw: Mapping[str, Sequence[str]], keys: set[str]) -> str:
-    """Name the first blank line between samples, since such lines do not count."""
-    for key in sorted(keys):
-        if "" in raw[key]:
-            return f" (line {1 + raw[key].index('')} of {files[key].name} is blank and not counted)"
-    return ""
+    Blank lines are skipped, which would then pair captions with the wrong videos.
+    """
+    blank = {key: [i for i, line in enumerate(texts) if not line] for key, texts in lines.items()}
+    for key, places in blank.items():
+        if places and blank["video_column"] and places != blank["video_column"]:
+            line = 1 + min(set(places) ^ set(blank["video_column"]))
+            raise ValueError(
+                f"{files[key]} and {files['video_column']} have blank lines in different places, "
+                f"first in line {line}; remove them, so that line numbers match"
+            )
 
 
 def _refuse_missing(file: Path, lines: Sequence[str], paths: Sequence[str]) -> None:

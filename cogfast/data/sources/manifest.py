@@ -1,49 +1,74 @@
-"""Manifests: CSV, JSON-lines or JSON files that list the samples of a data set, one per row.
+"""Manifests: CSV or JSON-lines files that list the samples of a data set, one per row.
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
 image (first frame for image-to-video), weight (how often an epoch reads the sample) and split
-(train, valid or test). Paths are relative to the file. In CogKit's layout the manifest has ids and
-captions, and videos/ and images/ have a manifest each, of files and ids.
+(train, valid or test). Paths are relative to the file.
 """
 
 from __future__ import annotations
 
+import csv
+import difflib
+import io
+import json
 import logging
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from cogfast.config.values import counted
 from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
-from cogfast.data.sources.folders import SourceError, check_caption_size, refuse_samples
-from cogfast.data.sources.table import (
-    TABLE_ENDINGS,
-    Names,
-    has_table,
-    number_value,
-    read_rows,
-    table_in,
-    text_value,
-    value_of,
+from cogfast.data.sources.folders import (
+    SourceError,
+    check_caption_size,
+    refuse_samples,
+    text_of,
 )
 
 logger = logging.getLogger(__name__)
 
+TABLE_ENDINGS = (".csv", ".jsonl")
+_TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
+_OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
 _COLUMNS = ("path", "caption", *_NUMBERS, "image", "split")
-# Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
+# Hugging Face's videofolder and finetrainers write file_name.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
 _CAPTIONS = ("caption", "prompt", "text")
-_NAMES: Names = {
-    **{name: (name,) for name in (*_COLUMNS, "type")},
+# {column: names under which it is read, the first that is there}
+_NAMES: Mapping[str, Sequence[str]] = {
+    **{name: (name,) for name in _COLUMNS},
     "path": _PATHS,
     "caption": _CAPTIONS,
 }
-_FILES_BY_ID: Names = {"path": _PATHS, "id": ("id",)}
+_KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
+
+
+def has_table(folder: Path) -> bool:
+    """Return whether a folder has a metadata file."""
+    return any((folder / name).is_file() for name in _TABLES)
+
+
+def table_hint(folder: Path) -> str:
+    """Return what an error about another layout adds for a folder with a metadata file, else ""."""
+    found = next((name for name in _TABLES if (folder / name).is_file()), None)
+    if found is None:
+        return ""
+    return f"; its {found} is read with data.target=cogfast.data.datasets.VideoManifest"
+
+
+def table_in(folder: Path) -> Path | None:
+    """Find the metadata file of a folder; None if there is none, ValueError if there are several."""
+    found = [folder / name for name in _TABLES if (folder / name).is_file()]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder}: has {found[0].name} and {found[1].name}; give one of them in place of the "
+            "folder, or remove the other"
+        )
+    return found[0] if found else None
 
 
 def manifest_of(source: Path) -> Path:
@@ -53,8 +78,8 @@ def manifest_of(source: Path) -> Path:
     found = table_in(source) or table_in(source / "train")
     if found is None:
         raise SourceError(
-            f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; "
-            "give a manifest (.csv, .jsonl or .json) or a folder with such a file"
+            f"{source}: has no metadata.jsonl or metadata.csv, nor has its train/; give a manifest "
+            "(.csv or .jsonl) or a folder with such a file"
         )
     return found
 
@@ -64,24 +89,13 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     file = manifest_of(source)
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
-        raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
-    has_ids, by_id = has_table(file.parent / "videos"), None
+        raise SourceError(f"{file}: {problem}; give a .csv or .jsonl file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, empty, num_pictures = [], [], 0
-    # With videos by id, the manifest needs no paths.
-    names = {**_NAMES, "id": ("id",)} if has_ids else _NAMES
-    required = ("caption",) if has_ids else ("path", "caption")
-    for place, row in read_rows(file, names, required, _COLUMNS):
+    splits, empty = [], []
+    for place, row in _rows_of(file):
         where = f"{file}: {place}"
-        path, caption, image = (text_value(value_of(row, names[n]), f"{where}: {n}") for n in texts)
-        if row.get("type") == "image":
-            num_pictures += 1
-            continue
-        if not path and has_ids:
-            by_id = by_id or [_files_by_id(file.parent / name) for name in ("videos", "images")]
-            path, own = (files.take(row.get("id"), where) if files else "" for files in by_id)
-            image = image or own
+        path, caption, image = (_text(_value_of(row, _NAMES[n]), f"{where}: {n}") for n in texts)
         if not path:
             raise ValueError(
                 f"{where} has no path; write the path of its video into column path (or one of "
@@ -95,24 +109,18 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         texts["caption"].append(caption)
         texts["image"].append(str(file.parent / image) if image else "")
         for name, missing in _NUMBERS.items():
-            numbers[name].append(number_value(row.get(name), missing, f"{where}: {name}"))
+            numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
             raise ValueError(
                 f"{where}: end={end:g} must be after start={start:g}; both are seconds of the video"
             )
-        split = text_value(row.get("split"), f"{where}: split").lower()
+        split = _text(row.get("split"), f"{where}: split").lower()
         if split not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
     if not texts["path"]:
-        pictures = f", only {counted(num_pictures, 'row')} of type image" if num_pictures else ""
-        raise ValueError(f"{file}: no sample in it{pictures}; add rows with a video and a caption")
-    if num_pictures:
-        logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
-    for files in by_id or ():
-        if files is not None:
-            files.refuse_unused(file)
+        raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
@@ -132,56 +140,105 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     )
 
 
-@dataclass(slots=True)
-class _FilesById:
-    """Files by id, as the metadata file of a folder beside the manifest lists them.
+def _value_of(row: Mapping, names: Sequence[str]) -> object:
+    """The value of the first of `names` that the row has; None if it has none of them."""
+    return next((row[name] for name in names if name in row), None)
 
-    used: the ids that rows of the manifest have named.
-    """
 
-    table: Path
-    paths: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-
-    def take(self, number: object, where: str) -> str:
-        """Return the file of an id; ValueError if there is none."""
-        key = str(number)
-        if number is None or key not in self.paths:
+def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:
+    """Yield (place, {name: value}) for every row; the place is such as "line 3"."""
+    if file.suffix.lower() == ".csv":
+        yield from _csv_rows(file)
+        return
+    others: set[str] = set()
+    for line, content in enumerate(text_of(file).split("\n"), 1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
+        if not isinstance(row, dict):
             raise ValueError(
-                f"{where}: id={key[:80]} is not in {self.table}; give each sample a line with its id "
-                "in both files"
+                f"{file}: line {line} must be an object with path and caption, {{...}}; correct it"
             )
-        if key in self.used:
-            raise ValueError(
-                f"{where}: id={key[:80]} is listed twice; give each sample an id of its own"
-            )
-        self.used.add(key)
-        return self.paths[key]
-
-    def refuse_unused(self, manifest: Path) -> None:
-        """Raise ValueError for a file that no row names: its caption may have been lost."""
-        left = [key for key in self.paths if key not in self.used]
-        if left:
-            raise ValueError(
-                f"{self.table}: id={left[0][:80]} is not in {manifest} ({counted(len(left), 'such file')}); "
-                "give each sample a line with its id in both files"
-            )
+        # Each new key is checked once, not in every row.
+        new = row.keys() - others
+        if new:
+            _check_columns(file, f"line {line}", new)
+            others |= new
+        yield f"line {line}", row
 
 
-def _files_by_id(folder: Path) -> _FilesById | None:
-    """Read the metadata file of a folder beside the manifest; None if it has none."""
-    table = table_in(folder)
-    if table is None:
-        return None
-    found = _FilesById(table)
-    for place, row in read_rows(table, _FILES_BY_ID, ("path", "id"), ()):
-        path = text_value(value_of(row, _PATHS), f"{table}: {place}: path")
-        key = str(row.get("id", ""))
-        if not path or not key:
-            raise ValueError(f"{table}: {place} has no {'id' if path else 'file_name'}; add it")
-        if key in found.paths:
+def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    # newline="": csv itself splits lines, since quoted captions may hold line breaks.
+    reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
+    try:
+        header = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+        twice = [name for name in header if name in _KNOWN and header.count(name) > 1]
+        if twice:
+            raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
+        _check_columns(file, "line 1", set(header))
+        for name in ("path", "caption"):
+            if not set(_NAMES[name]) & set(header):
+                raise ValueError(
+                    f"{file}: line 1 has no column {name} ({','.join(header)[:80]!r}); add it to the "
+                    f"header (or one of {', '.join(_NAMES[name][1:])}), with commas between columns"
+                )
+        for row in reader:
+            # csv puts surplus values under None.
+            if None in row:
+                raise ValueError(
+                    f"{file}: line {reader.line_num} has more values than the header has columns; "
+                    "quote captions that contain commas"
+                )
+            yield f"line {reader.line_num}", row
+    except csv.Error as error:
+        line = reader.reader.line_num
+        raise ValueError(
+            f"{file}: line {line} is not CSV ({error}); correct the line, and double quotes in a caption"
+        ) from None
+
+
+def _check_columns(file: Path, place: str, found: set[str]) -> None:
+    """Log columns that are not read; raise ValueError for one that looks misspelt."""
+    unknown = sorted(name for name in found if name not in _KNOWN)
+    for name in unknown:
+        # A higher cutoff than for keys: manifests have columns of other tools.
+        near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
+        if near and name not in _OTHER_TOOLS:
             raise ValueError(
-                f"{table}: {place}: id={key[:80]} is listed twice; give each file an id of its own"
+                f"{file}: {place}: unknown column {name[:80]!r}; did you mean {near[0]}?"
             )
-        found.paths[key] = str(folder / path)
-    return found
+    if unknown:
+        logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
+
+
+def _text(value: object, what: str) -> str:
+    """Check that a value is text, and strip it; ValueError that begins with `what` if not."""
+    if not isinstance(value, str | None):
+        raise ValueError(f"{what}={str(value)[:80]} must be text; put it in quotes")
+    text = (value or "").strip()
+    # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
+    # has them where it is not valid UTF-8.
+    is_half = what.endswith("caption") and any("\ud800" <= c <= "\udfff" for c in text)
+    if "\0" in text or is_half:
+        raise ValueError(f"{what}={text[:80]!r} has an invalid character; remove it")
+    return text
+
+
+def _number(value: object, missing: float, what: str) -> float:
+    """Read a number; `missing` where there is none, ValueError that begins with `what` if not one."""
+    text = "" if value is None else str(value).strip()
+    if not text:
+        return missing
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    # Rates and ends must be above 0: no video has a frame before its start.
+    least = 0 if what.endswith(("start", "weight")) else 1e-9
+    if not math.isfinite(number) or number < least or isinstance(value, bool):
+        rule = "0 or more" if least == 0 else "above 0"
+        raise ValueError(f"{what}={text[:80]} must be a number, {rule}")
+    return number

@@ -10,20 +10,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from cogfast.config.values import counted
-from cogfast.core.files import WriteError, write_text
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.file_index import user_index
 from cogfast.data.sources.folders import SourceError, check_caption_size, decoded, named
-from cogfast.data.sources.store import Store, index_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -84,6 +85,68 @@ def shards_of(source: str) -> list[str]:
     return expand_braces(source)
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A shard on local disk, or behind fsspec if its name has a scheme such as s3://."""
+
+    url: str
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.url
+
+    def open(self) -> BinaryIO:
+        if not self.is_remote:
+            return open(self.url, "rb")
+        file_system, path = _file_system(self.url)
+        return file_system.open(path, "rb")
+
+    def version(self) -> str:
+        """A version string that changes whenever the shard is rewritten."""
+        if not self.is_remote:
+            stat = Path(self.url).stat()
+            return f"{stat.st_size}-{stat.st_mtime_ns}"
+        file_system, path = _file_system(self.url)
+        return str(file_system.ukey(path))
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read `size` bytes from `offset`, or fewer if the shard ends before."""
+        if not self.is_remote:
+            with open(self.url, "rb") as file:
+                # Python allocates `size` bytes before it notices that the file is shorter.
+                left = os.fstat(file.fileno()).st_size - offset
+                file.seek(offset)
+                return file.read(max(0, min(size, left)))
+        file_system, path = _file_system(self.url)
+        return file_system.cat_file(path, start=offset, end=offset + size)
+
+    def beside(self, name: str) -> bytes | None:
+        """Read a file in the shard's folder; None if there is none."""
+        url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
+        if "://" not in url and os.path.exists(url) and not os.path.isfile(url):
+            raise ValueError(
+                f"{url}: not a file but a folder, pipe or device; put the file of captions there, or "
+                "remove it"
+            )
+        try:
+            with Store(url).open() as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+
+def _file_system(url: str):
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    # No installed package handles the scheme.
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{url}: fsspec cannot open it ({error}); install the package for its scheme, or correct it"
+        ) from None
+
+
 class Member(io.RawIOBase):
     """A member of a shard, SHARD::NAME, as a seekable file."""
 
@@ -128,7 +191,7 @@ def read_member(file: str, offset: int, size: int) -> bytes:
     return data
 
 
-def list_shard(url: str, caption_key: str, image_key: str | None = None) -> ClipList:
+def list_shard(url: str, caption_key: str) -> ClipList:
     """List the samples of a shard in its order; the caption is "" if there is none.
 
     The list is read from the index in the user's cache folder if the shard has not changed.
@@ -143,14 +206,14 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
     except OSError as error:
         raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
-    file = index_file("shard", [url, caption_key])
-    kept = _kept_rows(file, version)
+    index = user_index("shard", [url, caption_key])
+    kept = index.get(url, version)
     if kept is None:
         try:
             kept = _rows(store, caption_key)
         except OSError as error:
             raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        _keep_rows(file, version, *kept)
+        index.keep([(url, version, *kept)])
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:
@@ -162,15 +225,9 @@ def list_shard(url: str, caption_key: str, image_key: str | None = None) -> Clip
         if kind is None:
             others.append(f"{key}: {', '.join(members)}")
             continue
-        image = members.get(image_key, (-1, -1)) if image_key else (-1, -1)
-        if image_key and image_key not in members:
-            raise ValueError(
-                f"{url}: sample {key} has no {key}.{image_key}; data.params.image_key={image_key} "
-                "must be the extension of a member that every sample has"
-            )
         files.append(f"{url}{MEMBER}{key}.{kind}")
         captions.append(caption)
-        places.append((*members[kind], *image))
+        places.append(members[kind])
     if not files:
         raise ValueError(
             f"{url}: contains no video ({', '.join(VIDEO_KINDS)}); leave the shard out of the data"
@@ -298,21 +355,17 @@ def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
 
 def _check_member(url: str, member: tarfile.TarInfo) -> None:
     """Raise ValueError for names outside the folder, links and sparse files."""
-    path, name = PurePosixPath(member.name), repr(member.name[:100])
-    if path.is_absolute() or ".." in path.parts:
+    path = PurePosixPath(member.name)
+    faults = {
+        "has an absolute path or .. in its name": path.is_absolute() or ".." in path.parts,
+        "is a link": member.issym() or member.islnk(),
+        "is a sparse file": member.issparse(),
+    }
+    found = next((fault for fault, is_found in faults.items() if is_found), None)
+    if found is not None:
         raise ValueError(
-            f"{url}: member {name} has an absolute path or .. in its name; write the shard again with "
-            "relative names without .."
-        )
-    if member.issym() or member.islnk():
-        raise ValueError(
-            f"{url}: member {name} is a link to {member.linkname[:100]!r}; write the shard again with "
-            "the files themselves (tar --dereference --hard-dereference)"
-        )
-    if member.issparse():
-        raise ValueError(
-            f"{url}: member {name} is a sparse file, which cannot be read by random access; write the "
-            "shard again without tar --sparse"
+            f"{url}: member {member.name[:100]!r} {found}; write the shard again from plain files with "
+            "relative names (tar --dereference --hard-dereference, without --sparse)"
         )
 
 
@@ -355,26 +408,3 @@ def _caption_in_json(text: str, caption_key: str) -> str:
         return ""  # counted with the samples that have no caption
     value = row.get(caption_key) if isinstance(row, dict) else None
     return "" if value is None else str(value)
-
-
-def _kept_rows(file: Path, version: str) -> tuple[list[Row], list[str]] | None:
-    """Read a shard's index; None if there is none for the present version of the shard."""
-    try:
-        first, *lines = file.read_text(encoding="utf-8").split("\n")
-        head = json.loads(first)
-        # Fewer lines than samples: the index was cut off.
-        if (head["version"], head["samples"]) != (version, len(lines)):
-            return None
-        return [tuple(json.loads(line)) for line in lines], head["faults"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _keep_rows(file: Path, version: str, rows: list[Row], faults: list[str]) -> None:
-    head = json.dumps({"version": version, "samples": len(rows), "faults": faults})
-    text = "\n".join([head, *(json.dumps(row) for row in rows)])
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-    except (OSError, WriteError) as error:
-        logger.warning("a shard's index cannot be saved, the next start reads it again: %s", error)

@@ -1,25 +1,31 @@
-"""Reads one clip: selects, decodes and resizes its frames. Also reads conditioning images."""
+"""Reads one clip as `data.params` of the YAML says, and conditioning images."""
 
 from __future__ import annotations
 
 import io
 import os
-import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.config.values import counted
+from cogfast.config.values import Range, counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.video.dali import DaliRefusal, DaliVideo, dali_of_this_process
+from cogfast.data.video.dali import (
+    DaliRefusal,
+    DaliVideo,
+    VideoBackend,
+    check_backend,
+    dali_of_this_process,
+)
 from cogfast.data.video.file import check_file, one_line
-from cogfast.data.video.reader import VideoReader, open_video
-from cogfast.data.video.settings import ClipSettings
+from cogfast.data.video.reader import ReaderName, VideoReader, open_video
 from cogfast.data.video.transform import (
+    FrameSelection,
     Resize,
     Selection,
     resize_and_center_crop,
@@ -33,6 +39,101 @@ from cogfast.data.video.transform import (
 _PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame
+ShortClips = Literal["skip", "pad"]
+# Limits of data.params; what a model accepts is checked against the model.
+Side = Annotated[int, Range(1, 2**16)]  # rows, columns, or frames of a bucket
+FramesPerSecond = Annotated[float, Range(0.01, 1000)]
+NumFrames = Annotated[int, Range(1, 10**5)]
+SkippedFrames = Annotated[float, Range(0, 10**6)]
+Mebibytes = Annotated[int, Range(0, 2**24)]
+
+
+class Bucket(NamedTuple):
+    """The size of a clip, in frames and pixels."""
+
+    num_frames: int
+    height: int  # rows
+    width: int  # columns
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """How a video file is turned into a clip: data.params of the YAML.
+
+    ListedVideos (data/datasets.py) says what each field means.
+    """
+
+    video_size: tuple[int, int]  # rows, columns
+    fps: float
+    max_num_frames: int
+    skip_frms_num: float = 0.0
+    frame_selection: FrameSelection = "timestamp"
+    short_clips: ShortClips | None = None
+    resize: Resize = "crop"
+    video_backend: VideoBackend = "auto"
+    keep_decoded_mib: int = 0
+    buckets: tuple[Bucket, ...] | None = None
+
+    def __post_init__(self) -> None:
+        # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in the key of
+        # a latent cache.
+        object.__setattr__(self, "video_size", checked_size(self.video_size))
+        object.__setattr__(self, "buckets", checked_buckets(self.buckets))
+        if float(self.fps).is_integer():
+            object.__setattr__(self, "fps", int(self.fps))
+        # A library that is missing is reported here, before any reading process starts.
+        check_backend(self.video_backend)
+
+    @property
+    def cpu_reader(self) -> ReaderName:
+        """The library that reads on the CPU."""
+        return "decord" if self.video_backend == "decord" else "pyav"
+
+    @property
+    def skips_short_clips(self) -> bool:
+        if self.short_clips is None:
+            return self.frame_selection == "timestamp"
+        return self.short_clips == "skip"
+
+    @property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """The buckets; without buckets, the one size of all clips."""
+        return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
+
+    def for_bucket(self, bucket: Bucket) -> ClipSettings:
+        """Return the settings of a clip in a bucket."""
+        size = bucket.height, bucket.width
+        if (bucket.num_frames, size) == (self.max_num_frames, self.video_size):
+            return self
+        return replace(self, max_num_frames=bucket.num_frames, video_size=size)
+
+
+def checked_size(size: Sequence[int]) -> tuple[int, int]:
+    """Check data.params.video_size; ValueError if it is not [rows, columns]."""
+    if len(size) != 2 or not all(isinstance(v, int) and v > 0 for v in size):
+        raise ValueError(
+            f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
+        )
+    rows, columns = size
+    return rows, columns
+
+
+def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
+    """Check data.params.buckets; ValueError if an entry is invalid or listed twice."""
+    if not buckets:
+        return None
+    for i, bucket in enumerate(buckets):
+        if len(bucket) != 3 or not all(isinstance(v, int) and v > 0 for v in bucket):
+            raise ValueError(
+                f"data.params.buckets[{i}]={list(bucket)} must be [frames, rows, columns], e.g. "
+                "[49, 480, 720]"
+            )
+        if list(bucket) in [list(other) for other in buckets[:i]]:
+            raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is listed twice; remove it")
+    return tuple(Bucket(*bucket) for bucket in buckets)
 
 
 def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Selection:
@@ -140,19 +241,13 @@ def _padded(clip: Tensor, selection: Selection) -> Tensor:
     return torch.cat([clip, clip[-1:].expand(selection.num_padded, -1, -1, -1)])
 
 
-def read_image(
-    source: str | bytes, name: str, size: tuple[int, int], resize: Resize = "crop"
-) -> Tensor:
-    """Read a picture [3, rows, columns] uint8, resized as clips are.
-
-    source: a path, or the content of the file. name: the sample's, for errors.
-    """
-    if isinstance(source, str):
-        check_file(source)
+def read_image(path: str, size: tuple[int, int], resize: Resize = "crop") -> Tensor:
+    """Read a picture [3, rows, columns] uint8, resized as clips are."""
+    check_file(path)
     try:
-        pixels = read_pixels(source)
+        pixels = read_pixels(path)
     except ValueError as error:
-        raise BadSample(name, str(error)) from None
+        raise BadSample(path, str(error)) from None
     return resize_picture(pixels, size, resize)
 
 
@@ -183,17 +278,11 @@ def read_pixels(source: str | bytes) -> Tensor:
 
 @contextmanager
 def named_bytes(data: bytes, suffix: str) -> Iterator[str]:
-    """Context manager: a path at which libraries can open `data`. On Linux it stays in memory."""
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("clip" + suffix)
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(data)
-            yield f"/proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-        return
-    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
-        file.write(data)
-        file.flush()
-        yield file.name
+    """Context manager: a path at which libraries can open `data`, which stays in memory."""
+    descriptor = os.memfd_create("clip" + suffix)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -132,7 +132,6 @@ class VideoHeader:
     display order, the index of its packet.
     """
 
-    path: str
     times: np.ndarray
     fps: float
     codec: str
@@ -180,7 +179,6 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
         raise BadSample(path, f"its {len(ticks)} frames are all shown at the same time")
     times = (ticks - ticks[0]) * float(base)
     return VideoHeader(
-        path=path,
         times=times,
         fps=float(rate) if rate else len(times) / max(float(times[-1]), 1e-3),
         codec=stream.codec_context.name,

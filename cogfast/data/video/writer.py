@@ -17,7 +17,8 @@ from cogfast.core.files import write_whole
 if TYPE_CHECKING:
     from PIL import Image
 
-_GAP = 6  # pixels between the frames of a contact sheet
+_NUM_FRAMES, _FRAME_WIDTH = 6, 176  # of each video in a contact sheet
+_GAP = 6  # pixels between them
 _FONT_SIZE = 15
 _LINE = _FONT_SIZE + 4
 
@@ -92,53 +93,44 @@ def contact_sheet(
     videos: Sequence[Tensor | np.ndarray],
     captions: Sequence[str],
 ) -> None:
-    """Write a PNG that shows, for every video, its caption above evenly spaced frames.
-
-    Up to 12 videos are in one column with 6 frames each. More are in three columns with 4 smaller
-    frames each, so that the sheet fits on a screen.
-    """
+    """Write a PNG that shows, for every video, its caption above evenly spaced frames."""
     from PIL import Image, ImageDraw, ImageFont
 
     assert len(videos) == len(captions) > 0, f"{len(videos)=}, {len(captions)=}"
-    abreast, num_frames, frame_width = (1, 6, 176) if len(videos) <= 12 else (3, 4, 80)
     font = ImageFont.load_default(_FONT_SIZE)
-    strips = [_frames_of(video, num_frames, frame_width) for video in videos]
-    width = max(len(strip) for strip in strips) * (frame_width + _GAP)
-    letters = round((width - _GAP) / font.getlength("x"))  # in a line
+    strips = [_frames_of(video) for video in videos]
+    width = max(map(len, strips)) * (_FRAME_WIDTH + _GAP) + _GAP
+    letters = round((width - 2 * _GAP) / font.getlength("x"))  # in a line
     texts = [
         textwrap.wrap(caption, letters, max_lines=3, placeholder="…") or [""]
         for caption in captions
     ]
-    cells = list(zip(texts, strips, strict=True))
-    rows = [cells[i : i + abreast] for i in range(0, len(cells), abreast)]
     heights = [
-        max(len(lines) * _LINE + strip[0].height + 2 * _GAP for lines, strip in row) for row in rows
+        len(lines) * _LINE + strip[0].height + 2 * _GAP
+        for lines, strip in zip(texts, strips, strict=True)
     ]
-    sheet = Image.new("RGB", (abreast * (width + _GAP), sum(heights) + _GAP), "white")
+    sheet = Image.new("RGB", (width, sum(heights) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
     top = _GAP
-    for row, height in zip(rows, heights, strict=True):
-        for column, (lines, strip) in enumerate(row):
-            left = _GAP + column * (width + _GAP)
-            for i, line in enumerate(lines):
-                draw.text((left, top + i * _LINE), line, fill="black", font=font)
-            for i, picture in enumerate(strip):
-                place = (left + i * (frame_width + _GAP), top + len(lines) * _LINE)
-                sheet.paste(picture, place)
+    for lines, strip, height in zip(texts, strips, heights, strict=True):
+        for i, line in enumerate(lines):
+            draw.text((_GAP, top + i * _LINE), line, fill="black", font=font)
+        for i, picture in enumerate(strip):
+            sheet.paste(picture, (_GAP + i * (_FRAME_WIDTH + _GAP), top + len(lines) * _LINE))
         top += height
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda draft: sheet.save(draft, format="PNG"))
 
 
-def _frames_of(video: Tensor | np.ndarray, num_frames: int, width: int) -> list[Image.Image]:
-    """Up to `num_frames` evenly spaced frames of a video, each `width` pixels wide."""
+def _frames_of(video: Tensor | np.ndarray) -> list[Image.Image]:
+    """Up to six evenly spaced frames of a video, small and of one width."""
     from PIL import Image
 
     frames = to_frames(video)
-    chosen = np.unique(np.linspace(0, len(frames) - 1, num_frames).round().astype(int))
-    scale = width / frames.shape[2]
-    size = (width, max(1, round(frames.shape[1] * scale)))
+    chosen = np.unique(np.linspace(0, len(frames) - 1, _NUM_FRAMES).round().astype(int))
+    scale = _FRAME_WIDTH / frames.shape[2]
+    size = (_FRAME_WIDTH, max(1, round(frames.shape[1] * scale)))
     # Enlarged pixels stay sharp; interpolation would look like a blur made by the model.
     how = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BICUBIC
     return [Image.fromarray(frames[i]).resize(size, how) for i in chosen]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,8 +13,8 @@ from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import resolve
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Spec
-from cogfast.data.cache.keys import Sources, hash_text
-from cogfast.data.video.settings import ClipSettings
+from cogfast.data.cache.keys import hash_file, hash_text
+from cogfast.data.video.clip import ClipSettings
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.train.assembly import text_entry
 from cogfast.train.encode import EncodeOverrides
@@ -30,10 +29,9 @@ def cache_specs(
     config: Config,
     args: TrainArguments,
     settings: ClipSettings,
-    sources: Sources,
     overrides: EncodeOverrides,
 ) -> dict[str, Spec]:
-    """Return the specs of cache entries by "video" and "text". sources: hashes the weight files."""
+    """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files."""
     clip = {
         f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
     }
@@ -48,23 +46,25 @@ def cache_specs(
     has_image = ModelArguments.from_config(config).noised_image_input
     number = args.cached_noised_images
     chunks = _encode_chunks(config)
-    own = () if chunks is None else ("encode_chunks",)
+    chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}
+    # Entries that may come from an unknown encoder are kept apart from those that cannot.
+    common = {"precision": args.precision} | (
+        {} if args.trusted_cache is None else {"args.trusted_cache": True}
+    )
     video = {
-        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, sources, own),
-        "precision": args.precision,
+        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, own=chunks_entry),
+        **common,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
         **({"args.cached_noised_images": number} if number else {}),
-        **({} if chunks is None else {ENCODE_CHUNKS: chunks}),
+        **chunks_entry,
         **clip,
     }
     node, _ = text_entry(config)
-    text = {
-        "text encoder": _identity("text encoder", node, config, sources, ("max_length",)),
-        "max_length": None if node is None else _max_length(node, config),
-        "precision": args.precision,
+    specs = {
+        "video": video,
+        "text": {"text encoder": _identity("text encoder", node, config), **common},
     }
-    specs = {"video": video, "text": text}
     for name, value in overrides.identity.items():  # encode_video, encode_text
         specs[name.removeprefix("encode_")][name] = value
     return specs
@@ -82,15 +82,7 @@ def _encode_chunks(config: Config) -> str | None:
     return arguments.get("encode_chunks", "auto")
 
 
-def _max_length(node: Mapping, config: Config) -> int | None:
-    target, arguments = resolve(node, config.allow_import)
-    default = inspect.signature(target).parameters.get("max_length")
-    return arguments.get("max_length", None if default is None else default.default)
-
-
-def _identity(
-    part: str, node: Mapping | None, config: Config, sources: Sources, own: Sequence[str]
-) -> str:
+def _identity(part: str, node: Mapping | None, config: Config, own: Collection[str] = ()) -> str:
     """Hash class, arguments and weights of an encoder. The location of its files does not matter.
 
     own: arguments that are entries of the spec.
@@ -99,7 +91,7 @@ def _identity(
         return "none"
     target, arguments = resolve(node, config.allow_import)
     described = {
-        name: _described(part, value, sources)
+        name: _described(part, value)
         for name, value in arguments.items()
         if name not in (*_WITHOUT_EFFECT, *own)
     }
@@ -107,22 +99,22 @@ def _identity(
     return hash_text(text)[:12]
 
 
-def _described(part: str, value: object, sources: Sources) -> object:
+def _described(part: str, value: object) -> object:
     """Convert a value to JSON, with names of files and folders replaced by their content hashes."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping | DictConfig):
-        return {str(key): _described(part, inner, sources) for key, inner in value.items()}
+        return {str(key): _described(part, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_described(part, inner, sources) for inner in value]
+        return [_described(part, inner) for inner in value]
     if isinstance(value, str) and os.path.isfile(value):
-        return sources.content(value)
+        return hash_file(value)
     if isinstance(value, str) and os.path.isdir(value):
-        return _folder(part, value, sources)
+        return _folder(part, value)
     return value if isinstance(value, bool | int | float | None) else str(value)
 
 
-def _folder(part: str, folder: str, sources: Sources) -> list[list[str]]:
+def _folder(part: str, folder: str) -> list[list[str]]:
     """Return [name, content hash] of the files that an encoder may read."""
     inner = [os.path.join(folder, name) for name in _FOLDERS[part]]
     found = []
@@ -132,5 +124,5 @@ def _folder(part: str, folder: str, sources: Sources) -> list[list[str]]:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(name for name in names if not name.startswith(".")):
                 path = os.path.join(root, name)
-                found.append([os.path.relpath(path, place), sources.content(path)])
+                found.append([os.path.relpath(path, place), hash_file(path)])
     return found

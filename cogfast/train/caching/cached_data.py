@@ -7,8 +7,7 @@ from pathlib import Path
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
-from cogfast.data.cache.dataset import CachedVideos
-from cogfast.data.cache.entries import Entries, difference, find_entries, trusted_spec
+from cogfast.data.cache.entries import CachedVideos, Entries, difference, find_entries
 from cogfast.data.cache.keys import Sources, hash_text, sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import PackedStrings
@@ -43,36 +42,32 @@ def read_from_cache(
 
 def _find(
     every: list[CaptionedVideos], config: Config, args: TrainArguments, overrides: EncodeOverrides
-) -> tuple[dict[str, list[Entries]], list[PackedStrings]]:
+) -> tuple[dict[str, Entries], list[PackedStrings]]:
     """Return the entries by kind, and the keys of the clips of each data set."""
     assert args.latent_cache is not None, "the caller reads from it"
-    folder, trusts = Path(args.latent_cache), args.trusted_cache is not None
+    folder = Path(args.latent_cache)
     sources = Sources(folder)
-    specs = cache_specs(config, args, every[0].settings, sources, overrides)
+    specs = cache_specs(config, args, every[0].settings, overrides)
     changed = [name for v in every for name in sources.changed(source_files(v, used_samples(v)))]
     keys = [[sample_key(v, i, sources) for i in range(len(v))] for v in every]
     used = [(number, i) for number, v in enumerate(every) for i in used_samples(v)]
-    clips = [keys[number][i] for number, i in used]
-    texts = [hash_text(every[number].captions[i]) for number, i in used]
+    wanted = {
+        "video": [keys[number][i] for number, i in used],
+        "text": [hash_text(every[number].captions[i]) for number, i in used],
+    }
     entries, there = {}, {}
-    for kind, wanted in (("video", clips), ("text", texts)):
-        entries[kind], there[kind] = find_entries(folder, kind, specs[kind], set(wanted), trusts)
-    pairs = zip(clips, texts, strict=True)
+    for kind, spec in specs.items():
+        entries[kind], there[kind] = find_entries(folder, kind, spec, set(wanted[kind]))
+    pairs = zip(wanted["video"], wanted["text"], strict=True)
     num_usable = sum(clip in there["video"] and text in there["text"] for clip, text in pairs)
     if num_usable == len(used):
         return entries, [PackedStrings(of_one) for of_one in keys]
-    whys = dict.fromkeys(difference(folder, kind, spec) for kind, spec in specs.items())
-    why = "; ".join(text for text in whys if text)
+    differences = dict.fromkeys(difference(folder, kind, spec) for kind, spec in specs.items())
+    why = "; ".join(filter(None, differences))
     if not any(folder.glob("video-*")):
         why = "the folder has no cache"
     elif not why and changed:
         why = f"{counted(len(changed), 'video')} changed or moved since caching"
-    elif (
-        not why
-        and not trusts
-        and Entries(folder, "video", trusted_spec(specs["video"])).folder.is_dir()
-    ):
-        why = "the rest comes from a trusted cache, and args.trusted_cache is not set"
     raise ValueError(
         f"args.latent_cache={folder}: {why or 'not all are encoded'}: {num_usable} of {len(used)} "
         "usable; run `cogfast cache` again with this configuration"

@@ -20,7 +20,7 @@ _NO_VARIANCE = -1e4  # logarithm; its exponential is 0 in float32
 
 
 def encode_clips(
-    samples: Sequence[Sample | BadSample],
+    samples: Sequence[Sample],
     keys: Sequence[str],
     latents: Sequence[Tensor | None],
     encoder: Encoder,
@@ -33,12 +33,9 @@ def encode_clips(
     num_noised_images: 0 stores the first frame as uint8 instead (image-to-video).
     """
     rows = zip(samples, keys, latents, strict=True)
-    # Buckets give clips of several sizes, which cannot be stacked; bad samples form groups, too.
-    for _, group in groupby(rows, key=lambda row: (_size(row[0]), row[2] is None)):
+    # Buckets give clips of several sizes, which cannot be stacked.
+    for _, group in groupby(rows, key=lambda row: (row[0]["video"].shape, row[2] is None)):
         together, own_keys, own_latents = zip(*group, strict=True)
-        if isinstance(together[0], BadSample):
-            yield from together
-            continue
         parts = _moments(together, own_keys, own_latents, encoder, device)
         if encoder.image_input:
             images = torch.stack(
@@ -51,10 +48,10 @@ def encode_clips(
                 parts["first_frame"] = images.cpu()  # sync: into a file
         for i, sample in enumerate(together):
             entry = {name: tensor[i].contiguous() for name, tensor in parts.items()}
-            if not all(tensor.isfinite().all() for tensor in entry.values()):
+            if all(tensor.isfinite().all() for tensor in entry.values()):
+                yield entry | {name: _number(sample[name]) for name in NUMBERS}
+            else:
                 yield BadSample(sample["path"], "its latents are not finite")
-                continue
-            yield entry | {name: _number(sample[name]) for name in NUMBERS}
 
 
 def _moments(
@@ -64,9 +61,9 @@ def _moments(
     encoder: Encoder,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    trusted = [each for each in latents if each is not None]
-    if trusted:  # all of a batch or none
-        return _of_sample(torch.stack(trusted), encoder.scale_factor)
+    stored = [each for each in latents if each is not None]
+    if stored:  # all of a batch or none
+        return _of_sample(torch.stack(stored), encoder.scale_factor)
     clips = torch.stack([sample["video"] for sample in samples])
     pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
     if encoder.overrides.encode_video is not None:
@@ -100,7 +97,3 @@ def _of_sample(latents: Tensor, scale_factor: float) -> dict[str, Tensor]:
     mean = latents.float() / scale_factor
     # All samples of a batch need a variance. The reader expands this one, which is 0.
     return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}
-
-
-def _size(sample: Sample | BadSample) -> object:
-    return None if isinstance(sample, BadSample) else sample["video"].shape

@@ -21,7 +21,7 @@ from cogfast.config.merged_config import find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.values import Problems, counted, cut, one_line, show
 from cogfast.data.datasets import ListedVideos
-from cogfast.data.video.settings import checked_buckets, checked_size
+from cogfast.data.video.clip import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from cogfast.config import load_config
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoList
 from tests.support.tiny_run import write_config
@@ -31,18 +32,20 @@ def clips(tmp_path_factory):
         (
             {"videos.txt": "videos/00.mp4\n", "prompts.txt": "a\nb\n"},
             {},
-            r"videos.txt has 1 lines and .*prompts.txt 2; give each video one line with its caption",
+            r"videos.txt has 1 lines and .*prompts.txt 2, without blank ones; give each video one line "
+            "with its caption",
         ),
         (
-            GOOD | {"prompts.txt": "a\n\nb\nc\n"},
+            {"videos.txt": "a.mp4\n\nb.mp4\nc.mp4", "prompts.txt": "a\nb\n\nc"},
             {},
-            r"videos.txt has 2 lines and .*prompts.txt 3 \(line 2 of prompts.txt is blank and not "
-            r"counted\); give",
+            "prompts.txt and .*videos.txt have blank lines in different places, first in line 2",
         ),
+        ({"videos.txt": "\n", "prompts.txt": ""}, {}, "lists no video"),
         (
             GOOD | {"images.txt": "first.png\n"},
             {"image_column": "images.txt"},
-            r"videos.txt has 2 lines and .*images.txt 1; give each video one line with its image",
+            r"videos.txt has 2 lines and .*images.txt 1, without blank ones; give each video one "
+            "line with its image",
         ),
         (
             {"videos.txt": "videos/00.mp4\n\nvideos/07.mp4\n", "prompts.txt": "a\nb\n"},
@@ -71,7 +74,7 @@ def clips(tmp_path_factory):
             r"image_column=all.txt: .*pictures/all.txt does not exist; set it to the file",
         ),
     ],
-    ids=["counts", "blank line", "images", "video", "image", "name", "other name", "folder"],
+    ids=["counts", "gaps", "empty", "images", "video", "image", "name", "other name", "folder"],
 )
 def test_faults_are_named(files, options, message, clips):
     for name, text in files.items():
@@ -135,3 +138,21 @@ def test_rates_need_not_be_whole(tmp_path):
     frames = torch.from_numpy(decode_all(tmp_path / "0.mp4")).permute(0, 3, 1, 2)
     assert torch.equal(ntsc[0]["video"], frames[:9])
     assert torch.equal(slow[0]["video"], frames[:27:3]) and slow[0]["fps"] == 9.99
+
+
+def test_images_of_a_list(tmp_path):
+    sat_folder(tmp_path, 2)
+    (tmp_path / "videos.txt").write_text("videos/00.mp4\nvideos/01.mp4\n")
+    (tmp_path / "prompts.txt").write_text("a\n\n")
+    (tmp_path / "images.txt").write_text("0.png\n1.jpg\n")
+    for i, name in enumerate(("0.png", "1.jpg")):
+        Image.new("RGB", (48, 32), (200, 10 * i, 0)).save(tmp_path / name, quality=95)
+    options = {**CLIP, "image_column": "images.txt", "allow_empty_captions": True}
+    data = VideoList(tmp_path, **options)
+    assert list(data.captions) == ["a", ""]
+    assert (data[0]["images"] == torch.tensor([200, 0, 0], dtype=torch.uint8)[:, None, None]).all()
+    assert data[1]["images"].shape == (3, 32, 48)
+    (tmp_path / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(BadSample, match="not a readable image") as error:
+        data[1]
+    assert error.value.path.endswith("videos/01.mp4")

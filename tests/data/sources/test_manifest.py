@@ -1,8 +1,9 @@
-"""Manifests and lists: every column reaches the sample; faults are refused with their line."""
+"""Manifests: every column and the metadata of other trainers; faults are refused with their line."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +128,14 @@ def test_refused_json_lines_and_names(tmp_path):
             "line 2: path=.*invalid character; remove it",
         ),
         (good + "[" * 99999, "line 2 is not JSON"),
+        (
+            '{"name": "x.mp4", "text": "a"}',
+            r"line 1 has no path; .* column path \(or one of file_name, file_path, video",
+        ),
+        (
+            '{"file_path": "x.mp4", "description": "a"}',
+            "1/1 rows of .* without a caption: line 1; add them, in column caption, prompt or text, or",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             VideoManifest(_csv(tmp_path, text, "data.jsonl"), **CLIP)
@@ -150,37 +159,79 @@ def test_weights_that_make_no_epoch(tmp_path):
             VideoManifest(file, **CLIP).order(0, 1)
 
 
-def test_unused_columns_are_logged(tmp_path, caplog):
-    caplog.set_level("INFO")
-    file = _csv(tmp_path, "path,caption,aesthetics\nx.mp4,,3\n")
-    data = VideoManifest(file, **CLIP, allow_empty_captions=True)
-    assert list(data.captions) == [""] and "unused columns: aesthetics" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["data.csv", "data.jsonl"])
-def test_other_encodings_are_refused_by_line(name, tmp_path):
-    rows = ["path,caption", "x.mp4,ok", "y.mp4,Größe"]
-    if name.endswith("jsonl"):
-        rows = [json.dumps({"path": "x", "caption": c}, ensure_ascii=False) for c in "ab"]
-        rows.append(json.dumps({"path": "y", "caption": "Größe"}, ensure_ascii=False))
-    file = _csv(tmp_path, "\r\n".join(rows), name, "latin-1")
-    with pytest.raises(ValueError, match=rf"{name}: line 3 is not UTF-8 \(byte 0xf6\)"):
+def test_another_encoding_is_refused_by_line(tmp_path):
+    file = _csv(tmp_path, "path,caption\r\nx.mp4,ok\r\ny.mp4,Größe", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"data.csv: line 3 is not UTF-8 \(byte 0xf6\)"):
         VideoManifest(file, **CLIP)
 
 
-def test_images_of_a_list(tmp_path):
-    sat_folder(tmp_path, 2)
-    (tmp_path / "videos.txt").write_text("videos/00.mp4\nvideos/01.mp4\n")
-    (tmp_path / "prompts.txt").write_text("a\n\n")
-    (tmp_path / "images.txt").write_text("0.png\n1.jpg\n")
-    for i, name in enumerate(("0.png", "1.jpg")):
-        Image.new("RGB", (48, 32), (200, 10 * i, 0)).save(tmp_path / name, quality=95)
-    options = {**CLIP, "image_column": "images.txt", "allow_empty_captions": True}
-    data = VideoList(tmp_path, **options)
-    assert list(data.captions) == ["a", ""]
-    assert (data[0]["images"] == torch.tensor([200, 0, 0], dtype=torch.uint8)[:, None, None]).all()
-    assert data[1]["images"].shape == (3, 32, 48)
-    (tmp_path / "1.jpg").write_bytes(b"no picture")
-    with pytest.raises(BadSample, match="not a readable image") as error:
-        data[1]
-    assert error.value.path.endswith("videos/01.mp4")
+HUGGING_FACE = '{"file_name": "a.mp4", "text": "one"}\n{"file_name": "b.mp4", "text": "two"}\n'
+# {trainer: (folder of the clips, metadata file, its text, captions)}
+SOURCES = {
+    "Hugging Face": ("", "metadata.jsonl", HUGGING_FACE, "one two"),
+    "Hugging Face, a split": (
+        "train",
+        "train/metadata.csv",
+        "file_name,text\na.mp4,one\nb.mp4,two\n",
+        "one two",
+    ),
+    "finetrainers": (
+        "videos",
+        "metadata.csv",
+        "file_name,caption,id\nvideos/a.mp4,one,7\nvideos/b.mp4,two,9\n",
+        "one two",
+    ),
+    "CogKit": (
+        "train",
+        "train/metadata.jsonl",
+        '{"file_name": "b.mp4", "prompt": "two"}\n{"media_path": "a.mp4", "prompt": "one"}\n',
+        "two one",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_metadata_as_their_trainers_write_it(kind, tmp_path):
+    inner, name, text, captions = SOURCES[kind]
+    for clip in ("a.mp4", "b.mp4"):
+        write_clip(tmp_path / inner / clip, constant_rate(9, 8), size=(32, 48))
+    (tmp_path / name).write_text(text)
+    for source in (tmp_path, tmp_path / name):
+        assert VideoManifest.missing_source("args.train_data", str(source)) is None
+        data = VideoManifest([str(source)], **CLIP)
+        assert list(data.captions) == captions.split()
+        own = {"one": "a.mp4", "two": "b.mp4"}
+        wanted = [tmp_path / inner / own[caption] for caption in data.captions]
+        assert list(map(Path, data.paths)) == wanted
+    frames = decode_all(data.paths[0])
+    assert torch.equal(data[0]["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
+
+
+def test_folders_without_one_metadata_file(tmp_path):
+    message = "has no metadata.jsonl or metadata.csv, nor has its train/"
+    with pytest.raises(ValueError, match=message):
+        VideoManifest([str(tmp_path)], **CLIP)
+    assert message in VideoManifest.missing_source("args.train_data", str(tmp_path))
+    for name in ("metadata.csv", "metadata.jsonl"):
+        (tmp_path / name).write_text("path,caption\na.mp4,one\n")
+    with pytest.raises(ValueError, match="has metadata.csv and metadata.jsonl; give one of them"):
+        VideoManifest([str(tmp_path)], **CLIP)
+
+
+def test_a_columns_own_name_goes_first_and_unused_ones_are_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    row = {"path": "a.mp4", "video": "b.mp4", "caption": "", "text": "other", "extra": 1}
+    data = VideoManifest(
+        _csv(tmp_path, json.dumps(row), "clips.jsonl"), **CLIP, allow_empty_captions=True
+    )
+    assert data.paths[0].endswith("a.mp4") and list(data.captions) == [""]
+    assert "unused columns: extra" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [VideoFolder, VideoList])
+def test_other_layouts_name_the_one_that_reads_metadata(layout, tmp_path):
+    write_clip(tmp_path / "a.mp4", constant_rate(9, 8), size=(32, 48))
+    (tmp_path / "metadata.jsonl").write_text(HUGGING_FACE)
+    message = "metadata.jsonl is read with data.target=cogfast.data.datasets.VideoManifest"
+    with pytest.raises(ValueError, match=message):
+        layout(tmp_path, **CLIP)

@@ -10,7 +10,6 @@ import tarfile
 import fsspec
 import pytest
 import torch
-from PIL import Image
 
 from cogfast.config.components import resolve
 from cogfast.data.bad_samples import BadSample
@@ -94,39 +93,6 @@ def test_remote_shards(shards):
         VideoShards(["memory://bucket/no.tar"], **CLIP)
     with pytest.raises(ValueError, match="^nowhere://x.tar: fsspec .*nowhere.*; install the pack"):
         VideoShards(["nowhere://x.tar"], **CLIP)
-
-
-def test_images(shards):
-    picture = io.BytesIO()
-    Image.new("RGB", (48, 32), (9, 99, 199)).save(picture, "png")
-    video = (shards.parent / "folder/videos/00.mp4").read_bytes()
-    members = {"a.mp4": video, "a.png": picture.getvalue(), "a.caption": b"a"}
-    file = _tar(shards / "i.tar", members)
-    image = VideoShards([str(file)], **CLIP, image_key="png")[0]["images"]
-    assert image.flatten(1).tolist() == [[level] * 32 * 48 for level in (9, 99, 199)]
-    with pytest.raises(
-        ValueError, match="sample 00 has no 00.png; data.params.image_key=png must be"
-    ):
-        VideoShards([str(shards / "s-0.tar")], **CLIP, image_key="png")
-
-
-@pytest.mark.parametrize("name", ["../x.mp4", "/etc/x.mp4", "a/../../x.mp4"])
-def test_names_outside_the_folder_are_refused(name, tmp_path):
-    file = _tar(tmp_path / "x.tar", {name: b"", "x.txt": b"a"})
-    with pytest.raises(
-        ValueError, match=r"x.tar: member '.*x.mp4' has an absolute path or .. in its name"
-    ):
-        VideoShards([str(file)], **CLIP)
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
-def test_links_are_refused(kind, tmp_path):
-    with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        info = tarfile.TarInfo("x.mp4")
-        info.type, info.linkname = kind, "/etc/passwd"
-        tar.addfile(info)
-    with pytest.raises(ValueError, match="member 'x.mp4' is a link to '/etc/passwd'; write"):
-        VideoShards([str(tmp_path / "x.tar")], **CLIP)
 
 
 @pytest.mark.parametrize("at", ["in a video", "in a header", "before the end"])
@@ -245,11 +211,11 @@ HOSTILE = {
         _pax(path="/etc/a.mp4"),
         "'/etc/a.mp4' has an absolute path or .. in its name",
     ),
-    "a link": (_header("a.mp4", 0, tarfile.SYMTYPE), "'a.mp4' is a link to ''; write"),
-    "a hard link": (_header("a.mp4", 0, tarfile.LNKTYPE), "'a.mp4' is a link to ''; write"),
+    "a link": (_header("a.mp4", 0, tarfile.SYMTYPE), "'a.mp4' is a link; write"),
+    "a hard link": (_header("a.mp4", 0, tarfile.LNKTYPE), "'a.mp4' is a link; write"),
     "a sparse member": (
         _header("a.mp4", 0, tarfile.GNUTYPE_SPARSE),
-        "'a.mp4' is a sparse file, which cannot be read by random access",
+        "'a.mp4' is a sparse file; write",
     ),
     "a negative size": (_header("a.mp4", -1024), r"damaged|a member of -1024 bytes"),
     "a header that leads back": (

@@ -169,10 +169,10 @@ def test_a_picture_runs_no_program(tmp_path, monkeypatch):
     Image.new("RGB", (48, 32)).save(tmp_path / "x.eps")
     (tmp_path / "x.eps").rename(tmp_path / "x.png")
     with pytest.raises(BadSample, match="not a readable image; use PNG, JPEG"):
-        read_image(str(tmp_path / "x.png"), "x.png", (32, 48))
+        read_image(str(tmp_path / "x.png"), (32, 48))
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(BadSample, match="not a file but a folder, pipe or device"):
-        read_image(str(tmp_path / "pipe.png"), "pipe.png", (32, 48))
+        read_image(str(tmp_path / "pipe.png"), (32, 48))
     assert not started
 
 
@@ -194,7 +194,9 @@ def test_a_full_disk_costs_the_index_of_headers_alone(tmp_path, file_limit, capl
     data = VideoFolder(sat_folder(tmp_path, 2), **CLIP)
     with file_limit(100):
         assert survey(data).reasons == {}
-    (line,) = [line for line in caplog.messages if "so the next start reads headers again" in line]
+    (line,) = [
+        line for line in caplog.messages if "so the next start reads the files again" in line
+    ]
     assert "File too large" in line
 
 

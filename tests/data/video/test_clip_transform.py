@@ -43,20 +43,6 @@ def test_sat_every_row(rows):
     assert num_errors == 800  # of 5,696 rows
 
 
-def test_sat_effective_fps(rows):
-    for row in rows["sft_effective_fps"]:
-        clip_fps = rows["clip_fps_values"][row["clip_fps"]]
-        arguments = clip_fps, row["target_fps"], row["max_num_frames"]
-        if row["stride"] == 0:
-            with pytest.raises(ValueError, match="fps is below"):
-                select_frames_sat(100_000, *arguments)
-            continue
-        strides = np.diff(select_frames_sat(100_000, *arguments).indices)
-        assert set(strides) == {row["stride"]}
-        if "effective_fps" in row:
-            assert clip_fps / strides[0] == pytest.approx(row["effective_fps"], abs=5e-3)
-
-
 def test_uniform_every_row(rows):
     (with_resize,) = (v for k, v in rows["finetune"].items() if k.startswith("with_resize"))
     for num_frames, length, expected in with_resize:

@@ -35,7 +35,7 @@ READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
     [
         (BIKES, [0, 3, 6, 100, 101, 249]),
         (CARPHONE, list(range(5, 120, 4))),
-        (BUNNY, [0, 40, 41, 131]),
+        (BUNNY, [0, 40, 40, 41, 131]),
     ],
     ids=["bikes", "carphone", "bigbuckbunny"],
 )
@@ -43,16 +43,9 @@ def test_frames_are_pyavs_bit_for_bit(reader, clip, indices):
     path = str(clip)
     video = open_video(path, reader)
     half = len(indices) // 2
-    frames = torch.cat([video.read(indices[:half]), video.read(indices[half:])]).numpy()
-    assert np.array_equal(frames, decode_all(path)[indices])
-
-
-@READERS
-def test_repeated_and_earlier_frames(reader, tmp_path):
-    path = write_clip(tmp_path / "a.mp4", constant_rate(20, 10))
-    video, expected = open_video(str(path), reader), decode_all(path)
-    assert np.array_equal(video.read([4, 4, 7, 7]).numpy(), expected[[4, 4, 7, 7]])
-    assert np.array_equal(video.read([2, 19]).numpy(), expected[[2, 19]])
+    # The second half first: a reader may go back.
+    frames = [video.read(indices[half:]), video.read(indices[:half])]
+    assert np.array_equal(torch.cat(frames[::-1]).numpy(), decode_all(path)[indices])
 
 
 @READERS
@@ -98,14 +91,6 @@ def test_frames_are_rotated_for_display(degrees, reader, tmp_path):
     frames = open_video(path, reader).read([1, 4]).numpy()
     assert np.array_equal(frames[0], np.rot90(decode_all(path)[1], degrees // 90))
     assert np.array_equal(frames[1], np.rot90(decode_all(path)[4], degrees // 90))
-
-
-@READERS
-def test_one_frame(reader, tmp_path):
-    path = write_clip(tmp_path / "one.mp4", [0.0])
-    video = open_video(str(path), reader)
-    assert len(video) == 1
-    assert np.array_equal(video.read([0]).numpy(), decode_all(path))
 
 
 def test_a_codec_that_decord_does_not_know(tmp_path):
@@ -293,11 +278,3 @@ def test_a_size_that_changes_within_the_video(tmp_path):
     assert frames.shape == (3, 32, 48, 3)
     grey = frames[:, 16:].float().mean(dim=(1, 2, 3))  # of 20 + 8 * the frame's number in its part
     assert grey.tolist() == pytest.approx([60, 20, 52], abs=2)
-
-
-def test_tags_in_another_encoding(tmp_path):
-    write_clip(tmp_path / "x.mp4", constant_rate(9, 8))
-    whole = (tmp_path / "x.mp4").read_bytes()
-    assert whole.count(b"Lavf") == 1
-    (tmp_path / "x.mp4").write_bytes(whole.replace(b"Lavf", b"\xe9\xe8vf"))
-    assert len(open_video(str(tmp_path / "x.mp4"), "pyav").read([0, 8])) == 2

@@ -16,14 +16,13 @@ import pytest
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.headers import probe
-from cogfast.data.video.clip import read_clip
+from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.data.video.reader import open_video
-from cogfast.data.video.settings import ClipSettings
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 pytestmark = pytest.mark.soak
 
-NUM_FILES, NUM_DAMAGED = 400, 6000
+NUM_FILES, NUM_DAMAGED = 200, 2000
 CONTAINERS = {
     "libx264": ("mp4", "mkv", "mov", "ts", "avi"),
     "libx265": ("mp4", "mkv", "ts"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cogfast.data.video.writer import contact_sheet, to_frames, write_video
+from cogfast.data.video.writer import contact_sheet, write_video
 from tests.support.video_files import decode_all
 
 
@@ -62,29 +62,6 @@ def test_rate(fps, exact, tmp_path):
     np.testing.assert_allclose(times, np.arange(6) * exact[1] / exact[0], atol=1e-4)
 
 
-def test_model_output_to_frames():
-    video = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]).reshape(1, 1, 1, 6).expand(3, 2, 4, 6)
-    frames = to_frames(video.bfloat16())
-    assert frames.shape == (2, 4, 6, 3)
-    # round() takes 127.5 to the even 128
-    assert frames[1, 3, :, 2].tolist() == [0, 0, 128, 191, 255, 255]
-    assert to_frames(frames) is not None and np.array_equal(
-        to_frames(torch.from_numpy(frames)), frames
-    )
-
-
-@pytest.mark.parametrize(
-    "video, message",
-    [
-        (torch.zeros(2, 4, 4, 3), r"\[2, 4, 4, 3\]; give \[3, F, H, W\]"),
-        (torch.zeros(3, 2, 4, 4, dtype=torch.uint8), r"\[3, 2, 4, 4\]; give \[F, H, W, 3\]"),
-    ],
-)
-def test_wrong_layout(video, message):
-    with pytest.raises(ValueError, match=message):
-        to_frames(video)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_pixels_that_are_not_finite_are_refused(value, tmp_path):
     video = torch.zeros(3, 2, 16, 16)
@@ -126,17 +103,3 @@ def test_contact_sheet(tmp_path):
     greys = (np.abs(sheet - 128).max(axis=2) == 0).sum(axis=1)
     assert sorted(set(greys)) == [0, 2 * 176]  # two frames a row, nothing drawn over them
     assert (sheet[:22, :100].sum(axis=2) < 100).sum() > 50  # the caption's letters
-
-
-def test_many_videos_are_in_three_columns(tmp_path):
-    """12 grey videos and a red one, which is alone in the fifth row."""
-    videos = [torch.zeros(3, 9, 40, 40) for _ in range(12)]
-    red = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1, 1).expand(3, 9, 40, 40)
-    contact_sheet(tmp_path / "sheet.png", [*videos, red], ["a caption"] * 13)
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
-    rows, columns = (np.abs(sheet - (255, 0, 0)).max(axis=2) == 0).nonzero()
-    assert rows.min() > 0.8 * sheet.shape[0]
-    assert columns.max() < sheet.shape[1] / 3
-    assert len(rows) == 4 * 80 * 80  # four frames of 80 pixels
-    greys = (np.abs(sheet - 128).max(axis=2) == 0).sum()
-    assert greys == 12 * 4 * 80 * 80

@@ -17,7 +17,6 @@ from torch import Tensor
 from cogfast.config import Config, load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
-from cogfast.data.cache import keys
 from cogfast.data.cache.keys import hash_file, hash_text
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.stop_signals import Interrupted, StopSignals
@@ -87,11 +86,10 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
 @pytest.mark.parametrize(
     ("family", "arguments"),
     [
-        ("5b", []),
         ("1.5_5b_i2v", []),
         ("5b", ["data.params.buckets=[[9, 16, 32], [9, 32, 16]]"]),
     ],
-    ids=["5b", "1.5_5b_i2v", "buckets"],
+    ids=["1.5_5b_i2v", "buckets"],
 )
 def test_training_from_the_cache_is_training_from_pixels(
     family: str, arguments: list[str], data: Path, tmp_path: Path
@@ -265,15 +263,14 @@ def test_a_folder_that_cannot_be_created_is_refused_before_clips_are_encoded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["model_parallel_size", "context_parallel_size"])
-def test_ranks_that_share_samples_encode_first(few: Path, tmp_path: Path, layout: str) -> None:
+def test_ranks_that_share_samples_encode_first(few: Path, tmp_path: Path) -> None:
     """Each encodes clips of its own, though they train on the same ones."""
     base = write_config(tmp_path / "base.yaml", few, train_iters=1)
     cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'before'}"]))
     words = [
         f"args.latent_cache={tmp_path / 'first'}",
         "args.encode_first=true",
-        f"args.{layout}=2",
+        "args.context_parallel_size=2",
     ]
     done = run(["train", "--base", str(base), *words], 2, timeout=120)
     assert done.returncode == 0, done.stdout
@@ -332,38 +329,6 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
         datasets_of(both)
 
 
-def test_videos_that_were_read_before_a_kill_are_not_read_again(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_module, "_HASHED_AT_ONCE", 6)
-    config = load_config(
-        [write_config(tmp_path / "base.yaml", data)],
-        [f"args.latent_cache={tmp_path / 'cache'}"],
-    )
-    read: list[str] = []
-
-    def hash_some(path: str, *part: int) -> str:
-        if path.endswith(".mp4"):
-            read.append(path)
-            if len(read) == 14:
-                raise KeyboardInterrupt
-        return hash_file(path, *part)
-
-    monkeypatch.setattr(keys, "hash_file", hash_some)
-    with pytest.raises(KeyboardInterrupt):
-        cache_latents(config)
-    again = read[:12]
-    read.clear()
-    read += [""] * 14
-    cache_latents(config)
-    assert len(read) - 14 == NUM_CLIPS - 12 and set(read).isdisjoint(again)
-    monkeypatch.undo()
-    cache_latents(
-        load_config([tmp_path / "base.yaml"], [f"args.latent_cache={tmp_path / 'straight'}"])
-    )
-    assert contents(tmp_path / "cache") == contents(tmp_path / "straight")
-
-
 def test_only_changed_clips_are_encoded_again(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,7 +354,7 @@ def test_only_changed_clips_are_encoded_again(
     cache_latents(config)
     # 0 and 1 are the same now, and so are 2's caption and that of the copy of the old 2.
     assert f"{cache}: encoding 1 of 20 clips and 1 of 20 captions" in caplog.text
-    assert f"{cache}: 21 samples, 0 missing, 0 bad" in caplog.text
+    assert f"{cache}: 21 samples, 0 bad" in caplog.text
     after = contents(cache)
     assert before.items() <= after.items() and len(after) == len(before) + 2
     # If nothing is missing, no frozen part is built.
@@ -455,42 +420,11 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
     assert sorted(json.loads(line)["reason"] for line in listed) == reasons
     # One that is deleted is tried again, and is still bad.
     next(path for path in bad if "readable" in path.read_text()).unlink()
-    with patch.object(cache_module, "encode_clips", wraps=cache_module.encode_clips) as again:
-        cache_latents(config)
-    assert [len(call.args[0]) for call in again.call_args_list] == [1]
+    cache_latents(config)
+    assert contents(cache) == before
     config.args.max_bad_fraction = 0.1
     with pytest.raises(ValueError, match=r"3/20 videos unreadable \(>10%\), args.max_bad_fraction"):
         cache_latents(config)
-
-
-def test_a_full_disk_ends_in_one_line_and_leaves_what_is_written(
-    data: Path, tmp_path: Path
-) -> None:
-    base, cache = write_config(tmp_path / "base.yaml", data), tmp_path / "cache"
-    config = load_config([base], [f"args.latent_cache={cache}"])
-    write_bytes, num_clips = Path.write_bytes, 0
-
-    def fill(path: Path, content: bytes) -> int:
-        nonlocal num_clips
-        num_clips += "video-" in str(path)
-        if num_clips == 9:
-            write_bytes(path, content[:100])
-            raise OSError(28, "No space left on device")
-        return write_bytes(path, content)
-
-    with (
-        patch.object(Path, "write_bytes", fill),
-        pytest.raises(RuntimeError, match=r"safetensors cannot be written .*No space"),
-    ):
-        cache_latents(config)
-    half = contents(cache)
-    assert len(half) == NUM_CLIPS + 8 and not list(cache.rglob("*.incomplete"))
-    cache_latents(config)
-    assert half.items() <= contents(cache).items()
-    arguments = ["cache", "--base", str(base), f"args.latent_cache={base}"]
-    done = run(arguments)
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1].startswith(f"cogfast: args.latent_cache={base}: cannot be")
 
 
 def test_a_real_full_disk_costs_no_entry(data: Path, tmp_path: Path, file_limit) -> None:
@@ -506,3 +440,8 @@ def test_a_real_full_disk_costs_no_entry(data: Path, tmp_path: Path, file_limit)
     before = contents(cache)
     cache_latents(load_config([base]))
     assert before.items() <= contents(cache).items() and len(contents(cache)) == 2 * NUM_CLIPS
+    done = run(["cache", "--base", str(base), f"args.latent_cache={base}"])
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].startswith(
+        f"cogfast: {base}: File exists; correct the path"
+    )

@@ -74,16 +74,6 @@ def test_twenty_kills_of_two_writers_at_once(tmp_path: Path) -> None:
     assert check_kills(data, tmp_path, num_kills=20, num_writers=2, longest=0.3) >= 15
 
 
-@pytest.mark.slow
-def test_ranks_write_the_entries_of_one_process(tmp_path: Path) -> None:
-    data = write_clips_with_vae(tmp_path / "data", 8, CHANNELS)
-    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v", cached_noised_images=2)
-    expected = straight(base, tmp_path / "straight")
-    done = run(["cache", "--base", str(base), f"args.latent_cache={tmp_path / 'ranks'}", ALONE], 2)
-    assert done.returncode == 0, done.stdout
-    assert contents(tmp_path / "ranks") == expected
-
-
 def test_temporary_files_are_no_entries(tmp_path: Path) -> None:
     """A start removes those of a killed process, once no process can be writing them."""
     entries = Entries(tmp_path, "video", {})

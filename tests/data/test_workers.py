@@ -17,27 +17,27 @@ from tests.support.video_files import sat_folder
 # Prints the workers' process ids, then executes commands: "read" five batches, "end" a worker.
 SCRIPT = """
     import os, signal, sys
-    from cogfast.data.workers import read_ahead
+    from cogfast.data import workers
     from cogfast.data import batches
     from cogfast.data.datasets import VideoFolder
     from cogfast.data.global_order import GlobalOrder
 
-    read_ahead.start_method = lambda: {method!r}
+    workers.start_method = lambda: {method!r}
     if __name__ == "__main__":
         data = VideoFolder({folder!r}, [32, 48], 8, 9)
         loader = batches.BatchLoader(
             data, GlobalOrder(2, 0, 2), micro_batch=2, num_workers=2, prefetch_factor=1
         )
-        workers = [worker.pid for worker in loader._batches._results._workers]
+        pids = [worker.pid for worker in loader._batches._results._workers]
         next(loader)
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, set())  # the trainer's mask is restored
-        print(*workers, flush=True)
+        print(*pids, flush=True)
         for line in sys.stdin:
             if line == "read\\n":
                 for _ in range(5):
                     next(loader)
             else:
-                os.kill(workers[0], signal.SIGTERM)
+                os.kill(pids[0], signal.SIGTERM)
             print("done", flush=True)
 """
 
@@ -53,7 +53,7 @@ class Trainer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         )
         self.workers = [int(pid) for pid in self.process.stdout.readline().split()]
 

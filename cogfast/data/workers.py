@@ -1,0 +1,289 @@
+"""Reads batches ahead of their use: in processes, or in threads of this process.
+
+Threads are for DALI, whose tensors lie on this process's device, and for reads so short that passing
+the result from another process would take longer. A terminal's Ctrl-C, torchrun and Slurm signal
+every process; reading processes ignore these signals, because the trainer needs batches until its
+checkpoint is written, and ends its workers itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.queues import Queue
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cogfast.core.machine_limits import describe_lack
+from cogfast.data.video.dali import DaliReader
+
+# Signals that ask a run to stop; the trainer handles them (distributed/stop_signals.py).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_POLL_SECONDS = 2  # between checks that the trainer is alive
+_M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools
+_MIN_AHEAD = 2  # reads by threads in flight while the consumer works on a batch
+_END_SECONDS = 10.0  # how long ThreadedReads.close waits for reads in flight, since one may hang
+
+
+class Reads(Dataset):
+    """Maps keys to what is read for them. Runs in reading processes or threads."""
+
+    @abstractmethod
+    def __getitem__(self, key: Any) -> Any: ...
+
+    @abstractmethod
+    def name(self, key: Any) -> str:
+        """Name what the key reads, for error messages."""
+
+    def for_thread(self) -> Callable[[Any], Any]:
+        """Return a version of __getitem__ for the use of one thread."""
+        return self.__getitem__
+
+
+def read_ahead(
+    reads: Reads,
+    keys: Iterable,
+    *,
+    dali: DaliReader | None,
+    by_threads: bool = False,
+    num_workers: int,
+    prefetch_factor: int,
+) -> ThreadedReads | ReadingProcesses:
+    """Iterate over `reads[key]` for each of `keys`, in order; close() stops the readers.
+
+    On a machine with a GPU, tensors are on it if DALI reads, else in pinned memory. num_workers:
+    number of threads if `dali` or `by_threads` is set, else of processes, each `prefetch_factor`
+    keys ahead; 0 reads in this process.
+    """
+    if dali is not None or by_threads:
+        return ThreadedReads(reads.for_thread, keys, dali, num_workers)
+    return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
+
+
+class ReadingProcesses:
+    """Iterates over `reads[key]` for each of `keys`, in order, read by processes."""
+
+    def __init__(
+        self, reads: Reads, keys: Iterable, num_workers: int, prefetch_factor: int
+    ) -> None:
+        method = start_method()
+        self._name, (self._keys, ahead) = reads.name, itertools.tee(keys)
+        with warnings.catch_warnings():
+            # torch warns twice in every process of more workers than cores.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            loader = DataLoader(
+                reads,
+                batch_size=None,  # each key is already a whole batch
+                sampler=ahead,
+                collate_fn=_as_is,
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                pin_memory=torch.cuda.is_available(),
+                multiprocessing_context=method if num_workers else None,
+                worker_init_fn=_start_worker if num_workers else None,
+            )
+            with stop_signals_blocked(method):
+                self._results = iter(loader)  # starts the processes
+
+    def __iter__(self) -> ReadingProcesses:
+        return self
+
+    def __next__(self) -> Any:
+        if self._results is None:
+            raise StopIteration
+        for key in self._keys:
+            try:
+                return next(self._results)
+            except Exception as error:
+                # The traceback's frames refer to torch's iterator, which keeps the processes alive.
+                traceback.clear_frames(error.__traceback__)
+                self.close()
+                # torch has no exception type for a killed worker. Python raises EOFError where the
+                # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
+                is_killed = str(error).startswith("DataLoader worker")
+                if is_killed or isinstance(error, EOFError | ConnectionError):
+                    text = (
+                        f"a reading process was killed at or after {self._name(key)}; if memory, "
+                        "/dev/shm or the number of open files (ulimit -n) ran out, lower "
+                        "args.num_workers or args.prefetch_factor"
+                    )
+                elif (lack := describe_lack(error)) is not None:
+                    text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
+                else:
+                    raise
+                raise RuntimeError(text) from error
+        raise StopIteration
+
+    def close(self) -> None:
+        self._results = None  # torch's iterator joins its processes when it is dropped
+
+
+def _start_worker(worker: int) -> None:
+    ignore_signals_except_parent(worker)
+    # Otherwise Python prints that a batch cannot be sent, and the trainer waits for it for ever.
+    sys.excepthook = _end_without_files
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # pyright: ignore[reportAttributeAccessIssue]
+    # Each sample is read in a new thread. By default glibc gives threads memory pools of their own,
+    # whose free memory other threads do not use.
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def _end_worker(error: BaseException, _: object = None) -> NoReturn:
+    sys.stderr.write(f"cogfast: a reading process ends: {describe_lack(error) or error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_without_files(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report a thread's error. The thread that hands tensors over tries again, whatever happens."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        _end_worker(error)
+    sys.__excepthook__(kind, error, trace)
+
+
+def _as_is(read: Any) -> Any:
+    return read
+
+
+def start_method() -> str:
+    """The start method of reading processes: fork, the fastest one, if it is safe."""
+    # A forked process cannot use the CUDA context that it inherits.
+    return "forkserver" if torch.cuda.is_initialized() else "fork"
+
+
+@contextlib.contextmanager
+def stop_signals_blocked(start_method: str) -> Iterator[None]:
+    """Block the stop signals in this thread, so that processes started inside inherit the mask.
+
+    Threads that libraries start in these processes inherit it too, and so does the fork server.
+    """
+    if start_method != "fork":
+        # Start the tracker first: when it starts it unblocks SIGINT and SIGTERM in this thread.
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals_except_parent(worker: int) -> None:
+    """Let a worker end only by the trainer's SIGTERM, or when the trainer ends."""
+    # Only sigtimedwait reports a signal's sender, so a thread waits for it. The thread also polls
+    # the trainer: torch's own watchdog polls the direct parent, which under forkserver is the
+    # server, and the server lives as long as its workers.
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None, "called in the trainer, not in a worker"
+
+    def end_with_trainer() -> None:
+        while trainer.is_alive():
+            received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS)
+            if received is not None and received.si_pid == trainer.pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=end_with_trainer, daemon=True).start()
+
+
+class ThreadedReads:
+    """Iterates over the results of reading `keys`, in order.
+
+    new_reads: returns the reading function of one thread. num_threads: number of threads, each
+    with its own decoder, and of keys read ahead; at least 2. An error is raised in place of its
+    result. dali: the decoder; None leaves tensors in host memory, pinned if there is a GPU.
+    """
+
+    def __init__(
+        self,
+        new_reads: Callable[[], Callable[[Any], Any]],
+        keys: Iterable,
+        dali: DaliReader | None,
+        num_threads: int,
+    ) -> None:
+        num_ahead = max(_MIN_AHEAD, num_threads)
+        self._dali, self._keys = dali, iter(keys)
+        self._own = threading.local()
+        # The pool's threads are daemons: a hanging decoder does not keep the process from ending.
+        self._pool = ThreadPool(num_ahead, lambda: setattr(self._own, "read", new_reads()))
+        self._pending: deque[AsyncResult] = deque()
+        for _ in range(num_ahead):
+            self._read_another()
+
+    def _read_another(self) -> None:
+        for key in self._keys:
+            self._pending.append(self._pool.apply_async(self._read, (key,)))
+            return
+
+    def _read(self, key: Any) -> Any:
+        if self._dali is None:
+            read = self._own.read(key)
+            return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
+        with self._dali.on_device():  # batches are collated on the device
+            return self._own.read(key)
+
+    def __iter__(self) -> ThreadedReads:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._pending:
+            raise StopIteration
+        first = self._pending.popleft()
+        if not first.ready():
+            self._read_another()
+            read = first.get()
+        else:
+            # Start the next read after this one is handed over: a new reader would compete with
+            # the consumer.
+            read = first.get()
+            self._read_another()
+        return _each_tensor(read, _record_on_current_stream)
+
+    def close(self) -> None:
+        if self._dali is not None:
+            # The process aborts if it exits while DALI runs in a thread.
+            deadline = time.monotonic() + _END_SECONDS
+            for read in self._pending:
+                read.wait(max(0.0, deadline - time.monotonic()))
+        self._pending.clear()
+        self._pool.terminate()
+
+
+def _record_on_current_stream(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:
+        # The memory was allocated on the readers' stream; it must not be reused there until the
+        # consumer's stream has finished with it.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def _each_tensor(read: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to a tensor, and to tensors in lists and in values of dicts."""
+    if isinstance(read, Tensor):
+        return change(read)
+    if isinstance(read, dict):
+        return {key: _each_tensor(value, change) for key, value in read.items()}
+    if isinstance(read, list):
+        return [_each_tensor(value, change) for value in read]
+    return read
