@@ -47,11 +47,6 @@ _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
 
-def has_table(folder: Path) -> bool:
-    """Return whether a folder has a metadata file."""
-    return any((folder / name).is_file() for name in _TABLES)
-
-
 def table_hint(folder: Path) -> str:
     """Return what an error about another layout adds for a folder with a metadata file, else ""."""
     found = next((name for name in _TABLES if (folder / name).is_file()), None)
