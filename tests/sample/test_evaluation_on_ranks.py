@@ -12,12 +12,11 @@ from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import CHANNELS, free_port, write_clips_with_vae
 from tests.train.caching.test_cache import write_vae_config
 
-TENSOR, CONTEXT = "args.model_parallel_size=2", "args.context_parallel_size=2"
+TENSOR = "args.model_parallel_size=2"
 SECONDS = 300  # on a busy machine; a hang has no end
 LAYOUTS = {
     "dp 2": (2, []),
     "tp 2": (2, [TENSOR]),
-    "cp 2": (2, [CONTEXT]),
     "dp 2, zero-3": (2, ["deepspeed.zero_optimization.stage=3"]),
     "dp 2 x tp 2": (4, [TENSOR]),
 }
