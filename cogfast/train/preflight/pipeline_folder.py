@@ -232,7 +232,6 @@ def _fill_schedules(model: dict[str, Any], scheduler: dict[str, Any]) -> list[st
     """Fill the noise schedules of a model section; return the keys that were set."""
     defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
     found = []
-    # Denoiser, loss and sampler may each have a schedule of their own in the YAML.
     for path in _SCHEDULES:
         node: Any = model
         for name in path.split("."):
