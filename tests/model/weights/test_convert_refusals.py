@@ -114,8 +114,12 @@ def test_a_file_of_an_old_torch(made: Path, tmp_path: Path) -> None:
     found = torch.load(tmp_path / "new" / FILE)["module"]
     assert found.keys() == state["module"].keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in state["module"].items())
-    torch.save(state | {"args": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert_refused(tmp_path / "x.pt", "would run pickled code")
+    for is_zip in (True, False):
+        torch.save(
+            state | {"args": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip
+        )
+        assert_refused(tmp_path / "x.pt", "would run pickled code")
+        assert not Path("/tmp/cogfast-was-here").exists()
 
 
 class Hostile:

@@ -160,27 +160,6 @@ def test_truncated_file(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-class Hostile:
-    def __reduce__(self):
-        return (Path.touch, (Path("/tmp/cogfast-was-here"),))
-
-
-def test_pickled_code_is_not_run(tmp_path: Path) -> None:
-    save_sat(tmp_path, {"module": sat_state(tiny("5b")), "args": Hostile()})
-    with pytest.raises(
-        ValueError,
-        match="refused, since reading it would run pickled code",
-    ):
-        load_transformer(tiny("5b"), tmp_path)
-    assert not Path("/tmp/cogfast-was-here").exists()
-
-
-def test_another_models_file(tmp_path: Path) -> None:
-    save_sat(tmp_path, {"module": {"encoder.conv_in.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match="no tensor named model.diffusion_model..*; use a tr"):
-        load_transformer(tiny("5b"), tmp_path)
-
-
 def write_run(run: Path, transformer: DiffusionTransformer, kinds=("master", "shadow")) -> Path:
     """A checkpoint as two ranks write it: the flat parameters one after the other, cut in the
     middle, so that one parameter lies in both files; the shadow is the master plus one."""
@@ -228,20 +207,19 @@ def seal(folder: Path, manifest: dict) -> dict:
     return manifest
 
 
-@pytest.mark.parametrize("name", ["2b", "1.5_5b_i2v"])
-def test_a_run_and_its_average(name: str, tmp_path: Path) -> None:
-    trained = tiny(name, seed=1)
+def test_a_run_and_its_average(tmp_path: Path) -> None:
+    trained = tiny("2b", seed=1)
     folder = write_run(tmp_path, trained)
     for path in (tmp_path, folder.parent, folder):
-        loaded = tiny(name, seed=2)
+        loaded = tiny("2b", seed=2)
         report = load_transformer(loaded, path)
         assert_same_weights(trained, loaded)
         assert report.missing == [] and "weights of step 40" in str(report)
     load_transformer(loaded, tmp_path, ema=True)
     assert torch.equal(loaded.blocks[1].fc2.weight, trained.blocks[1].fc2.weight + 1)
-    table = read_run_weights(folder, ema=True).get("position_table.weight")
-    if table is not None:  # 2B's fixed table has no average
-        assert torch.equal(table, trained.position_table.weight.detach())
+    # 2B's fixed table has no average.
+    table = read_run_weights(folder, ema=True)["position_table.weight"]
+    assert torch.equal(table, trained.position_table.weight.detach())
 
 
 def test_config_refuses_what_cannot_be_built() -> None:
