@@ -74,13 +74,10 @@ def parallelize(
     if group.size == 1:
         return
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
-    columns, rows = (
-        partial(ColumnParallelLinear, group=group),
-        partial(RowParallelLinear, group=group),
-    )
+    column, row = ColumnParallelLinear, RowParallelLinear
     if splits_rows:
-        columns = partial(RowGatheringLinear, group=group)
-        rows = partial(RowScatteringLinear, group=group)
+        column, row = RowGatheringLinear, RowScatteringLinear
+    columns, rows = partial(column, group=group), partial(row, group=group)
     last = len(transformer.blocks) - 1
     for i, block in enumerate(transformer.blocks):
         assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
