@@ -16,14 +16,16 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
+from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.distributed.test_fused_step import gather_late
-from tests.support.tiny_run import run_folder
+from tests.support.tiny_run import launch_ranks, read_run_weights, run_folder
 
 _read = nn.Module.__getattr__
 
@@ -52,6 +54,46 @@ def train(steps: list[list[str]]) -> None:
         else:
             Trainer(load_config([first], arguments)).train()
     groups.close()
+
+
+def launch(ranks: int, steps: list[list[str]]) -> None:
+    """Run the steps on so many ranks: one is this process."""
+    if ranks == 1:
+        train(steps)
+    else:
+        launch_ranks(ranks, "tests/support/layouts.py", json.dumps(steps))
+
+
+def numbers(run: Path, key: str) -> Tensor:
+    """Return a number of each line of metrics.jsonl that has it."""
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([line[key] for line in lines if key in line], dtype=torch.float64)
+
+
+def weights(run: Path, ema: bool) -> dict[str, Tensor]:
+    """Return the whole weights, or their EMA, of a run's last checkpoint."""
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    return read_run_weights(checkpoint, ema)
+
+
+def assert_equal_training(found: Path, one: Path, first: int = 0, free: str | None = None) -> None:
+    """Compare losses, norms before clipping, weights and EMA of a run with those of one process.
+
+    first: the step at which the run resumed. free: the end of names of weights without a gradient.
+    """
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        wanted = numbers(one, key)
+        assert wanted[-1] != wanted[0]
+        torch.testing.assert_close(numbers(found, key), wanted[first:], rtol=tolerance, atol=0)
+    for ema in (False, True):
+        expected, got = weights(one, ema), weights(found, ema)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            # Adam turns the rounding of a gradient near zero into a step of its own.
+            limit = 1e-4 * value.norm().clamp(min=1e-2)
+            is_free = free is not None and name.endswith(free)
+            assert is_free or (got[name] - value).norm() <= limit, name
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ same keys, and resumes from another layout. Keys that only move memory do not ch
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +12,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from tests.model.test_lora import save_as_sat
-from tests.support.layouts import train
+from tests.support.layouts import assert_equal_training, launch, numbers, weights
 from tests.support.tiny_run import (
-    launch_ranks,
-    losses,
     model_section,
-    read_run_weights,
     run_folder,
     write_clips,
     write_config,
@@ -201,23 +196,8 @@ def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, P
                 base = str(bases[KEYS[run.keys].is_lora])
                 steps.append([base, f"args.save={save}", *words])
             for at in range(0, len(steps), STEPS_OF_A_LAUNCH):
-                part = steps[at : at + STEPS_OF_A_LAUNCH]
-                if ranks == 1:
-                    train(part)
-                else:
-                    launch_ranks(ranks, "tests/support/layouts.py", json.dumps(part))
+                launch(ranks, steps[at : at + STEPS_OF_A_LAUNCH])
     return {run: run_folder(save) for run, save in found.items()}
-
-
-def numbers(folder: Path, key: str) -> Tensor:
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return torch.tensor([line[key] for line in lines if key in line], dtype=torch.float64)
-
-
-def weights(folder: Path, ema: bool) -> dict[str, Tensor]:
-    checkpoint = newest_checkpoint(folder)
-    assert checkpoint is not None
-    return read_run_weights(checkpoint, ema)
 
 
 EXACT = [run for run in RUNS if run.keys not in ROUNDED and not run.is_bf16]
@@ -226,18 +206,9 @@ EXACT = [run for run in RUNS if run.keys not in ROUNDED and not run.is_bf16]
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked(EXACT))
 def test_a_run_equals_one_process(runs: dict[Run, Path], run: Run) -> None:
-    """The tolerances are those of tests/distributed/test_layouts.py."""
-    one, other = runs[Run(run.keys, "one process")], runs[run]
-    first = SAVED_AT if run.resumed_from else 0
-    assert len(losses(one)) == STEPS
-    close = torch.testing.assert_close
-    close(numbers(other, "loss"), numbers(one, "loss")[first:], rtol=1e-5, atol=0)
-    close(numbers(other, "grad_norm"), numbers(one, "grad_norm")[first:], rtol=1e-4, atol=0)
-    for ema in (False, True):
-        wanted, found = weights(one, ema), weights(other, ema)
-        assert wanted.keys() == found.keys()
-        for name, value in wanted.items():
-            assert (found[name] - value).norm() <= 1e-4 * value.norm().clamp(min=1e-2), name
+    one, first = runs[Run(run.keys, "one process")], SAVED_AT if run.resumed_from else 0
+    assert len(numbers(one, "loss")) == STEPS
+    assert_equal_training(runs[run], one, first)
 
 
 MOVED = [run for run in RUNS if KEYS[run.keys].same_bits and not run.resumed_from]
