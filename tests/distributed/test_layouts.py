@@ -208,7 +208,7 @@ EVERYWHERE = pytest.mark.parametrize(
 def test_training_equals_one_process(runs: dict[str, Path], layout: str) -> None:
     """Losses, norms before clipping, weights and EMA."""
     first = SAVED_AT if LAYOUTS[layout].resumed_from else 0
-    # Without rotation its gradient is zero but for rounding.
+    # The 2B model has no rotation: the gradient of this bias is zero but for rounding.
     free = "key_norm.bias" if LAYOUTS[layout].model == "2b" else None
     one = one_process(runs, layout)
     assert len(numbers(one, "loss")) == STEPS
