@@ -74,8 +74,11 @@ def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
     stacks.after_step(1)
     while not stacks.path.stat().st_size:
         time.sleep(0.01)
+    stacks.seconds = 1000  # the next dump must not come before the file is looked at
     stacks.after_step(2)
     assert not stacks.path.stat().st_size
+    stacks.seconds = 0.1
+    stacks.after_step(3)
     while not stacks.path.stat().st_size:
         time.sleep(0.01)
     assert stacks.path.read_text().startswith("Timeout")

@@ -238,6 +238,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
     about = (
         "metrics.jsonl",
         "sampling at step 4",
+        "prompt 0 (",
         "reference/000",
         "index.html",
         "checkpoint of step 4",
