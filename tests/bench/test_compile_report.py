@@ -19,6 +19,8 @@ from tests.support.tiny_run import ROOT
 TOY = '''
 from dataclasses import replace
 
+import triton.language as tl
+
 from bench.kernel_ops.compile_cases import CompileCase
 from cogfast.kernels.gpu.launch import jit
 
