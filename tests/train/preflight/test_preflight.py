@@ -170,7 +170,7 @@ REFUSED = {
         for name in ("..", "", "a/b", "a\nb")
     },
     "args.experiment_name="
-    + 201 * "x": "xxx... must be a folder name of at most 200 bytes, printable",
+    + 201 * "x": "xxx' must be a folder name of at most 200 bytes, printable",
     "args.warmup_steps=2000": (
         "command line: args.warmup_steps=2000 must not exceed the run's 1000 steps"
     ),

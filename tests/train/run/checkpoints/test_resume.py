@@ -130,7 +130,7 @@ DECISIVE = {
     "data.params.fps=4": "data.params.fps: 8 -> 4",
     "deepspeed.optimizer.params.lr=0.5": "args.lr: 0.002 -> 0.5",
     "deepspeed.gradient_clipping=2.0": "deepspeed.gradient_clipping: 1.0 -> 2.0",
-    "deepspeed.bf16={enabled: true}": "deepspeed.bf16.enabled: None -> True",
+    "deepspeed.bf16={enabled: true}": "args.bf16: False -> True",
     "args.lr_schedule=linear": "args.lr_schedule: constant -> linear",
     "model.conditioner_config.params.emb_models.0.ucg_rate=0.5": (
         "emb_models.0.ucg_rate: 0.1 -> 0.5"
