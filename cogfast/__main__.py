@@ -108,9 +108,10 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
+    from cogfast.train.preflight.data_layout import infer_layout
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
-    config = fill_from_pipeline(_load(request), may_download=not request.dry_run)
+    config = fill_from_pipeline(infer_layout(_load(request)), may_download=not request.dry_run)
     if request.dry_run:
         _print(config.describe())
         return
@@ -125,9 +126,10 @@ def cache(argv: Sequence[str]) -> None:
     request = parse_cache(argv)
     from cogfast.train.caching.command import cache_latents
     from cogfast.train.preflight.check import check_cache
+    from cogfast.train.preflight.data_layout import infer_layout
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
-    config = fill_from_pipeline(_load(request))
+    config = fill_from_pipeline(infer_layout(_load(request)))
     check_cache(config)
     cache_latents(config)
 

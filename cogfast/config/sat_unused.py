@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, Config
+from cogfast.config.values import show
+
 _DECIDED_HERE = "the device and the launch decide this"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"
 _ONE_TABLE = "the merged configuration is always saved as training_config.yaml"
@@ -84,3 +87,47 @@ UNUSED: dict[str, str] = {
     "encoder_config.gather_norm": "the autoencoder is not split over ranks",
     "encoder_config.dropout": _VAE_FROZEN,
 }
+
+# Key of args -> SAT's default, where cogfast has another; docs/differences.md has the reasons
+_TRAINING = {
+    "mode": "pretrain",
+    "batch_size": "4",
+    "zero_stage": "0",
+    "log_interval": "50",
+    "keep_last": "all",
+    "eval_iters": "100",
+    "split": "1000,1,1",
+}
+_SAMPLING = {
+    "batch_size": "4",
+    "sampling_image_size": "[768, 1360]",
+    "sampling_num_frames": "32",
+    "sampling_fps": "8",
+}
+
+
+def own_defaults(config: Config) -> list[str]:
+    """Return `key=value (SAT: default)` for the keys that no file sets, that this run reads, and that
+    have another default in SAT."""
+    args, origins = config.args, config.origins
+    if args.mode == "inference":
+        # The command itself sets the mode if there is no file of SAT's kind.
+        is_of_file = origins.get("args.mode") not in (COMMAND_LINE, DEFAULT, None)
+        defaults = _SAMPLING if is_of_file else {}
+    else:
+        evaluates = args.eval_interval is not None or args.eval_at_start or args.eval_at_end
+        num_saves = (args.train_iters or 0) // (args.save_interval or 10**9)
+        read = {
+            "mode": args.lr_schedule == "sat",
+            "keep_last": num_saves > args.keep_last,
+            "eval_iters": evaluates and args.valid_data and not args.strict_eval,
+            "split": evaluates and not args.valid_data,
+        }
+        # `cogfast finetune` has the defaults of CogVideo's diffusers trainer.
+        is_theirs = args.folder_layout == "finetune"
+        defaults = {} if is_theirs else {k: v for k, v in _TRAINING.items() if read.get(k, True)}
+    return [
+        f"args.{key}={show(args[key])} (SAT: {value})"
+        for key, value in defaults.items()
+        if origins.get(f"args.{key}", DEFAULT) == DEFAULT
+    ]

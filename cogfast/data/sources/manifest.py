@@ -1,4 +1,4 @@
-"""Manifests: CSV or JSON-lines files that list the samples of a data set, one per row.
+"""Manifests: CSV, JSON-lines or JSON files that list the samples of a data set, one per row.
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cogfast.config.values import counted
 from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
 from cogfast.data.sources.folders import (
     SourceError,
@@ -29,22 +30,27 @@ from cogfast.data.sources.folders import (
 
 logger = logging.getLogger(__name__)
 
-TABLE_ENDINGS = (".csv", ".jsonl")
+TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
 _OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
 _COLUMNS = ("path", "caption", *_NUMBERS, "image", "split")
-# Hugging Face's videofolder and finetrainers write file_name.
+# Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
 _CAPTIONS = ("caption", "prompt", "text")
 # {column: names under which it is read, the first that is there}
 _NAMES: Mapping[str, Sequence[str]] = {
-    **{name: (name,) for name in _COLUMNS},
+    **{name: (name,) for name in (*_COLUMNS, "type")},
     "path": _PATHS,
     "caption": _CAPTIONS,
 }
 _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
+
+
+def has_table(folder: Path) -> bool:
+    """Return whether a folder has a metadata file."""
+    return any((folder / name).is_file() for name in _TABLES)
 
 
 def table_hint(folder: Path) -> str:
@@ -73,8 +79,8 @@ def manifest_of(source: Path) -> Path:
     found = table_in(source) or table_in(source / "train")
     if found is None:
         raise SourceError(
-            f"{source}: has no metadata.jsonl or metadata.csv, nor has its train/; give a manifest "
-            "(.csv or .jsonl) or a folder with such a file"
+            f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; "
+            "give a manifest (.csv, .jsonl or .json) or a folder with such a file"
         )
     return found
 
@@ -84,12 +90,15 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     file = manifest_of(source)
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
-        raise SourceError(f"{file}: {problem}; give a .csv or .jsonl file")
+        raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, empty = [], []
+    splits, empty, num_pictures = [], [], 0
     for place, row in _rows_of(file):
         where = f"{file}: {place}"
+        if row.get("type") == "image":
+            num_pictures += 1
+            continue
         path, caption, image = (_text(_value_of(row, _NAMES[n]), f"{where}: {n}") for n in texts)
         if not path:
             raise ValueError(
@@ -114,6 +123,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if split not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
+    if num_pictures:
+        logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     if not allow_empty_captions:
@@ -141,28 +152,45 @@ def _value_of(row: Mapping, names: Sequence[str]) -> object:
 
 
 def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, {name: value}) for every row; the place is such as "line 3"."""
+    """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list."""
     if file.suffix.lower() == ".csv":
         yield from _csv_rows(file)
         return
     others: set[str] = set()
-    for line, content in enumerate(text_of(file).split("\n"), 1):
-        if not content.strip():
-            continue
-        try:
-            row = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
+    for place, row in (
+        _list_entries(file) if file.suffix.lower() == ".json" else _line_entries(file)
+    ):
         if not isinstance(row, dict):
             raise ValueError(
-                f"{file}: line {line} must be an object with path and caption, {{...}}; correct it"
+                f"{file}: {place} must be an object with path and caption, {{...}}; correct it"
             )
         # Each new key is checked once, not in every row.
         new = row.keys() - others
         if new:
-            _check_columns(file, f"line {line}", new)
+            _check_columns(file, place, new)
             others |= new
-        yield f"line {line}", row
+        yield place, row
+
+
+def _line_entries(file: Path) -> Iterator[tuple[str, object]]:
+    for line, content in enumerate(text_of(file).split("\n"), 1):
+        if not content.strip():
+            continue
+        try:
+            yield f"line {line}", json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
+
+
+def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
+    try:
+        entries = json.loads(text_of(file))
+    except (ValueError, RecursionError) as error:
+        fix = "correct it, or name it .jsonl if it has one object per line"
+        raise ValueError(f"{file}: not JSON ({error}); {fix}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{file}: must be a list of objects, [{{...}}, ...]; put it into [...]")
+    yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -19,6 +20,7 @@ from cogfast.config.components import is_none
 from cogfast.config.json_files import brief
 from cogfast.config.merged_config import find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
+from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, one_line, show
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.clip import checked_buckets, checked_size
@@ -228,12 +230,24 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
 
 
 def log_unused(config: Config) -> None:
-    """Log how many keys are accepted but not used, and that steps are counted from 0."""
+    """Log how many keys are accepted but not used, the defaults that are not SAT's, and where the steps
+    of a SAT run in args.load begin."""
     # The short names once each: SAT's files repeat some of them in several sections.
     names = {key.rpartition("params.")[2] for key in config.unused}
     if names:
         text = counted(len(names), "key of the configuration has", "keys of the configuration have")
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
+    own = own_defaults(config)
+    if own:
+        logger.info("no file sets %s", ", ".join(own))
+    # Only rank 0 comes here, so that nothing may be raised.
+    iteration = b""
+    with contextlib.suppress(OSError), open(Path(config.args.load or "") / "latest", "rb") as file:
+        iteration = file.read(20).strip()
+    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
+        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
+        text += "this run starts at step 0 and trains all of its steps"
+        logger.info(text, config.args.load, int(iteration))
 
 
 def _require_sections(config: Config, *names: str) -> None:

@@ -166,6 +166,11 @@ def test_another_encoding_is_refused_by_line(tmp_path):
 
 
 HUGGING_FACE = '{"file_name": "a.mp4", "text": "one"}\n{"file_name": "b.mp4", "text": "two"}\n'
+VIDEOX_FUN = [
+    {"file_path": "train/b.mp4", "text": "two", "type": "video", "width": 48, "height": 32},
+    {"file_path": "train/0.jpg", "text": "a picture", "type": "image", "width": 48, "height": 32},
+    {"file_path": "train/a.mp4", "text": "one", "type": "video", "width": 48, "height": 32},
+]
 # {trainer: (folder of the clips, metadata file, its text, captions)}
 SOURCES = {
     "Hugging Face": ("", "metadata.jsonl", HUGGING_FACE, "one two"),
@@ -181,6 +186,7 @@ SOURCES = {
         "file_name,caption,id\nvideos/a.mp4,one,7\nvideos/b.mp4,two,9\n",
         "one two",
     ),
+    "VideoX-Fun": ("train", "metadata.json", json.dumps(VIDEOX_FUN, indent=2), "two one"),
     "CogKit": (
         "train",
         "train/metadata.jsonl",
@@ -208,7 +214,7 @@ def test_metadata_as_their_trainers_write_it(kind, tmp_path):
 
 
 def test_folders_without_one_metadata_file(tmp_path):
-    message = "has no metadata.jsonl or metadata.csv, nor has its train/"
+    message = "has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/"
     with pytest.raises(ValueError, match=message):
         VideoManifest([str(tmp_path)], **CLIP)
     assert message in VideoManifest.missing_source("args.train_data", str(tmp_path))

@@ -1,0 +1,70 @@
+"""Finds the data set class that can read args.train_data where the configuration leaves it open."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from cogfast.config import Config, data_arguments
+from cogfast.config.merged_config import COMMAND_LINE, refuse
+from cogfast.data.sources.folders import find_videos, label_of, named
+from cogfast.data.sources.manifest import TABLE_ENDINGS, has_table
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "cogfast.data.datasets"
+_LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
+
+
+def infer_layout(config: Config) -> Config:
+    """Return `config` with the data set that can read args.train_data and args.valid_data.
+
+    Only in place of a VideoFolder of a file that cannot read one of them: the models' files name it,
+    and users then give a manifest, say. ValueError if several data sets could read them.
+    """
+    target, key = config.data.get("target"), "args.train_data"
+    sources = [*config.args.train_data, *config.args.valid_data]
+    is_given = config.origins.get("data.target") == COMMAND_LINE
+    if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):
+        return config
+    each = [found for source in sources if (found := _layouts_of(source))]
+    if all("VideoFolder" in found for found in each):
+        return config
+    fits = [name for name in each[0] if all(name in found for found in each)]
+    if len(fits) > 1:
+        choices = " or ".join(f"data.target={_MODULE}.{name}" for name in fits)
+        text = f"{key}={named(sources)}: has the layouts of several data sets; set {choices}"
+        refuse(config, key, text)
+    if not fits:
+        return config
+    # With the defaults of SAT's class.
+    params = dict(data_arguments(config))
+    section = OmegaConf.create({"target": f"{_MODULE}.{fits[0]}", "params": params})
+    logger.info(
+        "data.target=%s, the layout of %s, in place of %s", section.target, named(sources), target
+    )
+    origins = config.origins | {"data.target": key}
+    return dataclasses.replace(config, data=section, origins=origins)
+
+
+def _layouts_of(source: str) -> list[str]:
+    """Return the names of the data sets that can read a source; [] if there is none."""
+    path = Path(source)
+    # An address, or shards as webdataset names them: shards-{000..010}.tar
+    if "://" in source or ".tar" in source:
+        return ["VideoShards"]
+    if path.is_file():
+        return ["VideoManifest"] if path.suffix.lower() in TABLE_ENDINGS else []
+    if not path.is_dir():
+        return []
+    first = next(find_videos(path), None)
+    found = {
+        "VideoFolder": first is not None and label_of(first, path) is not None,
+        "VideoManifest": has_table(path) or has_table(path / "train"),
+        "VideoList": all((path / name).is_file() for name in _LISTS),
+        "VideoShards": next(path.glob("*.tar"), None) is not None,
+    }
+    return [name for name, is_one in found.items() if is_one]

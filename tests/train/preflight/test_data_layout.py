@@ -1,0 +1,66 @@
+"""The class that reads the data follows from args.train_data where a configuration leaves it open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.train.assembly import assemble_datasets
+from cogfast.train.preflight.check import check_train
+from cogfast.train.preflight.data_layout import infer_layout
+from tests.support.tiny_run import write_clips, write_config
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two clips without labels, listed in a table and in lists, each in a folder of its own."""
+    folder = write_clips(tmp_path_factory.mktemp("clips"), num_clips=2)
+    rows = [f"{folder}/videos/{i}.mp4" for i in range(2)]
+    table = "path,caption\n" + "".join(f"{row},a bar\n" for row in rows)
+    files = {
+        "clips.csv": table,
+        "table/metadata.csv": table,
+        "lists/videos.txt": "\n".join(rows),
+        "lists/prompts.txt": "a bar\na bar\n",
+    }
+    for name, text in files.items():
+        for place in {name, f"both/{Path(name).name}"} if "/" in name else {name}:
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [(".", "SFTDataset"), ("clips.csv", "VideoManifest"), ("table", "VideoManifest")]
+    + [("lists", "VideoList")],
+)
+def test_the_layout_follows_from_the_path(clips: Path, source: str, layout: str) -> None:
+    """The models' files name SAT's folders of videos and labels, whose defaults stay."""
+    words = [f"args.train_data=[{clips / source}]"]
+    base = write_config(clips / "base.yaml", clips)
+    config = infer_layout(load_config([base], words))
+    assert config.data.target.endswith(f".{layout}")
+    check_train(config)
+    train = assemble_datasets(config, TrainArguments.from_config(config)).train
+    assert len(train) == 2
+    assert train.settings.skip_frms_num == 3
+
+
+def test_a_source_of_several_layouts_is_refused(clips: Path) -> None:
+    base = write_config(clips / "base.yaml", clips)
+    config = load_config([base], [f"args.train_data=[{clips / 'both'}]"])
+    message = r"args.train_data=.*both: has the layouts of several data sets; set data.target=\S+."
+    with pytest.raises(ValueError, match=message + r"VideoManifest or data.target=\S+.VideoList$"):
+        infer_layout(config)
+
+
+def test_a_layout_of_the_command_line_stays(clips: Path) -> None:
+    base = write_config(clips / "base.yaml", clips)
+    words = [f"args.train_data=[{clips / 'clips.csv'}]", "data.target=data_video.SFTDataset"]
+    config = infer_layout(load_config([base], words))
+    with pytest.raises(ValueError, match=r"clips.csv is a file; give folders .*VideoManifest"):
+        check_train(config)
