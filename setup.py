@@ -139,7 +139,7 @@ setup(
         "fa4": ["flash-attn-4[cu13]==4.0.0b36"],
         "dali": ["nvidia-dali-cuda130>=2.4,<3"],
         "gpu": ["flash-attn-4[cu13]==4.0.0b36", "nvidia-dali-cuda130>=2.4,<3"],
-        "test": ["pytest", "pytest-xdist", "peft", "scikit-video", "ruff"],
+        "test": ["matplotlib", "pytest", "pytest-xdist", "peft", "scikit-video", "ruff"],
     },
     entry_points={"console_scripts": ["cogfast = cogfast.__main__:main"]},
 )

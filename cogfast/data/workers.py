@@ -34,10 +34,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
+from cogfast.core.signals import STOP_SIGNALS
 from cogfast.data.video.dali import DaliReader
 
-# Signals that ask a run to stop; the trainer handles them (distributed/stop_signals.py).
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _POLL_SECONDS = 2  # between checks that the trainer is alive
 _M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools
 _MIN_AHEAD = 2  # reads by threads in flight while the consumer works on a batch

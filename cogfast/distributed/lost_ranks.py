@@ -96,7 +96,9 @@ class Heartbeat:
         import torch.distributed as dist
 
         self.rank = rank
-        self._group = dist.new_group(backend="gloo", timeout=_SILENCE)
+        group = dist.new_group(backend="gloo", timeout=_SILENCE)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,7 +180,7 @@ class _TimedWork:
     def __init__(self, work: dist.Work) -> None:
         self.work = work
 
-    def wait(self, *args: object) -> object:
+    def wait(self, *args: Any) -> object:
         with CLOCK.waiting():
             return self.work.wait(*args)
 

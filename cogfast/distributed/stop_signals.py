@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from cogfast.data.workers import STOP_SIGNALS
+from cogfast.core.signals import STOP_SIGNALS
 
 _REPEAT_SECONDS = 1.0  # a second signal within this time is the first one from another sender
 _CLOSED = 0  # sent through the pipe to end the thread; no signal has this number

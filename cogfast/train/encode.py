@@ -19,13 +19,10 @@ from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, 
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.diffusion.first_frame_noise import add_first_frame_noise
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.memory.host_memory import HostWeights
-
-# The first frame of image-to-video is noised with sigma = exp(N(-3, 0.5)), one sigma per sample
-# (upstream sat/diffusion_video.py add_noise_to_first_frame).
-IMAGE_NOISE_MEAN, IMAGE_NOISE_STD = -3.0, 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -325,7 +322,7 @@ class Encoder:
             slots = [random_bits(key, number_of_variant) for key in keys]
             # Seed and step are 0: a cache entry must not depend on the run that writes it.
             rng = SlotRandom(0, 0, slots, 0, frames.device)
-            variants.append(self.encode_moments(self._noised(frames, rng)))
+            variants.append(self.encode_moments(add_first_frame_noise(frames, rng)))
         return _joined(variants, partial(torch.stack, dim=1))
 
     def _sample(self, moments: Moments, rng: SlotRandom, purpose: str, scale: float) -> Tensor:
@@ -364,7 +361,7 @@ class Encoder:
                     "image_latents; use a data set that returns one of them with encoded_videos"
                 )
             # Upstream noises the pixels of the image, not its latents.
-            image = self.encode_image(self._noised(frame.float(), rng), rng)
+            image = self.encode_image(add_first_frame_noise(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
 
     def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:
@@ -374,12 +371,6 @@ class Encoder:
         out = image.new_zeros(*image.shape[:2], num_frames, *image.shape[3:])
         out[:, :, :1] = image
         return out
-
-    def _noised(self, frame: Tensor, rng: SlotRandom) -> Tensor:
-        """Add Gaussian noise of one random strength per sample to the frame [B, 3, 1, H, W]."""
-        draw = rng.normal("image_noise_strength", (len(frame), 1, 1, 1, 1))
-        sigma = torch.exp(IMAGE_NOISE_MEAN + IMAGE_NOISE_STD * draw)
-        return frame + sigma * rng.normal("image_noise", frame.shape)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, num_frames: int) -> Tensor:

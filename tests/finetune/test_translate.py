@@ -266,7 +266,10 @@ def test_lists_that_do_not_fit_end_in_one_line(options, tmp_path, capsys, monkey
     given = words(options(num_workers=0, caption_column="three.txt"))
     assert main(["finetune", *given]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("cogfast:")]
-    assert "videos.txt has 2 lines and " in line and "three.txt 3; give each video one line" in line
+    assert (
+        "videos.txt has 2 lines and " in line
+        and "three.txt 3, without blank ones; give each video one line" in line
+    )
 
 
 def test_a_plan_is_that_of_the_same_configuration(options, capsys):

@@ -185,7 +185,7 @@ WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
     ),
     "escapes": (
         lambda w: w.update({"\x1b]0;pwned\x07\x1b[31m evil": torch.ones(2)}),
-        r"\?\]0;pwned\?\?\[31m evil is not a tensor's name",
+        r"\\x1b\]0;pwned\\x07\\x1b\[31m evil is not a tensor's name",
     ),
     "nothing": (lambda w: w.clear(), r"tensors \(.*\) missing|truncated or damaged"),
 }

@@ -32,6 +32,7 @@ class HangStacks(Watcher):
         self.file = open(self.path, "w")  # noqa: SIM115 - until the end
 
     def after_step(self, step: int) -> None:
+        faulthandler.cancel_dump_traceback_later()  # waits for a dump that is being written
         if os.fstat(self.file.fileno()).st_size:  # a long evaluation, and no hang
             self.file.seek(0)  # else the next dump begins behind a hole
             self.file.truncate()

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import flash_attention as attention
-from cogfast.kernels.flash_attention import (
+from cogfast.kernels import attention_backends as attention
+from cogfast.kernels.attention_backends import (
     BACKENDS,
     backends_that_run,
     flash_attention,
