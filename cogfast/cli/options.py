@@ -308,13 +308,15 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         file = request.prompt_file or args.input_file
         key = "--prompt-file" if request.prompt_file else "args.input_file"
         if not os.path.isfile(file):
-            raise ValueError(f"{key}={file}: no such file; give --prompt TEXT or a file of prompts")
+            problem = "is a folder" if os.path.isdir(file) else "no such file"
+            raise ValueError(f"{key}={file}: {problem}; give --prompt TEXT or a file of prompts")
         text = read_limited(file, MOST_BYTES, "give --prompt TEXT or a file of prompts")
-        lines = utf8_lines(text, f"{key}={file}")
+        key = f"{key}={file}"
+        lines = utf8_lines(text, key)
     # Blank lines of a file are skipped; an empty --prompt is a prompt.
     pairs = split_prompts([line for line in lines if line.strip() or request.prompts], key)
     if not pairs:
-        raise ValueError("there is no prompt; give --prompt TEXT")
+        raise ValueError(f"{key}: there is no prompt; give --prompt TEXT or a file of prompts")
     prompts = [prompt for prompt, _ in pairs]
     names = request.images if request.images is not None else [image for _, image in pairs]
     if len(names) not in (1, len(prompts)):

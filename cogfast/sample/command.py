@@ -149,7 +149,10 @@ def sample(
 
 
 def _refuse_results(out: Path) -> None:
-    """Raise ValueError if an earlier call has written into `out`: its prompts and seeds would be lost."""
+    """Raise ValueError if `out` is a file, or has samples whose prompts and seeds would be lost."""
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {out}: {folder} is a file; give a folder with --out")
     samples = [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]
     if samples:
         raise ValueError(

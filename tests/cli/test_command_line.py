@@ -245,6 +245,11 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
         asked("--prompt", "x", "--image", "none.png")
     with pytest.raises(ValueError, match="--prompt-file=none.txt: no such file"):
         asked("--prompt-file", "none.txt")
+    with pytest.raises(ValueError, match="--prompt-file=.*: is a folder; give --prompt TEXT or"):
+        asked("--prompt-file", str(tmp_path))
+    file.write_text("\n\n")
+    with pytest.raises(ValueError, match="--prompt-file=.*prompts.txt: there is no prompt; give"):
+        asked("--prompt-file", str(file))
     file.write_bytes("a cat".encode("utf-8-sig"))
     assert asked("--prompt-file", str(file)) == (["a cat"], [None])
     file.write_bytes("ein Kätzchen".encode("latin-1"))

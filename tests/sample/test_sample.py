@@ -132,6 +132,10 @@ def test_a_folder_with_samples_is_not_written_into(
     assert main([*words, "two bars"]) == 2
     assert f"--out {tmp_path}: has samples of an earlier call" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    file = tmp_path / "settings.json"
+    for out in (file, file / "videos"):
+        assert main([*words[:2], "--out", str(out), "--prompt", "a bar"]) == 2
+        assert f"--out {out}: {file} is a file; give a folder" in capsys.readouterr().err
 
 
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
