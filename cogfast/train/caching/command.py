@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.batches import read_sample
+from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
 from cogfast.data.cache.keys import (
     Sources,
@@ -229,7 +229,29 @@ class _CacheRun:
                 how = stage.limit_encode_memory(budget, shape, [(before, True)])
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
         log_plan(stage, shape, how, budget)
+        stage.use(how)
+        self._check_scale(work)
         return work, how
+
+    def _check_scale(self, clips: _Work) -> None:
+        """Check that args.trusted_cache has clips of this model and not of another in its folder."""
+        trusted, found = self.trusted, []
+        for clip in map(self.clips.__getitem__, clips.missing.values()):
+            if trusted is not None and (path := trusted.path(clip.dataset, clip.index)) is not None:
+                found.append((path.stat().st_mtime_ns, path, clip))
+        if trusted is None or not found or len(trusted.members) == 1:
+            return
+        # The oldest and the newest: a user who changed the model may have added clips.
+        found.sort(key=lambda one: one[:2])
+        for _, path, clip in found[:1] + found[1:][-1:]:
+            stored = trusted.latents(clip.dataset, clip.index, is_check=True)
+            # A clip that cannot be read becomes a bad sample of the cache.
+            with suppress(BadSample):
+                sample = read_sample(clip.dataset, clip.index, self.args.decode_timeout)
+                pixels = in_unit_range(sample["video"][None].to(self.groups.device)).transpose(1, 2)
+                if stored is not None:
+                    own = self.video_encoder.encode_moments(pixels)
+                    trusted.check_scale(path, stored, own, self.video_encoder.scale_factor)
 
     def _missing(self, kind: str, spec: Spec) -> _Work:
         keys, missing = self.keys[kind], {}

@@ -15,10 +15,10 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.config.json_files import brief
-from cogfast.config.merged_config import find_origin, refuse, to_dict
+from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, one_line, show
@@ -195,6 +195,7 @@ def check_cache(config: Config) -> None:
 def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load."""
     args = TrainArguments.from_config(config)
+    _refuse_training_keys(config)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
@@ -227,6 +228,18 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
     if args.sampling_num_frames is not None:
         check_latent_frames(config, network, args.sampling_num_frames)
+
+
+def _refuse_training_keys(config: Config) -> None:
+    """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
+    group = ""
+    for field in dataclasses.fields(TrainArguments):
+        group, key = GROUPS.get(field.name, group), f"args.{field.name}"
+        is_of_training = group in ("learning rate", "evaluation")
+        if is_of_training and find_origin(config.origins, key) == COMMAND_LINE:
+            raise ValueError(
+                f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
+            )
 
 
 def log_unused(config: Config) -> None:

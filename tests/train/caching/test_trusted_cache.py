@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +52,7 @@ def theirs(data: Path, tmp_path: Path) -> Theirs:
         family: str = "5b",
         without: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        scale: float = SCALE,
     ) -> Path:
         torch.manual_seed(1)
         num_frames = 17 if family.startswith("1.5") else 9
@@ -61,7 +64,7 @@ def theirs(data: Path, tmp_path: Path) -> Theirs:
             frames = torch.from_numpy(decode_all(data / "videos" / f"{i}.mp4"))[:num_frames]
             pixels = frames.permute(3, 0, 1, 2)[None] / 255 * 2 - 1
             with torch.no_grad():
-                encoded = vae.encode(pixels).latent_dist.sample() * SCALE
+                encoded = vae.encode(pixels).latent_dist.sample() * scale
             encoded = encoded[0].to(dtype)
             save_file({"encoded_video": encoded}, latents / f"{i}.safetensors")
             prompt = f"bar number {i} moves"
@@ -120,8 +123,12 @@ def test_training_gets_the_batch_of_their_data_set(
     folder = theirs(family)
     check_cache(config)
     monkeypatch.setattr(Encoder, "encode_text", lambda *given: pytest.fail("is encoded"))
-    monkeypatch.setattr(Encoder, "encode_moments", lambda *given: pytest.fail("is encoded"))
+    encode, encoded = Encoder.encode_moments, []
+    count = lambda self, pixels: (encoded.append(pixels.shape), encode(self, pixels))[1]
+    monkeypatch.setattr(Encoder, "encode_moments", count)
     cache_latents(config)
+    # Two clips show whether the files are of 2B or of 5B. The others have a folder of their own.
+    assert encoded == [(1, 3, 9, SIDE, SIDE)] * (2 if family == "5b" else 0)
     assert f"args.trusted_cache={folder}: took 8 files" in caplog.messages
 
     batch = batch_of(config)
@@ -207,3 +214,33 @@ def test_a_stem_that_two_videos_share_is_not_trusted(
         shutil.copy(data / part.replace("1", "2"), other / part)
     cache_latents(build(data, tmp_path, "5b", f"args.train_data=[{data},{other}]"))
     assert f"args.trusted_cache={folder}: took 7 files" in caplog.messages
+
+
+SCALE_2B = 1.15258426
+REFUSED = (
+    r"cogvideox-t2v/9x32x32/{}.safetensors has latents of scale 1\.[12]\d*, this run has 0\.7: "
+    r"CogVideoX-2B \(1\.15\) and CogVideoX-5B \(0\.7\) have their clips in one folder; remove"
+)
+
+
+def test_files_of_the_other_model_of_a_folder_are_refused(
+    data: Path, tmp_path: Path, theirs: Theirs
+) -> None:
+    """Their trainer keeps the clips of 2B and 5B in one folder. A user who changes the model:"""
+    theirs(scale=SCALE_2B)
+    with pytest.raises(ValueError, match=REFUSED.format(0)):
+        cache_latents(build(data, tmp_path))
+    cache_latents(build(data, tmp_path, "2b", f"model.scale_factor={SCALE_2B}"))
+
+
+def test_a_file_that_the_other_model_added_is_refused(
+    data: Path, tmp_path: Path, theirs: Theirs
+) -> None:
+    """The older files are those of this run's model, the newest is not."""
+    files = theirs() / "video_latent" / FOLDER["5b"]
+    latents = load_file(files / "2.safetensors")["encoded_video"]
+    save_file({"encoded_video": latents / SCALE * SCALE_2B}, files / "2.safetensors")
+    # A file system may give files of the same moment one time.
+    os.utime(files / "2.safetensors", (time.time() + 10, time.time() + 10))
+    with pytest.raises(ValueError, match=REFUSED.format(2)):
+        cache_latents(build(data, tmp_path))

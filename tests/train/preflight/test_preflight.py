@@ -313,6 +313,8 @@ SAMPLING = {
     "args.sampling_num_frames=22": "=22 must be from 1 to 13 latent frames.*position table",
     "args.load=null": "args.load is missing; set it to the weights to sample with, or give a run",
     "model.sampler_config=null": "model.sampler_config is missing; add a model file",
+    "args.lr=1": "args.lr has no effect on sampling; leave it out",
+    "args.eval_sampling_steps=3": "args.eval_sampling_steps has no effect on sampling",
 }
 
 
