@@ -75,6 +75,12 @@ def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
         (folder / "model_index.json").write_text(json.dumps({"_class_name": no_text}))
         with pytest.raises(ValueError, match=r"model_index.json: _class_name="):
             open_source(folder)
+    # Published folders of CogVideoX-Fun's control models name this class.
+    fun = write(tmp_path / "fun", "5b_i2v", "CogVideoXPipeline", learnable_position=False)
+    with pytest.raises(
+        ValueError, match=r"in_channels=32 .* may be a CogVideoX-Fun control \(32\)"
+    ):
+        open_source(fun)
     for family, kind in (
         ("5b", "CogVideoXVideoToVideoPipeline"),
         ("5b_i2v", "CogVideoXImageToVideoPipeline"),
