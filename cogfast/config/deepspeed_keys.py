@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -138,12 +138,15 @@ def _remove_auto(node: dict[str, Any], where: str, origins: dict[str, str]) -> N
             origins.pop(key, None)
 
 
-def fold(config: dict[str, Any], origins: dict[str, str]) -> dict[str, str]:
-    """Move the values of FOLDED from the deepspeed section to args. Updates both arguments.
+def fold(
+    config: dict[str, Any], origins: dict[str, str], files: Sequence[str] = ()
+) -> dict[str, str]:
+    """Move the values of FOLDED from the deepspeed section to args. Updates config and origins.
 
     The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
-    two words of the command line, must not contradict each other. Returns the keys of args that
-    a file sets in vain, with the reason.
+    two words of the command line, must not contradict each other. files: their names as origins, in
+    the order in which they were merged. Returns the keys of args that a file sets in vain, with the
+    reason.
     """
     args, section = config["args"], config.get("deepspeed") or {}
     found: dict[str, tuple[Any, str]] = {}  # key of the section -> (value, its origin)
@@ -166,8 +169,10 @@ def fold(config: dict[str, Any], origins: dict[str, str]) -> dict[str, str]:
         if value == before or _level(here) > _level(there):
             origins[key] = there if here == DEFAULT else here
             continue
-        # A run's own file contains the defaults, too.
-        is_meant = here != DEFAULT and (_level(here) > 0 or before != getattr(defaults, name))
+        # A run's own file contains the defaults, too; a file above it has what its user wrote.
+        is_above = here in files and there in files and files.index(here) > files.index(there)
+        is_changed = _level(here) > 0 or before != getattr(defaults, name)
+        is_meant = here != DEFAULT and (is_changed or is_above)
         if is_meant and _level(here) == _level(there):
             if here != there or _level(here) > 0:
                 of = "" if here == there else f" in {there}"

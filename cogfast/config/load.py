@@ -56,7 +56,8 @@ def load_config(
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise Problems("\n".join(one_line(f"--base {path}: {_where_is(path)}") for path in missing))
-    for path, name in zip(paths, _file_names(paths), strict=True):
+    names = _file_names(paths)
+    for path, name in zip(paths, names, strict=True):
         loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
@@ -77,7 +78,7 @@ def load_config(
         plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)
-        unused = check_sections(plain, tuple(allow_import)) | fold(plain, origins)
+        unused = check_sections(plain, tuple(allow_import)) | fold(plain, origins, names)
     except OmegaConfBaseException as error:
         key, what = error.full_key or "", str(error).splitlines()[0]
         raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None

@@ -195,6 +195,20 @@ def test_two_files_that_contradict_each_other_are_refused(tmp_path: Path) -> Non
     assert TrainArguments.from_config(config).lr == 0.125
 
 
+def test_a_file_may_set_the_default_again_above_another(tmp_path: Path) -> None:
+    """args of a file above counts, also as the default; a run's own file below has all defaults."""
+    below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
+    below.write_text("deepspeed: {train_micro_batch_size_per_gpu: 2, bf16: {enabled: true}}")
+    for key, value in (("batch_size", "1"), ("bf16", "false")):
+        above.write_text(f"args: {{{key}: {value}}}")
+        with pytest.raises(
+            ValueError, match=rf"above.yaml: args.{key}={value}, but .* in below.yaml"
+        ):
+            load_config([below, above])
+    above.write_text(load_config([]).to_yaml())
+    assert TrainArguments.from_config(load_config([above, below])).batch_size == 2
+
+
 def test_a_runs_own_file_has_what_the_run_was_given(tmp_path: Path) -> None:
     """args.fit changes args; another value of either key may follow on the command line."""
     config = load_config([SFT], ["args.batch_size=4"])

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import asdict
 from datetime import datetime
 from fnmatch import fnmatch
@@ -25,6 +26,7 @@ from omegaconf import OmegaConf
 
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
+from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import cut, printable
 from cogfast.core.files import WriteError, write_text
@@ -414,9 +416,16 @@ def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
 
 
 def _completed(sections: dict) -> dict:
-    """Add the defaults of keys that the checkpoint's version of cogfast did not have yet."""
+    """Return the sections of a checkpoint as this version of cogfast would have saved them.
+
+    It adds the defaults of new keys, and has moved values of the deepspeed section to args.
+    """
+    if not sections:
+        return {}
     defaults = {"args": asdict(TrainArguments()), "model": asdict(ModelArguments())}
-    return sections and sections | {k: v | sections.get(k, {}) for k, v in defaults.items()}
+    whole = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
+    fold(whole, {})
+    return whole
 
 
 def _changes(before: dict, after: dict) -> dict[str, str]:

@@ -157,6 +157,20 @@ def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(tmp_pat
         check_changes(tmp_path, manifest, load_config([], ["args.lr_first_step=0"]), 4)
 
 
+def test_a_rate_that_a_checkpoint_has_in_the_deepspeed_section_is_that_of_args(
+    tmp_path: Path,
+) -> None:
+    """Earlier versions kept it in both places."""
+    words = ["deepspeed.optimizer={type: AdamW, params: {eps: 1e-6}}", "args.lr=0.5"]
+    before = plain_sections(load_config([], words))
+    before["deepspeed"]["optimizer"]["params"]["lr"] = 0.5
+    manifest = {"global_batch": 4, "config": before}
+    check_changes(tmp_path, manifest, load_config([], words), 4)
+    assert before["deepspeed"]["optimizer"]["params"]["lr"] == 0.5  # the manifest stays as it is
+    with pytest.raises(ValueError, match=r"checkpoint's: args\.lr: 0\.5 -> 0\.25; change it back"):
+        check_changes(tmp_path, manifest, load_config([], [words[0], "args.lr=0.25"]), 4)
+
+
 def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
     return open_folder(TrainArguments(run_folder=str(run), **args), ALONE)[:2]
 
