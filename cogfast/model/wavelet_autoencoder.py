@@ -137,7 +137,8 @@ class WaveletState:
         """Read a file that `save` wrote."""
         if not Path(path).is_file():
             raise ValueError(
-                f"first_stage_config.params.ckpt_path={path} does not exist; "
+                f"first_stage_config.params.ckpt_path={path} does not exist (a relative path starts at "
+                "the current folder); set model.first_stage_config.params.ckpt_path to its path, or "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
         files = SafetensorsFiles(Path(path))

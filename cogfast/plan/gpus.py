@@ -72,10 +72,12 @@ def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
         gib = float(name.removesuffix("gib").removesuffix("gb"))
     except ValueError:
         gib = math.nan
-    if not 1 <= gib <= 10_000:  # true for nan
+    # The bound is below the names of cards such as 3090. The condition is true for nan.
+    if not 1 <= gib <= 1000:
         names = [gpu.name for gpu in GPUS]
         like = [each for each in names if name and each.startswith(name)]
-        hint = f"; did you mean {' or '.join(like)}?" if like else nearest(name, names)
+        near = nearest(name, names) if math.isnan(gib) else ""  # 3090 is no misspelling of 4090
+        hint = f"; did you mean {' or '.join(like)}?" if like else near
         if not hint:
             hint = f"; use {', '.join(names)}, or its memory in GiB, such as 80"
         raise ValueError(f"--gpu {text[:80]!r} is not known{hint}")

@@ -132,7 +132,10 @@ def test_clips_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str)
 
 
 def test_bad_state_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ckpt_path=.*does not exist; write it with"):
+    with pytest.raises(
+        ValueError,
+        match="ckpt_path=.*does not exist .a relative path starts.*; set .*, or write it with",
+    ):
         WaveletAutoencoder(str(tmp_path / "none.safetensors"))
     (tmp_path / "text.safetensors").write_text("no tensors here")
     with pytest.raises(ValueError, match="text.safetensors: truncated or damaged"):

@@ -123,6 +123,10 @@ def test_a_model_that_does_not_fit_has_a_way(capsys: pytest.CaptureFixture) -> N
     printed = capsys.readouterr().out
     assert "it does not fit" in printed and "This makes it fit (" in printed
     assert parse_gpu("h100-80")[1] == int(79.1 * GIB)
+    assert parse_gpu("24")[1] == 24 * GIB
+    # A card without an entry must not become a card of 3090 GiB.
+    with pytest.raises(ValueError, match="--gpu '3090' is not known; use .* or its memory in GiB"):
+        parse_gpu("3090")
 
 
 @pytest.fixture(scope="module")
