@@ -128,8 +128,9 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
     download = "" if may_download else "; --dry-run and a run's configuration download nothing"
     raise ValueError(
         f"{key}={name}: no such folder, and no complete CogVideoX pipeline of this name in the hub's "
-        f"cache {constants.HF_HUB_CACHE}{why}{download}; correct it, or run hf download {name} on a "
-        "machine with network access and set HF_HOME to the folder of its cache"
+        f"cache {constants.HF_HUB_CACHE}{why}{download}; correct it (a relative path starts at the "
+        f"current folder), or run hf download {name} on a machine with network access and set "
+        "HF_HOME to the folder of its cache"
     )
 
 

@@ -365,7 +365,8 @@ def test_a_download_takes_what_is_read_once_for_all_ranks(hub: None) -> None:
 def test_a_model_that_cannot_be_downloaded(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reason in (("owner/other", "404"), (NAME, "[Cc]onnect")):
         text = (
-            rf"args.load={name}: no such folder, and no complete CogVideoX .*{reason}.*; correct it"
+            rf"args.load={name}: no such folder, and no complete CogVideoX .*{reason}.*; correct it "
+            r"\(a relative path starts at the current folder\)"
         )
         with pytest.raises(ValueError, match=rf"{text}, or run hf download {name} on a machine"):
             hub_folder(name)
