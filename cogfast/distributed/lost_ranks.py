@@ -6,6 +6,7 @@ This file imports nothing heavy: a rank calls `end_with_torchrun` before it impo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -93,44 +95,52 @@ class Heartbeat:
 
     def __init__(self, rank: int) -> None:
         """Start the thread, with a gloo group of its own. Every rank must call it."""
+        import torch
         import torch.distributed as dist
 
-        self.rank = rank
-        group = dist.new_group(backend="gloo", timeout=_SILENCE)
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        self._group = group
-        self._is_over = threading.Event()
+        group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
+        # The thread imports nothing and reads no state of torch.distributed, which the main thread changes.
+        self.rank, self._group, self._count = rank, group, torch.zeros((), dtype=torch.int64)
+        self._is_over, self._leaves = threading.Event(), False
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
+        # A thread that is in a collective when Python ends would abort the process.
+        atexit.register(self._leave)
 
     def stop(self) -> None:
         """Wait for the other ranks to call it, too."""
         self._is_over.set()
         self._thread.join()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """End the thread of a rank that failed, while the others still meet it."""
+        self._leaves = True
+        self._is_over.set()
+        self._thread.join(2 * _BETWEEN_BEATS)
 
     def _beat(self) -> None:
         while True:
             is_over = self._is_over.wait(_BETWEEN_BEATS)
+            if self._leaves:
+                return
             try:
                 if self._meet(is_over):
                     return
             except RuntimeError as error:
                 # Any other error is a closed connection, which ends this rank's collectives, too.
-                if "timed out" in str(error).lower():
+                if "timed out" in str(error).lower() and not self._leaves:
                     self._end(str(error))
                 return
 
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
-        import torch
-        import torch.distributed as dist
-
         # Rank 0 waits for each rank and can name the one that has stopped; the others wait for rank 0.
         limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
-        dist.monitored_barrier(self._group, limit)
-        count = torch.tensor(int(is_over))
-        self._group.allreduce(count).wait()
-        return bool(count == self._group.size())
+        self._group.monitored_barrier(limit)
+        self._count.fill_(int(is_over))
+        self._group.allreduce(self._count).wait()
+        return int(self._count) == self._group.size()
 
     def _end(self, error: str) -> None:
         found = re.search(r"Rank (\d+) failed to pass", error)
