@@ -87,7 +87,7 @@ class Sources:
 
     def changed(self, files: Files) -> list[str]:
         """Forget and return the files that are new, or changed since they were hashed."""
-        version = cache(_version)  # many members of a tar shard share its version
+        version = cache(version_of)  # many members of a tar shard share its version
         found = []
         for name, part in files.items():
             if not self._index.get(os.path.abspath(name), version(_file_of(name, part))):
@@ -117,7 +117,7 @@ def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
         part = files[name]
         file = _file_of(name, part)
         # Take the version first: a file that changes while it is read is then hashed again.
-        version = _version(file)
+        version = version_of(file)
         return os.path.abspath(name), version, hash_file(file, *part)
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -129,7 +129,7 @@ def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:
     # hashlib releases the interpreter lock for large blocks, so that threads hash in parallel.
     digest = hashlib.blake2b(digest_size=16)
     try:
-        if not _version(path):
+        if not version_of(path):
             raise FileNotFoundError(path)
         with Store(path).open() as file:
             file.seek(start)
@@ -145,7 +145,7 @@ def _file_of(name: str, part: tuple[int, ...]) -> str:
     return name.partition(MEMBER)[0] if part else name
 
 
-def _version(file: str) -> str:
+def version_of(file: str) -> str:
     """A text that changes with the file; "" if it cannot be read or is no regular file.
 
     Reading a pipe would block.

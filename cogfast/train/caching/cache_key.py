@@ -13,7 +13,8 @@ from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import resolve
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Spec
-from cogfast.data.cache.keys import hash_file, hash_text
+from cogfast.data.cache.keys import hash_file, hash_text, version_of
+from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.train.assembly import text_entry
@@ -108,7 +109,7 @@ def _described(part: str, value: object) -> object:
     if isinstance(value, list | tuple):
         return [_described(part, inner) for inner in value]
     if isinstance(value, str) and os.path.isfile(value):
-        return hash_file(value)
+        return _content(value)
     if isinstance(value, str) and os.path.isdir(value):
         return _folder(part, value)
     return value if isinstance(value, bool | int | float | None) else str(value)
@@ -124,5 +125,18 @@ def _folder(part: str, folder: str) -> list[list[str]]:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(name for name in names if not name.startswith(".")):
                 path = os.path.join(root, name)
-                found.append([os.path.relpath(path, place), hash_file(path)])
+                found.append([os.path.relpath(path, place), _content(path)])
+    return found
+
+
+def _content(path: str) -> str:
+    """Return the content hash of a file of weights. The user's cache keeps it: T5 has 10 GB."""
+    path = os.path.abspath(path)
+    index, version = user_index("weights", [path]), version_of(path)
+    known = index.get(path, version) if version else None
+    if known is not None and len(known) == 1:
+        return str(known[0])
+    found = hash_file(path)
+    if version:
+        index.keep([(path, version, found)])
     return found

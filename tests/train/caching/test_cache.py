@@ -22,6 +22,7 @@ from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.stop_signals import Interrupted, StopSignals
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.train.assembly import Datasets, assemble_datasets
+from cogfast.train.caching import cache_key
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import cache_latents
@@ -362,6 +363,18 @@ def test_only_changed_clips_are_encoded_again(
     with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
         cache_latents(config)
     assert contents(cache) == after
+
+
+def test_weights_are_hashed_once(data: Path, tmp_path: Path, monkeypatch) -> None:
+    """Those of T5 have 10 GB. A file that changes is read again."""
+    read: list[str] = []
+    monkeypatch.setattr(cache_key, "hash_file", lambda path: read.append(path) or hash_file(path))
+    weights = tmp_path / "model.safetensors"
+    for content in (b"weights", b"others"):
+        weights.write_bytes(content)
+        found = {cache_key._described("VAE", str(weights)) for _ in range(2)}
+        assert found == {hash_file(str(weights))}
+    assert read == [str(weights)] * 2
 
 
 def test_another_vae_or_text_encoder_is_refused_with_counts(data: Path, tmp_path: Path) -> None:
