@@ -366,7 +366,7 @@ def test_only_changed_clips_are_encoded_again(
 
 
 def test_weights_are_hashed_once(data: Path, tmp_path: Path, monkeypatch) -> None:
-    """Those of T5 have 10 GB. A file that changes is read again."""
+    """The weights of T5 have 10 GB. A file that changes is read again."""
     read: list[str] = []
     monkeypatch.setattr(cache_key, "hash_file", lambda path: read.append(path) or hash_file(path))
     weights = tmp_path / "model.safetensors"
