@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 
@@ -130,6 +131,11 @@ def test_a_torn_index_is_read(folder):
     for _ in range(2):
         assert read_headers(data.clips) == first
     assert file.read_text().startswith(torn + "\n")
+    # A line that lost some of its values, too.
+    name, version, *values = json.loads(file.read_text().splitlines()[-1])
+    with file.open("a") as opened:
+        opened.write("\n" + json.dumps([name, version, *values[:2]]))
+    assert read_headers(data.clips) == first
 
 
 def test_headers_in_shards(folder, tmp_path):

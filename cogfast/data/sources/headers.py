@@ -61,7 +61,7 @@ def read_headers(clips: ClipList) -> list[Header]:
         # Members of a shard share its version; the offset tells them apart.
         stamp += f"-{place[0]}" if place else ""
         known = index.get(name, stamp)
-        if known:
+        if known and len(known) == len(Header._fields):  # else the line is damaged
             found[name] = Header(*known)
         else:
             stamps[name] = stamp
