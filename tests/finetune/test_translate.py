@@ -217,7 +217,7 @@ WRONG = {
     ),
     "5b --model_path /nowhere": "--model_path /nowhere: has no transformer/config.json",
     "5b --model_path THUDM/none": (
-        "--model_path=THUDM/none: no such folder, .*; correct it, or run hf download THUDM/none on"
+        "--model_path=THUDM/none: no such folder, .*; correct it .*, or run hf download THUDM/none on"
     ),
     "5b --mixed_precision fp16": "only CogVideoX-2B was trained in fp16, CogVideoX-5B overflows",
     "5b --train_resolution 50x32x48": (
