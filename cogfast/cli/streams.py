@@ -27,7 +27,7 @@ def is_first_rank() -> bool:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
+    """Writes to the sys.stderr of the time of writing, which a caller may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe

@@ -24,7 +24,6 @@ from cogfast.core.signals import STOP_SIGNALS
 
 _REPEAT_SECONDS = 1.0  # a second signal within this time is the first one from another sender
 _CLOSED = 0  # sent through the pipe to end the thread; no signal has this number
-_SHOW_CURSOR = "\r\x1b[?25h"  # terminal code; a progress bar hides the cursor
 
 
 class Interrupted(BaseException):
@@ -160,7 +159,7 @@ def write_last_line(line: str) -> None:
     """Write a line to stderr without Python's buffers and locks; nothing for an empty line."""
     if line:
         # os.write alone: the thread that holds the buffer's lock may never run again.
-        start = _SHOW_CURSOR if os.isatty(2) else ""
+        start = "\r" if os.isatty(2) else ""  # over the ^C that a terminal shows
         with contextlib.suppress(OSError):
             os.write(2, f"{start}{line}\n".encode())
 

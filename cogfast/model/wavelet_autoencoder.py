@@ -149,8 +149,8 @@ class WaveletState:
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
         bands = tensors.get("bands", torch.zeros(0))
-        # sync: none, CPU tensors
-        rows = set(bands.tolist()) if bands.dtype == torch.int64 and bands.ndim == 1 else set()
+        is_list = bands.dtype == torch.int64 and bands.ndim == 1
+        rows = set(bands.tolist()) if is_list else set()  # sync: none, CPU tensors
         is_whole = 0 < len(rows) == len(bands) and rows <= set(range(NUM_BANDS))
         for name in ("mean", "scale"):
             held = tensors.get(name, bands)

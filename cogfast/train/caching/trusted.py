@@ -76,8 +76,10 @@ class TrustedCache:
         power = own.mean.float().square().mean()
         if own.logvar is not None:
             power += own.logvar.float().exp().mean()
-        # sync: for two clips, before any is encoded
-        found = (stored.float().square().mean() / power.cpu()).sqrt().item()
+        ratio = (
+            stored.float().square().mean() / power.cpu()
+        )  # sync: for two clips, before any is encoded
+        found = ratio.sqrt().item()  # sync: none, on the CPU
         scales = [scale_factor, *(member.scale_factor for member in self.members)]
         if min(scales, key=lambda scale: abs(found - scale)) != scale_factor:
             known = " and ".join(f"{m.name} ({m.scale_factor:.3g})" for m in self.members)

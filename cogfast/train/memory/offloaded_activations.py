@@ -66,7 +66,7 @@ class OffloadedActivations:
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Copy on the side stream, after all work that the current stream has."""
-        # Modes that watch a step, such as run/health/inspection.py, would read the copy too early.
+        # Modes that watch a step would read the copy too early.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             if self.stream is None:
                 target.copy_(source)

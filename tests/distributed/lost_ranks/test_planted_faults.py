@@ -48,12 +48,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("command", ["train", "cache"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "command"),
+    # Each rank of `cogfast cache` encodes clips of its own, whatever the model's layout.
+    [*((layout, "train") for layout in LAYOUTS), ("dp 2", "cache")],
+)
 def test_no_planted_fault_hangs(layout: str, command: str, base: Path, tmp_path: Path) -> None:
     processes, extra = LAYOUTS[layout]
-    if command == "cache" and extra:
-        pytest.skip("each rank of the command encodes clips of its own")
     micro = "deepspeed.train_micro_batch_size_per_gpu=1"
 
     def words(name: str) -> list[str]:
