@@ -135,7 +135,9 @@ def assert_runs_once(attend, *inputs: Tensor) -> str:
             got = with_gradients(part, *inputs)
         assert len(calls.names) == count and len(set(calls.names)) == 1, calls.names
         for name, value in got.items():
-            assert value.is_meta or torch.equal(value, plain[name]), name
+            # On a GPU, flash and cudnn sum dq with atomic additions.
+            off = 1e-2 * plain[name].abs().max() if value.is_cuda and name == "dq" else 0
+            assert value.is_meta or (value - plain[name]).abs().max() <= off, name
     return calls.names[0]
 
 

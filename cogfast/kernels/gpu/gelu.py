@@ -96,8 +96,14 @@ def gelu_bwd_kernel(
             u += bias
         # Beyond |u| = 100 s is 0 or 1 in any case; the bound keeps dz/du finite there.
         square = tl.minimum(u * u, 1e4)
-        s = _reciprocal(1 + tl.exp2(u * (_E1 + _E3 * square)))
-        dx = dy * (u * (s - s * s) * (_D0 + _D2 * square) + s)
+        e = tl.exp2(u * (_E1 + _E3 * square))
+        s = _reciprocal(1 + e)
+        if dx_ptr.dtype.element_ty == tl.float32:
+            # s (1 - s), also where the approximated s is one step below 1 and u^3 is large.
+            ds = tl.minimum(e, 1e30) * s * s
+        else:
+            ds = s - s * s
+        dx = dy * (u * ds * (_D0 + _D2 * square) + s)
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if partial_ptr is not None:
             total += tl.sum(dx, 0)  # dy is 0 in the rows outside
