@@ -13,7 +13,6 @@ On a GPU, `bench.gpu_run data` compares DALI with the first two sides.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
@@ -41,8 +40,7 @@ from cogfast.data.video.transform import resize_and_center_crop
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
 _COPIES = 64  # copies of a file in a data set: more than readers prefetch
 _GPU_READERS = (1, 4, 8)
-_SHOWN = ("clip", "side", "readers", "clips_per_s", "frames_per_s", "cpu_s_per_clip")
-_SHOWN += ("clips_per_cpu_s", "resident_mib")
+_SHOWN = ("clip", "side", "readers", "clips_per_s", "cpu_s_per_clip", "clips_per_cpu_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +150,8 @@ def _cpu_seconds() -> float:
     return total
 
 
-def _resident_mib(readers: int) -> float:
-    """Return the resident MiB of the largest reader process, or of this one without readers."""
-    sizes = []
-    for process in _readers() if readers else [os.getpid()]:
-        text = Path(f"/proc/{process}/status").read_text()
-        sizes.append(int(text.partition("VmRSS:")[2].split()[0]) / 1024)
-    return max(sizes, default=math.nan)
-
-
-def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float]:
-    """Return clips per second, CPU seconds per clip and MiB, after a warm-up of each reader."""
+def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float]:
+    """Return clips per second and CPU seconds per clip, after a warm-up of each reader."""
     clips = side.clips(path, side.readers)
     # Warm-up: every reader has delivered clips before the clock starts.
     for _ in range(2 + 2 * side.readers):
@@ -174,10 +163,8 @@ def _sample(side: Side, path: Path, seconds: float) -> tuple[float, float, float
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     wall, used = time.perf_counter() - start, _cpu_seconds() - cpu
-    # DALI's readers are threads of this process.
-    mib = _resident_mib(0 if side.name == "DALI" else side.readers)
     clips.close()
-    return number / wall, used / number, mib
+    return number / wall, used / number
 
 
 def measure_clips(
@@ -196,19 +183,15 @@ def measure_clips(
             for side in sides:
                 samples[side].append(_sample(side, path, seconds))
         for side in sides:
-            rate, cpu, mib = (
-                statistics.median(sample[i] for sample in samples[side]) for i in range(3)
-            )
+            rate, cpu = (statistics.median(each) for each in zip(*samples[side], strict=True))
             rows.append(
                 {
                     "clip": clip,
                     "side": side.name,
                     "readers": side.readers,
                     "clips_per_s": rate,
-                    "frames_per_s": rate * NUM_FRAMES,
                     "cpu_s_per_clip": cpu,
                     "clips_per_cpu_s": 1 / max(cpu, 1e-9),
-                    "resident_mib": mib,
                 }
             )
         keep(Outcome(rows=rows, shown=_SHOWN))

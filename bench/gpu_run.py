@@ -1,15 +1,7 @@
 """Check and measure everything that needs a GPU: python -m bench.gpu_run PART --out DIR.
 
-PART is a piece or a set of pieces:
-    short   the rows of the README's table in 25 minutes, what is worth more first
-    ops     kernel_tests, tensor_parallel, op_times, quantized, attention
-    2b, 5b, 1.5-5b, 1.5-5b-i2v  training steps against the model of diffusers
-    videos  data, data_runs
-Each piece prints a table and writes DIR/<piece>.json after every row. Each piece of a set runs in a
-process of its own: a crash or a hang costs what that piece has not measured yet. Pieces that --minutes
-leaves no time for are skipped, and so are those of a set that are complete in DIR: to measure the rest,
-give the same command again. The exit status is 1 if a piece fails; the others still run. docs/benchmarks.md lists what
-each piece measures and needs.
+PART is a piece or a set of pieces; docs/benchmarks.md says what they measure and need. Each prints a table and
+writes DIR/<piece>.json after every row. The exit status is 1 if a piece fails; the others still run.
 """
 
 from __future__ import annotations

@@ -14,18 +14,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from bench import results_table
-from bench.results_table import Results, threads_of
+from bench.results_table import Results, case_of, threads_of
 
 _COLORS = {"diffusers": "tab:blue", "compiled diffusers": "tab:orange"}
 
 
 def bars_of(results: Results) -> list[tuple[str, dict[str, float]]]:
     """Return (case, {peer: speed-up over it}) of the cases that have both sides."""
-    bars = []
+    cases: dict[str, dict[str, float]] = {}
     for row in results.rows(*results_table.STEP_PIECES):
         if "ratio" in row:
-            case = f"{row['model']} {row['mode']}, checkpointing {row['checkpointing']}"
-            bars.append((case + threads_of(row), {"diffusers": 1 / row["ratio"]}))
+            case = f"{case_of(row)}, checkpointing {row['checkpointing']}{threads_of(row)}"
+            peer = "compiled diffusers" if row["engine"] == "compiled" else "diffusers"
+            cases.setdefault(case, {})[peer] = 1 / row["ratio"]
+    bars = [*cases.items()]
     for row in results.rows("cpu_peers"):
         speed_ups = dict(zip(_COLORS, (row[key] for key in results_table.PEERS), strict=True))
         bars.append((f"{row['model']}, {row['dtype']}{threads_of(row)}", speed_ups))

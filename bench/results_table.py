@@ -214,7 +214,7 @@ def threads_of(row: Row) -> str:
 def _steps(results: Results) -> list[str]:
     rows = results.rows(*STEP_PIECES)
     case = lambda row: (
-        f"{_model(row)}, {row['engine']}, checkpointing {row['checkpointing']}{threads_of(row)}"
+        f"{case_of(row)}, {row['engine']}, checkpointing {row['checkpointing']}{threads_of(row)}"
     )
     lines = _question(
         "How long does a step take with the same checkpointing?",
@@ -234,19 +234,18 @@ def _steps(results: Results) -> list[str]:
             "TFLOP/s": _both("model_tflop_per_s"),
             "MFU": _both("mfu", _percent),
             "peak GiB": _both("peak_memory_gib"),
-            "attention kernel": _both("attention_kernels", _kernel),
         },
         (row for row in rows if any(f"{side}_median_ms" in row for side in _SIDES)),
     )
 
 
-def _model(row: Row) -> str:
+def case_of(row: Row) -> str:
     layers, whole = row["num_layers"], row["num_layers_of_model"]
-    fewer = f" with {layers} of {whole} layers" if layers != whole and row["what"] == "step" else ""
+    fewer = f" with {layers} of {whole} layers" if layers != whole else ""
     name = str(row["model"])
     name = name.upper() if name in _GPU_PIECES else name
     trained = "all weights" if row["mode"] == "sft" else "LoRA"
-    return f"{name}{fewer} {row['what']}, {trained}, {row['dtype']}"
+    return f"{name}{fewer}, {trained}, {row['dtype']}"
 
 
 def _speed_up(row: Row) -> str:
@@ -317,38 +316,23 @@ def _quantized(rows: Sequence[Row]) -> list[str]:
 
 
 def _data(rows: Sequence[Row]) -> list[str]:
-    """Return a table for each number of readers, with what a second reader adds."""
-    of = {(row["clip"], row["side"], row["readers"]): row for row in rows}
-    clips = [{"clip": clip} for clip in dict.fromkeys(row["clip"] for row in rows)]
-    counts = sorted({row["readers"] for row in rows})
-    figure = lambda row, side, count, key: of[row["clip"], side, count][key]
-
-    def over(row: Row, above: tuple[str, int], below: tuple[str, int], key: str) -> str:
-        both = all((row["clip"], *side) in of for side in (above, below))
-        return f"{figure(row, *above, key) / figure(row, *below, key):.2f}" if both else _EMPTY
-
+    """Return a table for each number of readers: the rate of each side on each clip."""
     lines = []
-    for count in counts:
-        if count == 1 and 2 in counts:
-            continue  # the table of two readers shows what the second adds
+    for count in sorted({row["readers"] for row in rows}):
+        clips: dict[str, dict[str, Row]] = {}
+        for row in (row for row in rows if row["readers"] == count):
+            clips.setdefault(row["clip"], {"clip": row["clip"]})[row["side"]] = row
         columns: dict[str, Show] = {"clips of 17 frames, 240x360": _of("clip", str)}
-        for side in dict.fromkeys(row["side"] for row in rows if row["readers"] == count):
-            columns[side.replace("ours", "cogfast")] = lambda row, side=side, count=count: _number(
-                figure(row, side, count, "clips_per_s")
-            )
+        for side in dict.fromkeys(side for sides in clips.values() for side in sides):
+            if side != "clip":
+                rate = lambda sides, side=side: _of("clips_per_s")(sides.get(side, {}))
+                columns[side.replace("ours", "cogfast")] = rate
         if count == 0:
-            columns["cogfast / decord, per CPU second"] = partial(
-                over, above=("ours", 0), below=("decord", 0), key="clips_per_cpu_s"
-            )
-        if count == 2:
-            columns["cogfast, 2 readers / 1"] = partial(
-                over, above=("ours", 2), below=("ours", 1), key="clips_per_s"
-            )
-            columns["a reader of cogfast, MiB"] = lambda row: _number(
-                figure(row, "ours", 1, "resident_mib")
+            columns["cogfast / decord, per CPU second"] = lambda sides: (
+                f"{sides['ours']['clips_per_cpu_s'] / sides['decord']['clips_per_cpu_s']:.2f}"
             )
         who = f"do {count} readers" if count > 1 else f"does one {'reader' if count else 'process'}"
-        lines += _question(f"How many clips per second {who} read?", columns, clips)
+        lines += _question(f"How many clips per second {who} read?", columns, clips.values())
     return lines
 
 
@@ -417,8 +401,11 @@ def _peer_speed_up(rows: Sequence[Row]) -> str | None:
 
 
 def _step_speed_up(rows: Sequence[Row]) -> str | None:
-    timed = [row for row in rows if row["what"] == "step" and "ratio" in row]
-    return _marked(_range(1 / row["ratio"] for row in timed), timed)
+    timed = [row for row in rows if "ratio" in row]
+    of = lambda engine: _range(1 / row["ratio"] for row in timed if row["engine"] == engine)
+    compiled = of("compiled")
+    both = f" ({compiled} with both compiled)" if compiled else ""
+    return _marked(of("eager"), timed) and f"{_marked(of('eager'), timed)}{both}"
 
 
 def _op_speed_up(rows: Sequence[Row]) -> str | None:
@@ -450,8 +437,12 @@ def _data_wait(rows: Sequence[Row]) -> str | None:
 
 
 def _attention_rate(rows: Sequence[Row]) -> str | None:
-    rates = [row.get("forward_tflop_per_s", 0) for row in rows]
-    return f"{_number(max(rates))} TFLOP/s forward" if any(rates) else None
+    rate = lambda row: row["forward_tflop_per_s"]
+    best = max((row for row in rows if "forward_tflop_per_s" in row), key=rate, default=None)
+    if best is None:
+        return None
+    back = _number(best["backward_tflop_per_s"])
+    return f"{best['backend']}: {_number(rate(best))} TFLOP/s forward, {back} backward"
 
 
 _BY_DALI = partial(_reading_speed_up, above=("DALI", 8), below=("ours", 8), key="clips_per_s")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+import time
 from pathlib import Path
+from typing import Any
 
 from bench.harness.outcome import Outcome, Settings
 
@@ -24,61 +24,52 @@ _TESTS = (
 )
 _FILE_SECONDS = 150
 _LEAST_SECONDS = 10
-_LINES = 15  # of pytest's output, shown if it wrote no report
+_LINES = 15  # of pytest's output, shown if it has no summary
+# "FAILED path::test - message" or "ERROR path::test - message", and "1 failed, 8 passed in 1.20s"
+_WRONG = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?$", re.MULTILINE)
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_KINDS = ("passed", "failed", "skipped")
 
 
 def run_kernel_tests(settings: Settings) -> Outcome:
     """Run the tests; one row per file, one problem per failure. On a CPU every test is skipped."""
-    outcome = judge([])
-    reports: list[str] = []
+    rows: list[dict[str, Any]] = []
     problems: list[str] = []
+    outcome = Outcome()
     for name in _TESTS:
         seconds = min(_FILE_SECONDS, settings.seconds_left)
         if seconds < _LEAST_SECONDS:
             problems.append(f"{name}: left out, no time")
         else:
             try:
-                reports.append(_run(name, settings, seconds))
+                row, wrong = _run(name, settings, seconds)
+                rows.append(row)
+                problems += wrong
             except (RuntimeError, subprocess.TimeoutExpired) as error:  # the other files still run
                 problems.append(f"{name}: {error}")
-        outcome = judge(reports, problems)
+        totals = {kind: sum(row[kind] for row in rows) for kind in _KINDS}
+        outcome = Outcome(totals, list(rows), ("file", *_KINDS, "seconds"), list(problems))
         settings.keep(outcome)
     return outcome
 
 
-def _run(name: str, settings: Settings, seconds: float) -> str:
-    """Run the tests of a file and return pytest's report."""
-    environment = dict(os.environ)
+def _run(name: str, settings: Settings, seconds: float) -> tuple[dict[str, Any], list[str]]:
+    """Run the tests of a file; return its row and a sentence for each failure."""
+    environment = dict(os.environ, COLUMNS="300")  # pytest cuts messages at the terminal's width
     if settings.device.type == "cuda":
         environment["COGFAST_TEST_ON_GPU"] = "1"  # conftest.py hides the GPU otherwise
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda"]
-        command += [f"--junitxml={report}", "-p", "no:cacheprovider", f"tests/kernels/{name}"]
-        done = subprocess.run(
-            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-        if not report.is_file():
-            end = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
-            raise RuntimeError(f"pytest wrote no report, exit status {done.returncode}\n{end}")
-        return report.read_text()
-
-
-def judge(reports: Sequence[str], problems: Sequence[str] = ()) -> Outcome:
-    """Turn JUnit reports into counts, one row per file and one problem per failure."""
-    counts: dict[str, dict[str, float]] = {}
-    problems = list(problems)
-    for case in (case for report in reports for case in ET.fromstring(report).iter("testcase")):
-        name, file = case.get("name", ""), case.get("classname", "")
-        row = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
-        row["seconds"] += float(case.get("time", 0))
-        # A fixture that fails is an <error>, an assertion is a <failure>.
-        wrong = [*case.iter("failure"), *case.iter("error")]
-        result = "failed" if wrong else "passed" if case.find("skipped") is None else "skipped"
-        row[result] += 1
-        for each in wrong:
-            message = (each.get("message") or "no message").splitlines()[0]
-            problems.append(f"{file}::{name}: {message}")
-    rows = [{"file": file, **row} for file, row in counts.items()]
-    totals = {key: sum(row[key] for row in rows) for key in ("passed", "failed", "skipped")}
-    return Outcome(totals, rows, ("file", "passed", "failed", "skipped", "seconds"), problems)
+    command = [sys.executable, "-m", "pytest", "-rfE", "-k", "gpu or cuda"]
+    command += ["-p", "no:cacheprovider", f"tests/kernels/{name}"]
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    lines = done.stdout.splitlines() or [""]
+    counts = dict.fromkeys(_KINDS, 0)
+    for number, kind in _COUNT.findall(lines[-1]):
+        counts["failed" if kind == "error" else kind] += int(number)
+    if not any(counts.values()):
+        end = "\n".join((done.stdout + done.stderr).splitlines()[-_LINES:])
+        raise RuntimeError(f"pytest counted no tests, exit status {done.returncode}\n{end}")
+    wrong = [f"{test}: {text or 'no message'}" for test, text in _WRONG.findall(done.stdout)]
+    return {"file": name, **counts, "seconds": round(time.perf_counter() - started, 2)}, wrong

@@ -44,13 +44,10 @@ def test_report(tmp_path: Path) -> None:
     rows = {(row["side"], row["readers"]): row for row in report["rows"]}
     assert rows.keys() == {(side.name, side.readers) for side in data.CPU_SIDES}
     for row in rows.values():
-        assert row["frames_per_s"] == pytest.approx(17 * row["clips_per_s"])
-        assert row["clips_per_s"] > 0 and row["resident_mib"] > 50
-    ratio = rows["ours", 2]["clips_per_s"] / rows["ours", 1]["clips_per_s"]
+        assert row["clips_per_s"] > 0
     table = "\n".join(results_table._data(report["rows"]))
     shown = rows["ours", 0]["clips_per_cpu_s"] / rows["decord", 0]["clips_per_cpu_s"]
-    assert f"| {shown:.2f} |" in table and f"| {ratio:.2f} | " in table
-    assert "do 2 readers read" in table and "one reader read" not in table
+    assert f"| {shown:.2f} |" in table and table.count("| tiny |") == 3
 
 
 def test_piece_of_gpu_run(monkeypatch, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from bench.checks.goldens_on_device import (
     compare_bf16,
     compare_float32,
 )
-from bench.checks.kernels_on_device import judge as judge_tests
 from bench.checks.kernels_on_device import run_kernel_tests
 from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
@@ -245,48 +244,38 @@ def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, caps
     assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: goldens, facts", "all well"]
 
 
-def test_failing_kernel_tests_are_reported() -> None:
-    case = '<testcase classname="tests.kernels.test_gelu" name="test_on_a_gpu[{}]" time="0.5">{}</testcase>'
-    cases = [
-        case.format("bf16", ""),
-        case.format("fp16", '<failure message="error 3e-2 &gt; 1e-2&#10;more">trace</failure>'),
-        case.format("fp32", '<skipped message="needs a CUDA GPU"/>'),
-        case.format("broken", '<error message="no such fixture"/>'),
-    ]
-    report = "<testsuites><testsuite>{}</testsuite></testsuites>"
-    reports = [report.format("".join(cases[:2])), report.format("".join(cases[2:]))]
-    outcome = judge_tests(reports, ["test_x.py: left out, no time"])
-    assert outcome.numbers == {"passed": 1, "failed": 2, "skipped": 1}
-    assert outcome.rows[0]["seconds"] == 2.0
-    assert [text.partition(": ")[0] for text in outcome.problems] == [
-        "test_x.py",
-        "tests.kernels.test_gelu::test_on_a_gpu[fp16]",
-        "tests.kernels.test_gelu::test_on_a_gpu[broken]",
-    ]
-    assert outcome.problems[1].endswith(": error 3e-2 > 1e-2")
-
-
-def test_a_file_of_kernel_tests_that_breaks_costs_only_its_results(monkeypatch) -> None:
-    def run(command: list[str], **named) -> subprocess.CompletedProcess:
-        file = command[-1].rpartition("/")[2]
-        if file == "test_gelu.py":
-            raise subprocess.TimeoutExpired(command, named["timeout"])
-        if file != "test_add_low_rank.py":  # it crashes and writes no report
-            (report,) = (w.partition("=")[2] for w in command if w.startswith("--junitxml="))
-            case = f'<testcase classname="{file}" name="test" time="0.5"/>'
-            Path(report).write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
-        return subprocess.CompletedProcess(command, -11, "", "")
-
-    files = ("test_one.py", "test_gelu.py", "test_add_low_rank.py", "test_two.py")
-    monkeypatch.setattr(kernels_on_device, "_TESTS", files)
-    monkeypatch.setattr(subprocess, "run", run)
+def test_kernel_tests_are_counted_and_failures_reported(monkeypatch, tmp_path) -> None:
+    """pytest itself runs on files that pass, fail, skip, break and crash."""
+    folder = tmp_path / "tests" / "kernels"
+    folder.mkdir(parents=True)
+    several = """import pytest
+def test_gpu_good(): pass
+def test_gpu_bad(): assert 3e-2 <= 1e-2, "error too large"
+@pytest.mark.skip
+def test_gpu_absent(): pass
+def test_gpu_broken(no_such_fixture): pass
+def test_of_a_cpu(): assert False
+"""
+    files = {
+        "test_several.py": several,
+        "test_crash.py": "import os\ndef test_gpu(): os.abort()\n",
+        "test_slow.py": "import time\ndef test_gpu(): time.sleep(60)\n",
+        "test_good.py": "def test_gpu(): pass\n",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(kernels_on_device, "_ROOT", tmp_path)
+    monkeypatch.setattr(kernels_on_device, "_TESTS", tuple(files))
+    monkeypatch.setattr(kernels_on_device, "_FILE_SECONDS", 10)
     kept: list[Outcome] = []
     outcome = run_kernel_tests(replace(TINY, keep=kept.append))
-    assert [len(each.rows) for each in kept] == [1, 1, 1, 2]
-    assert kept[-1] == outcome and outcome.numbers["passed"] == 2
-    gelu, lora = outcome.problems
-    assert gelu.startswith("test_gelu.py: ") and "timed out after" in gelu
-    assert lora.startswith("test_add_low_rank.py: pytest wrote no report, exit status -11")
+    assert outcome.numbers == {"passed": 2, "failed": 2, "skipped": 1}
+    assert [len(each.rows) for each in kept] == [1, 1, 1, 2] and kept[-1] == outcome
+    bad, broken, crash, slow = outcome.problems
+    assert bad.startswith("tests/kernels/test_several.py::test_gpu_bad: AssertionError: error too")
+    assert broken.startswith("tests/kernels/test_several.py::test_gpu_broken: ")
+    assert crash.startswith("test_crash.py: pytest counted no tests, exit status -6")
+    assert slow.startswith("test_slow.py: ") and "timed out after" in slow
     late = run_kernel_tests(replace(TINY, deadline=0.0))
     assert len(late.problems) == len(files) and late.problems[0].endswith("left out, no time")
 

@@ -100,14 +100,14 @@ def test_a_section_of_results(results: Path) -> None:
     assert "torch 2.11.0, triton 3.6.0, diffusers 0.42.1; 2026-11-21" in lines
     of = lambda start: [line for line in lines if line.startswith(f"| {start}")]
     cells = lambda start, nth=0: of(start)[nth].strip("| ").split(" | ")
-    case = "5B with 20 of 42 layers step, all weights, bfloat16, eager, checkpointing full"
+    case = "5B with 20 of 42 layers, all weights, bfloat16, eager, checkpointing full"
     assert cells(case)[1:] == ["1.20x", "250", "300", "249 to 251"]
-    assert cells(case, 1)[1:] == ["400 / 333", "40.0% / 33.3%", "70.2", "`fmha_fprop`"]
-    none = cells("5B with 20 of 42 layers step, all weights, bfloat16, eager, checkpointing none")
+    assert cells(case, 1)[1:] == ["400 / 333", "40.0% / 33.3%", "70.2"]
+    none = cells("5B with 20 of 42 layers, all weights, bfloat16, eager, checkpointing none")
     assert none[1:4] == ["diffusers: does not fit", "240", "–"]
     kept = cells(case.replace("full", "attention_kept"))
     assert kept[1:4] == ["diffusers: has no such checkpointing", "245", "–"]
-    assert cells("5B step, LoRA")[1:4] == ["1.50x (the sides disagree)", "200", "300"]
+    assert cells("5B, LoRA")[1:4] == ["1.50x (the sides disagree)", "200", "300"]
     assert cells("gelu forward, 5b")[1:] == ["0.203", "3784", "88%", "88%"]
     assert cells("gelu backward, 5b (its results are wrong)")[1:3] == ["0.203", "3784"]
     title = lines.index("**gelu: speed-up over**")
