@@ -8,6 +8,7 @@ file that each value came from is kept for error messages.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -192,6 +193,8 @@ def _override(
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"{origin}: {cut(override)!r} is not key=value")
+    if re.search(r"[][]", re.sub(r"\[[^][]+\]", "", key)):
+        raise ValueError(f"{origin}: {cut(key)!r} is not a key: a bracket has no partner")
     try:
         # YAML would drop a comment and everything after the first line; keep such a value as text.
         is_text = not text or text.startswith("#") or " #" in text or "\n" in text

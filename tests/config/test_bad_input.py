@@ -154,3 +154,6 @@ def test_an_override_that_is_none(sat_configs):
         load_config([sat_configs / "sft.yaml"], ["fast"])
     with pytest.raises(ValueError, match=r"command line: args.train_data\[9\].x cannot be set"):
         load_config([sat_configs / "sft.yaml"], ["args.train_data[9].x=1"])
+    for key in ("args[", "args[0", "[", "args]", "args.lr[", "args[[0]"):
+        with pytest.raises(ValueError, match="is not a key: a bracket has no partner"):
+            load_config([sat_configs / "sft.yaml"], [f"{key}=1"])

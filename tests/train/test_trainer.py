@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import threading
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,7 @@ def test_ema_is_the_average_of_the_weights(tmp_path: Path, data: Path) -> None:
 
 
 def test_encoded_batches_load_no_encoder(tmp_path: Path, data: Path) -> None:
+    before = {*threading.enumerate()}
     trainer = make(
         write_config(tmp_path / "base.yaml", data, dataset={"target": ENCODED}, train_iters=3)
     )
@@ -191,6 +193,7 @@ def test_encoded_batches_load_no_encoder(tmp_path: Path, data: Path) -> None:
     assert len(losses(run_folder(tmp_path / "runs"))) == 3
     assert trainer.encoder._first_stage is None
     assert trainer.encoder._text_encoder is None
+    assert {*threading.enumerate()} <= before  # the run's threads have ended
 
 
 NON_FINITE = (  # every pair of values, and what trains by default

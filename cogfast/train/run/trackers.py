@@ -117,6 +117,11 @@ class TensorBoardRun(_Tracker):
             self._writer.add_scalar(key, value, step)
         self._writer.flush()  # else a run that is killed loses the last two minutes
 
+    def close(self) -> None:
+        """End the writer's thread."""
+        if self._writer is not None:
+            self._attempt("its end", self._writer.close)
+
 
 class WandbRun(_Tracker):
     """Sends numbers and videos to W&B. wandb is imported here, since it is optional.

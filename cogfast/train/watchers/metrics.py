@@ -125,6 +125,8 @@ class Metrics(Watcher):
     def close(self, error: BaseException | None) -> None:
         if self.wandb is not None:
             self.wandb.finish(has_failed=error is not None)
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         if self.history:
             self.write_page(is_active=False)
 
