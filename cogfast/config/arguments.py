@@ -67,6 +67,16 @@ class TrainArguments:
     encoder"""
     load_lora: str | None = None
     """adapters to start from: a LoRA file, a SAT folder or a run"""
+    lora_rank: Annotated[int, Range(1, 4096)] | None = None
+    """train LoRA adapters of this rank, and only them. Short for r of
+    model.network_config.params.modules.lora_config.params, like the next two for lora_alpha and
+    target_modules"""
+    lora_alpha: Annotated[float, Range(-(10**6), 10**6)] | None = None
+    """the adapters' output is multiplied by lora_alpha / lora_rank; null: the rank, so that their
+    strength is 1"""
+    lora_modules: list[str] | None = None
+    """linears that get adapters: q, k, v, out (attention), fc1, fc2 (the MLP), or their names in
+    target_modules; null: q, k, v and out"""
     save: str | None = None
     """folder in which run folders are created; null: runs"""
     run_folder: str | None = None

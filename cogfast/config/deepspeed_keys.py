@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from cogfast.config.arguments import Batch, TrainArguments
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, move_origin
+from cogfast.config.merged_config import DEFAULT, find_origin, level, move_origin
 from cogfast.config.values import KeyProblem, Model, Range, join, problem_of, show
 
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
@@ -166,27 +166,22 @@ def fold(
         name, other = FOLDED[inner], f"deepspeed.{inner}"
         key, before = f"args.{name}", args[name]
         here = origins.get(key, DEFAULT)
-        if value == before or _level(here) > _level(there):
+        if value == before or level(here) > level(there):
             origins[key] = there if here == DEFAULT else here
             continue
         # A run's own file contains the defaults, too; a file above it has what its user wrote.
         is_above = here in files and there in files and files.index(here) > files.index(there)
-        is_changed = _level(here) > 0 or before != getattr(defaults, name)
+        is_changed = level(here) > 0 or before != getattr(defaults, name)
         is_meant = here != DEFAULT and (is_changed or is_above)
-        if is_meant and _level(here) == _level(there):
-            if here != there or _level(here) > 0:
+        if is_meant and level(here) == level(there):
+            if here != there or level(here) > 0:
                 of = "" if here == there else f" in {there}"
                 text = f"{key}={show(before)}, but {other}={show(value)}{of}; change one of them"
-                hint = "" if _level(here) else ", or set one on the command line"
+                hint = "" if level(here) else ", or set one on the command line"
                 raise KeyProblem(key, text + hint)
             unused[key] = f"{other}={show(value)} takes precedence in a file"
         args[name], origins[key] = value, there
     return unused
-
-
-def _level(origin: str) -> int:
-    """Return 2 for key=value words, 1 for options of `cogfast finetune`, 0 for files and defaults."""
-    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))
 
 
 def _take(node: Any, path: list[str]) -> Any:

@@ -97,6 +97,14 @@ def find_origin(origins: Mapping[str, str], key: str) -> str:
     return DEFAULT
 
 
+def level(origin: str) -> int:
+    """Return 2 for key=value words, 1 for options such as --lora, 0 for files and defaults.
+
+    Where two keys set the same, the one of the higher level counts.
+    """
+    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))
+
+
 def move_origin(origins: dict[str, str], old: str, new: str) -> None:
     """Give the key `new` the origin of `old`, whose value moves there."""
     origins[new] = find_origin(origins, old)

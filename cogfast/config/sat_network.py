@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.merged_config import to_dict
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import DEFAULT, find_origin, level, to_dict
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import (
     KeyProblem,
@@ -183,17 +184,29 @@ class LoraParams(Model):
     """numbers of the blocks that get adapters; null: all"""
     target_modules: list[str] = ["query_key_value", "dense"]
     """linears that get adapters: query_key_value, dense (SAT), to_q, to_k, to_v, to_out.0,
-    ff.net.0.proj, ff.net.2 (diffusers). A key of cogfast"""
+    ff.net.0.proj, ff.net.2 (diffusers), or in short q, k, v, out, fc1, fc2. A key of cogfast"""
     # one legal value, that of CogVideoX
     qlora: Literal[False] = False
 
 
-# Linears that can have adapters: SAT's or diffusers' name -> diffusers' names
+# Linears that can have adapters: diffusers' name -> short name
+LORA_SHORT = {
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "out",
+    "ff.net.0.proj": "fc1",
+    "ff.net.2": "fc2",
+}
+# Each of their names (short, diffusers' or SAT's) -> diffusers' names
 _LORA_TARGETS = {
+    **{short: (name,) for name, short in LORA_SHORT.items()},
+    **{name: (name,) for name in LORA_SHORT},
     "query_key_value": ("to_q", "to_k", "to_v"),
     "dense": ("to_out.0",),
-    **{name: (name,) for name in ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")},
 }
+# Key of args -> the param of lora_config that it sets
+_LORA_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_modules": "target_modules"}
 
 
 class NoParams(Model):
@@ -348,18 +361,84 @@ def _position(fields: dict, node: Any, where: str, unused: dict[str, str]) -> di
     }
 
 
+def fold_lora(config: dict[str, Any], origins: dict[str, str]) -> None:
+    """Move args.lora_rank, lora_alpha and lora_modules to lora_config. Updates both arguments.
+
+    The command line beats files; two keys of one level must not contradict each other.
+    """
+    args, model = config["args"], config["model"]
+    found = {name: args.pop(name) for name in _LORA_KEYS}
+    given = {name: value for name, value in found.items() if value is not None}
+    if given:
+        _set_lora(model, given, origins)
+    for name in found:
+        del origins[f"args.{name}"]
+
+
+def _set_lora(model: dict[str, Any], given: Mapping[str, Any], origins: dict[str, str]) -> None:
+    validated(given, TrainArguments, "args")
+    network: Any = model.get("network_config")
+    for name in ("params", "modules"):
+        network = network.get(name) if isinstance(network, dict) else None
+    first, value = next(iter(given.items()))
+    key = f"args.{first}"
+    if not isinstance(network, dict):
+        raise KeyProblem(key, f"{key}={show(value)} has no model; add a model's file to --base")
+    found = network.get("lora_config")
+    node = dict(found) if isinstance(found, dict) else {}
+    params = dict(check_mapping(LORA_KEY, node.get("params")))
+    for name, value in given.items():
+        key, long = f"args.{name}", f"{LORA_KEY}.{_LORA_KEYS[name]}"
+        before, here, there = params.get(_LORA_KEYS[name]), origins[key], find_origin(origins, long)
+        if name == "lora_modules":
+            is_same = _lora_targets(key, value) == (before and _lora_targets(long, before))
+        else:
+            is_same = value == before
+        if before is not None and not is_same:
+            if level(here) == level(there):
+                text = f"{key}={show(value)}, but {long}={show(before)} ({there}); keep one of them"
+                raise KeyProblem(key, text)
+            if level(here) < level(there):
+                continue
+        params[_LORA_KEYS[name]], origins[long] = value, here
+    if "r" not in params:
+        text = f"{key}={show(value)} has no rank beside it; set args.lora_rank, such as 64"
+        raise KeyProblem(key, text)
+    # A lora_config of SAT's files keeps SAT's default, which is 1.
+    if "target" not in node and "lora_alpha" not in params:
+        params["lora_alpha"], origins[f"{LORA_KEY}.lora_alpha"] = params["r"], DEFAULT
+    network["lora_config"] = {"target": LORA, **node, "params": params}
+    frozen, of_rank = "model.not_trainable_prefixes", find_origin(origins, f"{LORA_KEY}.r")
+    if origins[frozen] == DEFAULT or level(of_rank) > level(origins[frozen]):
+        model["not_trainable_prefixes"], origins[frozen] = ["all"], of_rank
+
+
+def _lora_targets(key: str, names: Any) -> tuple[str, ...]:
+    """Return diffusers' names of the linears that get adapters."""
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not names or not is_list or not all(name in _LORA_TARGETS for name in names):
+        allowed = f"one or more of {', '.join(_LORA_TARGETS)}"
+        raise KeyProblem(key, f"{key}={show(names)}: use a list of {allowed}")
+    found = {target for name in names for target in _LORA_TARGETS[name]}
+    return tuple(name for name in LORA_SHORT if name in found)
+
+
+def lora_text(rank: int, alpha: float, targets: Collection[str]) -> str:
+    """Describe adapters: "LoRA rank 64, alpha 64, strength 1, on q k v out"."""
+    on = " ".join(LORA_SHORT[name] for name in targets)
+    return f"LoRA rank {rank}, alpha {alpha:g}, strength {alpha / rank:.4g}, on {on}"
+
+
 def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any]:
     params = _module(modules, "lora_config", [LORA], where)
     where_params = join(where, "lora_config.params")
     found = _read(params, LoraParams, where_params, unused, "LoraMixin")
     layers = found.get("layer_range")
     key = join(where_params, "target_modules")
-    targets = found.get("target_modules", ["query_key_value", "dense"])
-    if not targets or not all(name in _LORA_TARGETS for name in targets):
-        allowed = f"one or more of {', '.join(_LORA_TARGETS)}"
-        raise KeyProblem(key, f"{key}={show(targets)}: use {allowed}")
     return {
-        "lora_targets": tuple(dict.fromkeys(t for name in targets for t in _LORA_TARGETS[name])),
+        "lora_targets": _lora_targets(
+            key, found.get("target_modules", ["query_key_value", "dense"])
+        ),
         "lora_rank": found["r"],
         "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
         "lora_dropout": float(found.get("lora_dropout", 0.0)),
@@ -431,7 +510,9 @@ def _module(modules: Mapping, name: str, targets: Collection[str], where: str) -
     if not isinstance(node, Mapping) or "target" not in node:
         text = f"{key}={show(node)} must be a mapping with target and params"
         if name == "lora_config":
-            text = f"{key}.target is missing; add configs/lora.yaml to --base, which has it"
+            text = (
+                f"{key}.target is missing; set args.lora_rank=64 (or another rank), which sets it"
+            )
         raise KeyProblem(key, text)
     for part in node:
         if part not in ("target", "params"):

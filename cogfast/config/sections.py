@@ -20,6 +20,7 @@ from cogfast.config.deepspeed_keys import (
 )
 from cogfast.config.merged_config import DEFAULT, SECTIONS
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_network import fold_lora
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import (
     KeyProblem,
@@ -95,6 +96,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
             if key not in section:
                 section[key] = value
                 origins[f"{name}.{key}"] = DEFAULT
+    fold_lora(config, origins)
     args = config["args"]
     for key in ("train_data", "valid_data"):
         if isinstance(args[key], str):  # one folder; SAT's flag takes several

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cogfast.config.sat_network import lora_text
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA
 
@@ -104,6 +105,12 @@ class TransformerConfig:
                 f"for {grid.num_tokens} tokens beside text_length={self.text_length}; use 1 to "
                 f"{_MOST_TOKENS} tokens and tables of at most {_MOST_TABLE} numbers"
             )
+
+    @property
+    def adapters(self) -> str | None:
+        """The adapters in words; None without LoRA."""
+        rank = self.lora_rank
+        return None if rank is None else lora_text(rank, self.lora_alpha, self.lora_targets)
 
     @property
     def head_width(self) -> int:

@@ -31,7 +31,7 @@ from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 
 _NAME_COLUMNS = 22
 _NOTHING_FITS = (
-    "No change that is tried makes it fit; use configs/lora.yaml, or reduce data.params.video_size "
+    "No change that is tried makes it fit; use LoRA (args.lora_rank=64), or reduce data.params.video_size "
     "or max_num_frames."
 )
 

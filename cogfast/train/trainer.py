@@ -220,6 +220,8 @@ class Trainer:
         parts = f"dp {groups.data_size} x batch {self.args.batch_size}"
         accumulation = self.args.gradient_accumulation_steps
         layers = counted(config.num_layers, "layer")
+        args = self.args
+        rate = f"{args.lr:g}, {args.lr_schedule}, weight decay {args.weight_decay:g}"
         log_facts(
             {
                 "run folder": self.folder,
@@ -229,6 +231,8 @@ class Trainer:
                 "steps": f"{self.step} to {self.num_steps}",
                 "model": f"{layers} of width {config.hidden_size}",
                 "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
+                **({} if config.adapters is None else {"adapters": config.adapters}),
+                "learning rate": rate,
             }
         )
         self.parts.memory.start()
@@ -238,6 +242,7 @@ class Trainer:
                 self.config,
                 self.args,
                 self.parts.attention_backend,
+                config.adapters,
                 num_samples=len(self.datasets.train),
                 num_steps=self.num_steps,
                 global_batch=self.parts.global_batch,

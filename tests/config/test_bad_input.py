@@ -74,7 +74,7 @@ WRONG = {
         "type=adamw8bit: use sat.ops.FusedEmaAdam with args.optimizer_moments=8bit, Adam, AdamW"
     ),
     f"{MODEL}.modules.lora_config.params.lora_alpha=128": (
-        f"{MODEL}.modules.lora_config.target is missing; add configs/lora.yaml to --base"
+        f"{MODEL}.modules.lora_config.target is missing; set args.lora_rank=64"
     ),
     "deepspeed.optimizer.params.betas=[0.9]": "betas=[0.9] must be a list of 2 (a number, a number)",
 }

@@ -31,9 +31,9 @@ RANK = "model.network_config.params.modules.lora_config.params.r"
 # Upstream's file -> the arguments that make ours its equal.
 UPSTREAM = {
     **{name: (name, []) for name in MODELS},
-    "cogvideox_2b_lora": ("cogvideox_2b", []),
-    "cogvideox_5b_lora": ("cogvideox_5b", []),
-    "cogvideox_5b_i2v_lora": ("cogvideox_5b_i2v", [f"{RANK}=256"]),
+    "cogvideox_2b_lora": ("cogvideox_2b", ["args.lora_alpha=1"]),
+    "cogvideox_5b_lora": ("cogvideox_5b", ["args.lora_alpha=1"]),
+    "cogvideox_5b_i2v_lora": ("cogvideox_5b_i2v", [f"{RANK}=256", "args.lora_alpha=1"]),
 }
 
 
@@ -128,7 +128,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))
     assert line.split() == (
-        ["lr:", "0.001", "#", "lora.yaml"]
+        ["lr:", "0.0001", "#", "lora.yaml"]
         if "lora" in more
         else ["lr:", "1.0e-05", "#", f"{model}.yaml"]
     )

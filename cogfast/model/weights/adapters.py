@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import brief
-from cogfast.config.sat_network import NETWORK_KEY
+from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.config.values import counted
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import TransformerConfig
@@ -23,7 +23,6 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
 
-_LORA_CONFIG = f"{NETWORK_KEY}.modules.lora_config"
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
 
@@ -189,17 +188,15 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
 
     has_range = config.lora_layers is not None or len(found.layers) < config.num_layers
 
-    def params(rank: int, alpha: float, targets: Sequence[str], layers: Sequence[int]) -> str:
-        text = f"r: {rank}, lora_alpha: {alpha:g}, target_modules: [{', '.join(targets)}]"
-        return f"{text}, layer_range: {list(layers)}" if has_range else text
-
-    has = "no adapters"
-    if config.lora_rank is not None:
-        has = params(config.lora_rank, config.lora_alpha, config.lora_targets, layers)
+    has, set_layers = config.adapters or "no adapters", ""
+    if has_range:
+        has += f", in layers {list(layers)}"
+        set_layers = f" {LORA_KEY}.layer_range=[{','.join(map(str, found.layers))}]"
+    modules = ",".join(LORA_SHORT[name] for name in found.targets)
     raise ValueError(
         f"{adapter.description}: its {found.num_tensors} LoRA tensors do not fit the config, which has {has}; "
-        f"set {params(rank, alpha, found.targets, found.layers)} in {_LORA_CONFIG}.params, or "
-        "first merge them into the base (cogfast convert --merge-lora)"
+        f"set args.lora_rank={rank} args.lora_alpha={alpha:g} args.lora_modules=[{modules}]{set_layers}, "
+        "or first merge them into the base (cogfast convert --merge-lora)"
     )
 
 

@@ -118,7 +118,7 @@ def _check_base(
         value = getattr(args, key)
         if value != default and not (is_frozen and network.get("lora_rank") is not None):
             text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains all weights"
-            text += "; add configs/lora.yaml to --base (model.not_trainable_prefixes=[all])"
+            text += "; set args.lora_rank=64 (or another rank)"
             refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
     if args.offload_blocks > network["num_layers"]:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="

@@ -51,7 +51,7 @@ class GradientCheck(Watcher):
         if not trainable:
             raise ValueError(
                 "nothing is trainable: model.not_trainable_prefixes freezes all parameters and "
-                "there is no lora_config; remove the prefix or add network_config's lora_config"
+                "there is no lora_config; remove the prefix or set args.lora_rank=64"
             )
         self.num_trainable = len(trainable)
         self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)

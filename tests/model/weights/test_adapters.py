@@ -109,20 +109,20 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     [
         (
             {"lora_rank": None},
-            r"8 LoRA tensors .* config, which has no adapters; set r: 2, lora_alpha: 6, target_",
+            r"8 LoRA tensors .* config, which has no adapters; set args.lora_rank=2 args.lora_alpha=6 ",
         ),
         (
             {"lora_rank": 4},
-            r"which has r: 4, lora_alpha: 6, .*; set r: 2, lora_alpha: 6, .* in model",
+            r"which has LoRA rank 4, alpha 6, .*; set args.lora_rank=2 args.lora_alpha=6 .*, or",
         ),
         (
             {"lora_alpha": 1.0},
-            r"which has r: 2, lora_alpha: 1, .*; set r: 2, lora_alpha: 6, .* in mod",
+            r"which has LoRA rank 2, alpha 1, .*; set args.lora_rank=2 args.lora_alpha=6 .*, or",
         ),
-        ({"lora_targets": ("to_q",)}, r"\[to_q\]; set .*, target_modules: \[to_q, to_v\] in model"),
+        ({"lora_targets": ("to_q",)}, r"on q; set .* args.lora_modules=\[q,v\], or"),
         (
             {"lora_layers": (0,)},
-            r"layer_range: \[0\]; set r: 2, .*, layer_range: \[0, 1\] in model",
+            r"in layers \[0\]; set .*lora_config.params.layer_range=\[0,1\], or",
         ),
         (
             {"num_layers": 1},

@@ -228,8 +228,8 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     base: Path, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     cases = {
-        f"{LORA}.r=4": r"args.load_lora: .*which has r: 4, lora_alpha: 2, .* set r: 2, lora_alpha: 2,",
-        f"{LORA}.target_modules=[to_q]": r"; set .*target_modules: \[to_q, to_v, to_out.0\]",
+        f"{LORA}.r=4": r"args.load_lora: .*which has LoRA rank 4, alpha 2, .* set args.lora_rank=2 args.lora_alpha=2 ",
+        f"{LORA}.target_modules=[to_q]": r"; set .*args.lora_modules=\[q,v,out\]",
         "args.load_lora=nothing": "args.load_lora=nothing does not exist; set it to a file",
     }
     for argument, match in cases.items():
@@ -241,7 +241,8 @@ def test_a_config_that_does_not_fit_is_refused_before_anything(
     # Weights that have these adapters.
     model = build_transformer(load_config([base], [*ASKED, f"{LORA}.lora_alpha=1"]).model)
     with pytest.raises(
-        ValueError, match="which has r: 2, lora_alpha: 1, .* set r: 2, lora_alpha: 3"
+        ValueError,
+        match="which has LoRA rank 2, alpha 1, .* set args.lora_rank=2 args.lora_alpha=3",
     ):
         load_transformer(model, sources["run"])
 
@@ -308,7 +309,8 @@ def test_checkpoints_of_the_diffusers_trainer_that_cannot_resume_are_refused(
     checkpoint = save_as_upstream(tmp_path, trained)
     arguments = [*ASKED, f"args.resume={checkpoint}", f"args.save={tmp_path / 'runs'}"]
     with pytest.raises(
-        ValueError, match="args.resume: .*which has r: 4, .* set r: 2, lora_alpha: 3"
+        ValueError,
+        match="args.resume: .*which has LoRA rank 4, .* set args.lora_rank=2 args.lora_alpha=3",
     ):
         Trainer(load_config([base], [*arguments, f"{LORA}.r=4"]))
     (checkpoint / FILE_NAME).unlink()

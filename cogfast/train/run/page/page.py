@@ -86,18 +86,21 @@ def write_facts(
     config: Config,
     args: TrainArguments,
     attention_backend: str | None,
+    adapters: str | None,
     **numbers: int,
 ) -> None:
     """Write the facts of a run that its page shows and no other file has; a full disk is logged.
 
-    attention_backend: the one that was chosen, if any. numbers: num_steps, global_batch, num_samples
-    and num_trained.
+    attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
+    global_batch, num_samples and num_trained.
     """
     used = asdict(args)
     used["attention_backend"] = attention_backend or args.attention_backend
     effective: dict[str, object] = {
         f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
     }
+    if adapters is not None:
+        effective["adapters"] = adapters
     origins = {key: origin for key, origin in config.origins.items() if origin != DEFAULT}
     allowed = list(config.allow_import)
     facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)

@@ -497,6 +497,7 @@ def test_a_run_writes_its_page(trained: tuple[Path, list[Page | None]]) -> None:
     assert "Train on from checkpoint 00000003" in page.text("commands")
     assert any("lora --to peft" in line for line in commands(page))
     chosen = {row[0].rpartition(".")[2]: row[1:] for row in page.tables["settings"][1:]}
+    assert "(LoRA rank 2, alpha 3, strength 1.5, on q v out)" in page.text("head")
     assert chosen["r"] == ["2", "", "base.yaml"]
     assert chosen["lora_alpha"] == ["3", "", "command line"]
     assert "problems" not in page.sections

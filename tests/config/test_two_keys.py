@@ -1,0 +1,98 @@
+"""Keys that set the same: LoRA's short names, and keys that stand in the place of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cogfast.config import Config, load_config
+from cogfast.config.sat_network import LORA_KEY, transformer_arguments
+from cogfast.model.config import TransformerConfig
+from tests.support.tiny_run import ROOT
+
+CONFIGS = ROOT / "configs"
+SAT = ROOT / "tests" / "golden" / "sat_configs" / "cogvideox_5b_lora.yaml"
+PLAIN, SHORT = CONFIGS / "cogvideox_5b.yaml", CONFIGS / "lora.yaml"
+
+
+def network(config: Config) -> TransformerConfig:
+    return TransformerConfig(**transformer_arguments(config.model.network_config.params))
+
+
+# (files, words) -> rank, alpha, targets
+ADAPTERS = {
+    "the file": ((PLAIN, SHORT), (), 128, 128, "q k v out"),
+    "a rank over the file's": ((PLAIN, SHORT), ("args.lora_rank=64",), 64, 64, "q k v out"),
+    "no file": ((PLAIN,), ("args.lora_rank=8",), 8, 8, "q k v out"),
+    "modules": (
+        (PLAIN,),
+        ("args.lora_rank=8", "args.lora_alpha=2", "args.lora_modules=[fc2, to_v, q]"),
+        8,
+        2,
+        "q v fc2",
+    ),
+    "SAT's file": ((SAT,), (), 128, 1, "q k v out"),
+    "a rank over SAT's": ((SAT,), ("args.lora_rank=64",), 64, 1, "q k v out"),
+    "the long name over the file's": ((PLAIN, SHORT), (f"{LORA_KEY}.r=16",), 16, 16, "q k v out"),
+    "both names with one value": (
+        (PLAIN,),
+        ("args.lora_rank=8", f"{LORA_KEY}.r=8", f"{LORA_KEY}.lora_alpha=4"),
+        8,
+        4,
+        "q k v out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_short_names_are_lora_config(case: str, tmp_path: Path) -> None:
+    files, words, rank, alpha, on = ADAPTERS[case]
+    config = load_config(files, words)
+    text = f"LoRA rank {rank}, alpha {alpha}, strength {alpha / rank:.4g}, on {on}"
+    assert network(config).adapters == text
+    assert list(config.model.not_trainable_prefixes) == ["all"]
+    # A run's own file has the same under one name.
+    saved = tmp_path / "training_config.yaml"
+    saved.write_text(config.to_yaml())
+    assert "lora_rank" not in saved.read_text()
+    assert network(load_config([saved])) == network(config)
+
+
+def test_a_rank_keeps_its_origin() -> None:
+    origins = load_config([PLAIN, SHORT], ["args.lora_rank=64"]).origins
+    assert origins[f"{LORA_KEY}.r"] == "command line"
+    assert origins[f"{LORA_KEY}.target_modules"] == "lora.yaml"
+    words = ["model.not_trainable_prefixes=[]", "args.lora_rank=64"]
+    assert list(load_config([PLAIN], words).model.not_trainable_prefixes) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("args.lora_rank=8", f"{LORA_KEY}.r=9"),
+            r"^command line: args.lora_rank=8, but .*params.r=9 \(command line\); keep one",
+        ),
+        (("args.lora_alpha=3",), r"^command line: args.lora_alpha=3 has no rank .*args.lora_rank"),
+        (("args.lora_rank=0",), r"^command line: args.lora_rank=0 must be a whole number from 1"),
+        (
+            ("args.lora_rank=8", "args.lora_modules=[z]"),
+            r"^command line: args.lora_modules=\['z'\]: use a list of one or more of q, k, v, out",
+        ),
+        (("args.lora_rnk=8",), "did you mean lora_rank"),
+    ],
+)
+def test_mistakes_name_the_key_that_was_written(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config([PLAIN], words)
+
+
+def test_two_files_must_not_contradict_each_other(tmp_path: Path) -> None:
+    above = tmp_path / "own.yaml"
+    above.write_text("args: {lora_rank: 64}")
+    message = r"^own.yaml: args.lora_rank=64, but .*params.r=128 \(cogvideox_5b_lora.yaml\); keep"
+    with pytest.raises(ValueError, match=message):
+        load_config([SAT, above])
+    above.write_text("args: {lora_modules: [q, k, v, out], lora_rank: 128}")
+    assert network(load_config([SAT, above])) == network(load_config([SAT]))
