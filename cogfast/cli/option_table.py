@@ -17,7 +17,7 @@ from typing import Any
 
 from cogfast.cli.yaml_schema import parameters_of, yaml_schema
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.config.components import PLACES
+from cogfast.config.components import OWN_OPTIMIZERS, PLACES
 from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
@@ -162,8 +162,10 @@ def _of_place(name: str) -> Iterator[Group]:
 
 
 def _sat_names(kind: type) -> list[str]:
+    """Return the other names of a class that a configuration may use."""
     path = f"{kind.__module__}.{kind.__name__}"
-    return [name for name, sat in TARGETS.items() if sat.path == path and name != path]
+    own = [kind.__name__] if path in OWN_OPTIMIZERS.values() else []
+    return own + [name for name, sat in TARGETS.items() if sat.path == path and name != path]
 
 
 def _of_call(kind: Any, where: str = "") -> list[Option]:

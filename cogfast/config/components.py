@@ -56,6 +56,8 @@ class Place:
 
 # torch's optimizers for dense gradients that step without a closure
 _OPTIMIZERS = "AdamW Adam Adafactor Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
+# type of deepspeed.optimizer in any case -> cogfast's class
+OWN_OPTIMIZERS = {"prodigy": "cogfast.distributed.optimizers.Prodigy"}
 PLACES: dict[str, Place] = {
     "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
     "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),
@@ -99,7 +101,7 @@ PLACES: dict[str, Place] = {
         "optimizer",
         "torch.optim",
         tuple(_OPTIMIZERS.split()),
-        ("cogfast.kernels.fused_ema_adam.FusedEmaAdam",),
+        ("cogfast.kernels.fused_ema_adam.FusedEmaAdam", *OWN_OPTIMIZERS.values()),
     ),
 }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len, MaxLen
 
 from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
-from cogfast.config.components import check_component, is_component
+from cogfast.config.components import OWN_OPTIMIZERS, check_component, is_component
 from cogfast.config.deepspeed_keys import (
     FOLDED,
     REFUSED_DEEPSPEED,
@@ -233,13 +233,16 @@ def _check_optimizer(
         for name in _DEEPSPEED_ADAM_KEYS:
             validated(params.get(name, True), bool, f"{where}.params.{name}")
         params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
-    elif "." not in kind:
+    elif "." not in kind and kind.lower() not in OWN_OPTIMIZERS:
         own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""
         raise KeyProblem(
             f"{where}.type",
-            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Adam, AdamW or a class of torch.optim",
+            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Prodigy, Adam, AdamW or a class of "
+            "torch.optim",
         )
-    target = "torch.optim.AdamW" if kind.lower() in _DEEPSPEED_ADAM else kind
+    target = OWN_OPTIMIZERS.get(kind.lower(), kind)
+    if kind.lower() in _DEEPSPEED_ADAM:
+        target = "torch.optim.AdamW"
     try:
         check_component(
             {"target": target, "params": params}, where, allow_import, unused, given=("params",)

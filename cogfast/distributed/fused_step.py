@@ -12,13 +12,15 @@ reduce. Only this file and zero_engine.py use private names of DeepSpeed 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cogfast.distributed.optimizers import Piece, ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
@@ -155,7 +157,9 @@ class FusedStep:
             partition.grad_dtype = None  # allows a 16-bit gradient for float32 masters
             # The optimizer writes the new weights straight into the buffer of the all-gather.
             self.optimizer.low_precision_copies[partition] = weights.detach()
-        self._counted = list(self._counted_slices())
+        self.pieces = [list(self._pieces(group)) for group in zero.bit16_groups]
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.pieces = dict(zip(self.partitions, self.pieces, strict=True))
         self._starts: dict[tuple[int, int], int] = {}  # by partition and id of the parameter
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
         if zero.contiguous_gradients and self._is_alone():
@@ -218,24 +222,29 @@ class FusedStep:
         Tensor-parallel ranks own different slices of sharded parameters, and only the first of them
         counts replicated ones. So one all-reduce over all ranks gives the total.
         """
-        pieces = [gradients[part].narrow(0, offset, n) for part, offset, n in self._counted]
+        pieces = [
+            gradient.narrow(0, piece.offset, piece.numel)
+            for gradient, owned in zip(gradients, self.pieces, strict=True)
+            for piece in owned
+            if piece.is_counted
+        ]
         if not pieces:  # this rank owns only padding
             pieces = [gradients[0].new_zeros(1)]
         square = sum_of_squares(pieces)
         dist.all_reduce(square)
         return square.sqrt().float()
 
-    def _counted_slices(self) -> Iterable[tuple[int, int, int]]:
-        """Yield (partition, offset, numel) of the elements that this rank adds to the norm."""
+    def _pieces(self, group: Iterable[Any]) -> Iterator[Piece]:
+        """Yield what this rank owns of the parameters of a partition."""
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
-        for part, group in enumerate(self.zero.bit16_groups):
-            for parameter in group:
-                mapping = parameter._hp_mapping
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                where = mapping.hp_fragment_address
                 is_first = self.zero.model_parallel_rank == 0
-                if mapping is not None and (is_first or is_model_parallel_parameter(parameter)):
-                    where = mapping.hp_fragment_address
-                    yield part, where.start, where.numel
+                is_counted = is_first or is_model_parallel_parameter(parameter)
+                yield Piece(where.start, where.numel, is_counted)
 
     def _gradient(self, part: int) -> Tensor:
         """Return the averaged gradient of a partition, flat, in the accumulation dtype."""

@@ -31,6 +31,7 @@ from cogfast.distributed.fused_step import (
     own_weights,
     reason_for_stock_step,
 )
+from cogfast.distributed.optimizers import ShardedOptimizer
 from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK, timed
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
@@ -322,6 +323,11 @@ class ZeroEngine:
         if reason is None:
             assert self._gather is not None, "stages 1 and 2 gather weights"
             FusedStep(self.zero, self._gather)
+        elif isinstance(self.optimizer, ShardedOptimizer):
+            raise ValueError(
+                f"deepspeed.optimizer.type={type(self.optimizer).__name__}: {reason}, and this optimizer "
+                "needs cogfast's step of ZeRO 1 and 2; use sat.ops.FusedEmaAdam"
+            )
         else:
             logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
         return reason is None

@@ -123,13 +123,13 @@ class Args(BaseModel):
     learning_rate: Positive = 2e-5
     """peak learning rate"""
     optimizer: str = "adamw"
-    """adamw or adam"""
+    """adamw, adam or prodigy, whose learning_rate is a factor, usually 1"""
     beta1: Decay = 0.9
     """decay of the first moment"""
     beta2: Decay = 0.95
     """decay of the second moment"""
     beta3: Decay = 0.98
-    """no effect: adamw and adam have two betas"""
+    """prodigy: decay of the sums that it estimates its rate from; adamw and adam have two betas"""
     epsilon: Positive = 1e-8
     """Adam's epsilon, added to the denominator"""
     weight_decay: Positive = 1e-4

@@ -28,8 +28,12 @@ Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
-# Parameters of FusedEmaAdam that make it each of them
-_OPTIMIZERS = {"adamw": {}, "adam": {"adam_w_mode": False}}
+# Types of deepspeed.optimizer, and the parameters that make them what CogVideo's trainer builds
+_OPTIMIZERS = {
+    "adamw": ("sat.ops.FusedEmaAdam", {}),
+    "adam": ("sat.ops.FusedEmaAdam", {"adam_w_mode": False}),
+    "prodigy": ("Prodigy", {"decouple": False}),
+}
 # Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
 _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
 
@@ -162,9 +166,12 @@ def _training_settings(args: Args) -> Settings:
     name = args.optimizer.lower()
     if name not in _OPTIMIZERS:
         raise ValueError(
-            f"--optimizer {cut(args.optimizer)}: must be adamw or adam (prodigy and came need whole "
+            f"--optimizer {cut(args.optimizer)}: must be adamw, adam or prodigy (came needs whole "
             f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
         )
+    kind, params = _OPTIMIZERS[name]
+    if kind == "Prodigy":
+        params = {**params, "beta3": args.beta3}
     # A number of steps replaces the number of epochs, as it does upstream.
     amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
     if args.train_steps is not None:
@@ -195,10 +202,13 @@ def _training_settings(args: Args) -> Settings:
         "deepspeed.bf16.enabled": (precision == "bf16", "--mixed_precision"),
         "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
         "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
-        "deepspeed.optimizer.type": ("sat.ops.FusedEmaAdam", "--optimizer"),
+        "deepspeed.optimizer.type": (kind, "--optimizer"),
         **{
-            f"deepspeed.optimizer.params.{key}": (value, "--optimizer")
-            for key, value in _OPTIMIZERS[name].items()
+            f"deepspeed.optimizer.params.{key}": (
+                value,
+                f"--{key}" if key == "beta3" else "--optimizer",
+            )
+            for key, value in params.items()
         },
         "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
         "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
@@ -263,7 +273,7 @@ def notices(args: Args) -> list[str]:
         ("export_interval", is_lora, "each LoRA checkpoint has its file for diffusers"),
         ("image_column", args.model_type == "t2v", "a text-to-video model takes no images"),
         ("pin_memory", True, "batches for a GPU are always pinned"),
-        ("beta3", True, "adamw and adam have two betas"),
+        ("beta3", args.optimizer.lower() != "prodigy", "adamw and adam have two betas"),
     ]
     found = [
         f"--{name} {getattr(args, name)} has no effect: {reason}"

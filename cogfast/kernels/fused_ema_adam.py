@@ -255,14 +255,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             if self.other_ema is not None:
                 for p in params:
                     self.other_ema.before_update(self.state_of(p)["shadow"])
-            device = params[0].device  # of all of them
-            if device.type == "cpu":
-                self._update_on_cpu(params, group)
-            elif device.type == "cuda" and self.kernels == "triton":
-                with torch.cuda.device(device):
-                    self._update_with_triton(params, group)
-            else:
-                self._update_with_torch(params, group)
+            self.update(params, group)
             # Lets autograd refuse a backward through the weights before the update.
             copies = self.low_precision_copies
             torch.autograd.graph.increment_version(
@@ -273,6 +266,17 @@ class FusedEmaAdam(torch.optim.Optimizer):
                     state = self.state_of(p)
                     weight = self._ema_weight(state["step"])
                     self.other_ema.start(p.detach(), state["shadow"], weight)
+
+    def update(self, params: list[Tensor], group: dict) -> None:
+        """Update parameters of a group, which all have a gradient, and their EMA."""
+        device = params[0].device  # of all of them
+        if device.type == "cpu":
+            self._update_on_cpu(params, group)
+        elif device.type == "cuda" and self.kernels == "triton":
+            with torch.cuda.device(device):
+                self._update_with_triton(params, group)
+        else:
+            self._update_with_torch(params, group)
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""

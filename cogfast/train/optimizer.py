@@ -12,6 +12,7 @@ from torch import nn
 
 from cogfast.config import instantiate
 from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArguments
+from cogfast.config.components import OWN_OPTIMIZERS
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.parallelize import find_shards
 from cogfast.kernels.block_kernels import KernelChoice
@@ -70,7 +71,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
-    type: FusedEmaAdam under SAT's or cogfast's path; DeepSpeed's "Adam" (decoupled weight decay
+    type: FusedEmaAdam under SAT's or cogfast's path; "Prodigy"; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
     args.optimizer_moments and args.ema_device. lr: args.lr, for classes that must have one; every step
@@ -98,30 +99,36 @@ def build_optimizer(
     if kind in ("torch.optim.Adam", "torch.optim.AdamW") and params.get("foreach") is None:
         # One pass over memory without copies of it, and a step can be skipped without a sync.
         params.setdefault("fused", True)
+    kind = OWN_OPTIMIZERS.get(kind.lower(), kind)
     optimizer = instantiate({"target": kind, "params": params}, allow_import, params=groups)
+    has_ema, has_codes = isinstance(optimizer, FusedEmaAdam), type(optimizer) is FusedEmaAdam
+    asked = (
+        ("optimizer_moments", moments, moments == "8bit" and not has_codes),
+        ("ema_device", ema_device, ema_device == "cpu" and not has_ema),
+    )
+    for key, value, is_unsupported in asked:
+        if is_unsupported:
+            raise ValueError(
+                f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not "
+                f"{section['type']}; use that type, or leave the key out"
+            )
     if isinstance(optimizer, FusedEmaAdam):
         optimizer.kernels = kernels
         optimizer.has_8bit_moments = moments == "8bit"
         optimizer.other_ema = HostEma(kernels) if ema_device == "cpu" else None
-    else:
-        for key, value in (("optimizer_moments", moments), ("ema_device", ema_device)):
-            if value in ("8bit", "cpu"):
-                raise ValueError(
-                    f"args.{key}={value} is for deepspeed.optimizer.type=sat.ops.FusedEmaAdam, not "
-                    f"{section['type']}; use that type, or leave the key out"
-                )
     return optimizer
 
 
 _SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_rate_scheduler
 _SAT_AUTO_WARMUP_RATE = 0.05  # fraction of lr
+_SMALL_FACTOR = 0.1  # of Prodigy, as CogVideo's diffusers trainer warns
 _POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
 
 
 def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:
     """Return a function from step (starting at 0) to learning rate, for a run of `num_steps` steps."""
     schedule, warmup, warmup_steps = args.lr_schedule, args.warmup, args.warmup_steps
-    # diffusers accepts a warm-up that does not end; warn_of_long_warmup reports it.
+    # diffusers accepts a warm-up that does not end; warn_of_rate reports it.
     if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
         raise ValueError(
             f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps; set "
@@ -155,8 +162,14 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
     )
 
 
-def warn_of_long_warmup(args: TrainArguments, num_steps: int) -> None:
-    """Warn if the run ends before the rate reaches args.lr, which only lr_first_step=0 allows."""
+def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None:
+    """Warn if the run ends before the rate reaches args.lr, which only lr_first_step=0 allows, or if
+    args.lr is a rate where the optimizer of `deepspeed.optimizer` wants a factor."""
+    if str(section.get("type")).lower() == "prodigy" and args.lr <= _SMALL_FACTOR:
+        logger.warning(
+            "args.lr=%g is small for Prodigy, which multiplies the rate that it estimates by it; use 1",
+            args.lr,
+        )
     if args.warmup_steps is not None and args.warmup_steps > num_steps:
         logger.warning(
             "args.warmup_steps=%d exceeds the run's %d steps: the learning rate ends below args.lr",

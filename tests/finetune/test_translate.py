@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import find_origin, to_dict
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
@@ -20,9 +22,10 @@ from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.model.config import TransformerConfig
 from cogfast.plan.text import describe_plan
-from cogfast.train.optimizer import build_optimizer
+from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.run.terminal import log_commands
 from cogfast.train.video_size import sampled_size
+from tests.distributed.test_optimizers import gradient, prodigy_by_the_paper
 from tests.support.pipelines import Pipelines
 
 KINDS = {
@@ -62,6 +65,32 @@ def options(pipelines: Pipelines, tmp_path: Path):
 
 def words(options: dict[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_prodigy_is_what_upstream_builds(options, caplog):
+    """Decay is added to the gradient, beta3 is an option, and nothing is corrected for the first steps."""
+    args = Args(
+        **options("5b", optimizer="Prodigy", learning_rate=1.0, beta3=0.97, weight_decay=0.1)
+    )
+    config = translate(args)
+    assert not any("beta3" in line or "learning_rate" in line for line in notices(args))
+    train_args = TrainArguments.from_config(config)
+    config.deepspeed.optimizer.params.d0 = 1e-4
+    start = torch.linspace(0.1, -0.1, 30, dtype=torch.float64)
+    weights = torch.nn.Parameter(start.float())
+    optimizer = build_optimizer(config.deepspeed.optimizer, [{"params": [weights]}], lr=1.0)
+    upstream = {"beta3": 0.97, "decay": 0.1, "decouple": False}
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.args.weight_decay
+    wanted = prodigy_by_the_paper(start, [1.0] * 20, d0=1e-4, **upstream)
+    for step, (x, _) in enumerate(wanted):
+        weights.grad = gradient(weights.detach(), step).float()
+        optimizer.step()
+        torch.testing.assert_close(weights.detach(), x.float(), rtol=1e-3, atol=1e-5)
+    caplog.clear()
+    for rate in (1.0, 1e-4):
+        warn_of_rate(replace(train_args, lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
+    assert [record.args for record in caplog.records] == [(1e-4,)]
 
 
 @pytest.mark.parametrize(
@@ -230,8 +259,8 @@ WRONG = {
     ),
     "2b --train_resolution 9x32x32": "--train_resolution: data.params.video_size=.*32.*32",
     "5b --target_modules to_x": r"--target_modules: .*target_modules=\['to_x'\]: use one or more of",
-    "5b --optimizer prodigy": "--optimizer prodigy: must be adamw or adam .prodigy and came need whole",
-    "5b --optimizer adamx": "--optimizer adamx: must be adamw or adam .*; did you mean adam",
+    "5b --optimizer came": "--optimizer came: must be adamw, adam or prodigy .came needs whole",
+    "5b --optimizer adamx": "--optimizer adamx: must be adamw, adam or prodigy .*; did you mean adam",
     "5b --resume_from_checkpoint /nowhere": (
         "--resume_from_checkpoint: args.resume=/nowhere does not exist; set it to a run"
     ),

@@ -12,7 +12,7 @@ from diffusers.optimization import get_scheduler
 
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
-from cogfast.train.optimizer import build_learning_rate, warn_of_long_warmup
+from cogfast.train.optimizer import build_learning_rate, warn_of_rate
 from tests.support.tiny_run import ROOT
 
 CASES = [
@@ -161,9 +161,9 @@ def test_min_lr_ratio_of_the_new_schedules():
 
 def test_warm_up_that_exceeds_the_run_is_reported(caplog):
     args = TrainArguments(lr_schedule="cosine", lr_first_step=0, warmup_steps=100)
-    warn_of_long_warmup(args, 100)
+    warn_of_rate(args, 100, {})
     assert not caplog.text
-    warn_of_long_warmup(args, 4)
+    warn_of_rate(args, 4, {})
     assert "args.warmup_steps=100 exceeds the run's 4 steps" in caplog.text
 
 

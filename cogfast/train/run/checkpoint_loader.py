@@ -60,10 +60,13 @@ def load_checkpoint(
                 damage = str(error)
     _refuse_damage(path, groups, damage)
     _fill_frozen(files, engine)
-    for piece in engine.slices:
-        # Counters are those of a parameter; all of a partition have had the same steps.
-        for key, value in manifest["counters"][piece.parameter].items():
-            engine.set_counter(piece.part, key, value)
+    # Counters are those of a parameter; all of a partition have had the same steps.
+    counters = {piece.part: manifest["counters"][piece.parameter] for piece in engine.slices}
+    # A partition of padding alone takes those of any parameter: Prodigy's d is the same for all.
+    of_padding = next(iter(manifest["counters"].values()))
+    for part in range(len(engine.parts)):
+        for key, value in counters.get(part, of_padding).items():
+            engine.set_counter(part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     # The model still has its initial weights; the partitions have the checkpoint's.
     engine.publish("master")
@@ -118,14 +121,14 @@ def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
 
 
 def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
-    """Refuse a checkpoint without the state that FusedEmaAdam keeps. PyTorch's optimizers have none
+    """Refuse a checkpoint without the state that cogfast's optimizers keep. PyTorch's optimizers have none
     before their first step that is not skipped."""
     engine.allocate_state([])
     missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
         raise ValueError(
-            f"args.resume={path}: the checkpoint has no {', '.join(missing)} of FusedEmaAdam; resume "
-            f"from another one, or start a new run from its weights with args.load={path}"
+            f"args.resume={path}: the checkpoint has no {', '.join(missing)} of "
+            f"{type(engine.optimizer).__name__}; resume from another one, or start a new run from its weights with args.load={path}"
         )
 
 

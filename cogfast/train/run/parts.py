@@ -57,7 +57,7 @@ from cogfast.train.optimizer import (
     build_learning_rate,
     build_optimizer,
     parameter_groups,
-    warn_of_long_warmup,
+    warn_of_rate,
 )
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
@@ -163,7 +163,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     assert num_steps is not None, "from_config sets a default"
     learning_rate = build_learning_rate(args, num_steps)
     if groups.is_main:
-        warn_of_long_warmup(args, num_steps)
+        warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
     folder, checkpoint, lock = open_run_folder(args, groups)
     step, manifest = 0, {}
     if checkpoint is not None:

@@ -198,6 +198,15 @@ def test_no_block_of_codes_has_shards_and_replicated_parameters() -> None:
             "args.optimizer_moments=8bit is for .*use that",
         ),
         (
+            (EIGHT, "deepspeed.optimizer.type=Prodigy"),
+            "args.optimizer_moments=8bit is for .*use that",
+        ),
+        (
+            ("deepspeed.optimizer.type=prodigy", "deepspeed.zero_optimization.stage=3"),
+            "optimizer.type=prodigy does not work with args.zero_stage=3, .*; use ZeRO 0 to 2",
+        ),
+        (("deepspeed.optimizer.type=Prodigy", OFFLOAD), "offload_optimizer.device=cpu, whose step"),
+        (
             (HOST, OFFLOAD),
             "args.ema_device=cpu, but .*offload_optimizer.device=cpu takes all state",
         ),
@@ -224,6 +233,8 @@ def test_the_plan_counts_the_bytes(base: Path) -> None:
     assert small.ema == DEVICE_BYTES == 2**26
     blocks = -(-(10**9 // 2) // 256)
     assert small.moments == 2 * (10**9 // 2 + 2 * blocks)
+    estimating = state_of(10**9, "deepspeed.optimizer.type=Prodigy", HOST)
+    assert (estimating.moments, estimating.ema) == (4 * 4 * 10**9 // 2, DEVICE_BYTES)
     p = torch.nn.Parameter(torch.zeros(1000))
     optimizer = build_optimizer({}, [{"params": [p]}], moments="8bit", ema_device="cpu")
     p.grad = torch.zeros(1000)

@@ -1,0 +1,205 @@
+"""Optimizers whose update needs more than this rank's elements: Prodigy needs sums over the whole model.
+
+FusedStep gives them the layout of ZeRO's partitions (`pieces`) and calls `step` once for all groups.
+Without it, as in one process without DeepSpeed, every parameter is one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+
+_CHUNK = 1 << 24  # elements whose float32 gradients are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [offset, offset + numel) of a flat partition, which are of one parameter.
+
+    is_counted: this rank adds them to sums over the model; tensor-parallel ranks hold replicated
+    parameters, too, which only the first one counts.
+    """
+
+    offset: int
+    numel: int
+    is_counted: bool
+
+
+class ShardedOptimizer(FusedEmaAdam):
+    """FusedEmaAdam's state and EMA, for an update that DeepSpeed's own step cannot call.
+
+    pieces: {partition: its pieces, of all parameters that this rank owns elements of}, to be assigned.
+    """
+
+    pieces: dict[Tensor, list[Piece]] | None = None
+
+    def pieces_of(self, p: Tensor) -> list[Piece]:
+        return [Piece(0, p.numel(), True)] if self.pieces is None else self.pieces[p]
+
+    def gradient(self, p: Tensor, start: int, stop: int) -> Tensor:
+        """Return elements of the gradient, averaged and clipped, in float32."""
+        assert p.grad is not None, "step() passes parameters that have a gradient"
+        g = p.grad.view(-1)[start:stop].float()
+        return g if self.gradient_scale is None else g * self.gradient_scale
+
+
+class Prodigy(ShardedOptimizer):
+    """Prodigy (arXiv 2306.06101, algorithm 4): Adam that estimates its learning rate d.
+
+    With g the gradient, x0 the first weights, and sums over the whole model:
+
+        r = b3 r + (d / d0) d lr sum(g (x0 - x))      s = b3 s + (d / d0) d lr g
+        m = b1 m + (1 - b1) d g                       v = b2 v + (1 - b2) (d g)^2
+        d' = max(d, d_coef r / sum(|s|))              x -= d lr m / (sqrt(v) + d' eps)
+
+    So m, v and x are Adam's, with the gradient d g and the rate d lr. The defaults and the order of
+    operations are those of the library prodigyopt 1.1.2. `args.lr` is a factor of d, usually 1; a
+    step with lr = 0, the first of a warm-up, changes nothing.
+
+    State beside FusedEmaAdam's: s and x0 ("p0") per element, and d, d_max and d_numerator (r), which
+    are equal for all parameters and on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        # factor of the estimated rate, usually 1; args.lr if it is left out
+        lr: float = 1.0,
+        # decay of the first and the second moment
+        betas: tuple[float, float] = (0.9, 0.999),
+        # decay of the sums that d is estimated from; null: the root of the second beta
+        beta3: float | None = None,
+        # added to the root of the second moment, times d
+        eps: float = 1e-8,
+        # weight decay; args.weight_decay if it is left out
+        weight_decay: float = 0.0,
+        # decoupled weight decay; false: added to the gradient
+        decouple: bool = True,
+        # Adam's bias correction
+        use_bias_correction: bool = False,
+        # leave lr out of the sum that the estimate is divided by, for a warm-up
+        safeguard_warmup: bool = False,
+        # first estimate of d
+        d0: float = 1e-6,
+        # factor of the estimate
+        d_coef: float = 1.0,
+        # d grows by this factor per step at most; null: no limit
+        growth_rate: float | None = None,
+        # decay of the averaged (EMA) weights
+        ema_decay: float = 0.9999,
+        # warm up the EMA's decay: at most (1 + n) / (10 + n) after n updates
+        use_num_updates: bool = True,
+        kernels: Literal["triton", "torch"] = "triton",
+    ) -> None:
+        for name, value in (("d0", d0), ("d_coef", d_coef), ("growth_rate", growth_rate)):
+            if value is not None and not value > 0:
+                raise ValueError(f"Prodigy {name}={value} must be above 0; leave it out")
+        if beta3 is not None and not 0 <= beta3 < 1:
+            raise ValueError(f"Prodigy beta3={beta3} must be in [0, 1); leave it out")
+        super().__init__(
+            params,
+            lr,
+            bias_correction=False,  # part of the rate
+            betas=betas,
+            eps=eps,
+            adam_w_mode=decouple,
+            weight_decay=weight_decay,
+            ema_decay=ema_decay,
+            use_num_updates=use_num_updates,
+            kernels=kernels,
+        )
+        self.beta3 = math.sqrt(betas[1]) if beta3 is None else beta3
+        self.use_bias_correction, self.safeguard_warmup = use_bias_correction, safeguard_warmup
+        self.d_coef, self.growth_rate = d_coef, math.inf if growth_rate is None else growth_rate
+        # Checkpoints keep d in float32, and d is compared with d0.
+        self.d0 = torch.tensor(d0, dtype=torch.float32).item()
+        self._rate, self._old_d, self._new_d = 0.0, 0.0, 0.0  # of the step under way
+
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
+        state = super().state_of(p)
+        if "p0" not in state:
+            state["s"] = torch.zeros(p.shape, device=p.device)
+            state["p0"] = p.detach().to(torch.float32, copy=True)
+        for key, value in (("d", self.d0), ("d_max", self.d0), ("d_numerator", 0.0)):
+            if key not in state:
+                state[key] = torch.tensor(value, device=p.device)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Estimate d from the gradients of the whole model, then update all parameters."""
+        assert closure is None, "Prodigy takes no closure"
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        first, lr = self.state_of(params[0]), float(self.param_groups[0]["lr"])
+        is_skipped = first["step"] * 0 if self.found_inf is None else self.found_inf
+        numbers = [first[key] for key in ("d", "d_max", "d_numerator", "step")]
+        numbers.append(is_skipped.reshape(()))
+        # sync: the kernels take d as a number
+        d, d_max, numerator, step, is_skipped = torch.stack(numbers).tolist()
+        if is_skipped or lr == 0:
+            return
+        rate = d * lr
+        if self.use_bias_correction:
+            beta1, beta2 = self.param_groups[0]["betas"]
+            rate *= math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+        product, total = self._sums(d / self.d0 * (d if self.safeguard_warmup else rate))
+        if total == 0:
+            return  # all gradients have been 0 so far
+        numerator = self.beta3 * numerator + d / self.d0 * rate * product
+        estimate = self.d_coef * numerator / total
+        d_max = max(d_max, estimate)
+        new_d = min(d_max, (max(d, estimate) if d == self.d0 else d) * self.growth_rate)
+        self._rate, self._old_d, self._new_d = rate, d, new_d
+        for p in params:
+            for key, value in (("d", new_d), ("d_max", d_max), ("d_numerator", numerator)):
+                self.state_of(p)[key].fill_(value)
+        scale = self.gradient_scale
+        self.gradient_scale = torch.full_like(first["d"], d) if scale is None else scale * d
+        super().step()
+        self.gradient_scale = scale
+
+    def _sums(self, weight: float) -> tuple[float, float]:
+        """Add the gradients, times `weight`, to s. Return sum(g (x0 - x)) and sum(|s|) of the model."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+        for p, decay, start, stop, is_counted in self._chunks_of_all():
+            state, weights = self.state_of(p), p.view(-1)[start:stop]
+            g = self.gradient(p, start, stop)
+            if decay:
+                g = g + decay * weights
+            s, p0 = (state[key].view(-1)[start:stop] for key in ("s", "p0"))
+            s.mul_(self.beta3).add_(g, alpha=weight)
+            if is_counted:
+                sums[0] += ((p0 - weights) * g).sum(dtype=torch.float64)
+                sums[1] += s.abs().sum(dtype=torch.float64)
+        if self.pieces is not None:
+            # All ranks read the same sums, so that their d is the same.
+            dist.all_reduce(sums)
+        product, total = sums.tolist()  # sync: decides about d
+        return product, total
+
+    def _chunks_of_all(self) -> Iterator[tuple[Tensor, float, int, int, bool]]:
+        """Yield (parameter, coupled weight decay, start, stop, is_counted) of all elements."""
+        for group in self.param_groups:
+            decay = 0.0 if self.adam_w_mode else group["weight_decay"]
+            for p in group["params"]:
+                for piece in self.pieces_of(p) if p.grad is not None else ():
+                    end = piece.offset + piece.numel
+                    for start in range(piece.offset, end, _CHUNK):
+                        yield p, decay, start, min(start + _CHUNK, end), piece.is_counted
+
+    def update(self, params: list[Tensor], group: dict) -> None:
+        # Decay that is added to the gradient is multiplied by d as the gradient is.
+        decay = group["weight_decay"] * (1.0 if self.adam_w_mode else self._old_d)
+        eps = group["eps"] * self._new_d
+        changed = {"lr": self._rate, "eps": eps, "weight_decay": decay}
+        super().update(params, {**group, **changed})

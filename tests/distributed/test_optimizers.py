@@ -1,0 +1,197 @@
+"""Prodigy against its paper in float64, and runs of several ranks against those of one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from cogfast.config import load_config
+from cogfast.distributed.optimizers import Prodigy
+from cogfast.train.trainer import Trainer
+from tests.support.layouts import assert_equal_training, launch, numbers
+from tests.support.tiny_run import run_folder, write_clips, write_config
+
+STEPS, SAVED_AT = 5, 3
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def gradient(x: Tensor, step: int) -> Tensor:
+    """The gradient of a quadratic function around a target, with noise that is the same in any run."""
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return (x - torch.linspace(-1, 2, len(x))) * torch.linspace(0.1, 1, len(x)) + 0.05 * noise
+
+
+def prodigy_by_the_paper(
+    x: Tensor,
+    lrs: list[float],
+    *,
+    beta3: float,
+    decay: float = 0.0,
+    decouple: bool = True,
+    use_bias_correction: bool = False,
+    safeguard_warmup: bool = False,
+    d0: float,
+    d_coef: float = 1.0,
+    growth_rate: float = math.inf,
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield x and d after each step, float64, with the sums r and s of the paper without its d0."""
+    (beta1, beta2), d, d_max = BETAS, d0, d0
+    x0, m, v, s = x.clone(), torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    r, done = 0.0, 0
+    for step, factor in enumerate(lrs):
+        if factor == 0:
+            yield x, d
+            continue
+        g = gradient(x, step)
+        if not decouple:
+            g = g + decay * x
+        rate = factor
+        if use_bias_correction:
+            rate *= (1 - beta2 ** (done + 1)) ** 0.5 / (1 - beta1 ** (done + 1))
+        r = beta3 * r + d * d * rate * torch.dot(g, x0 - x).item()
+        s = beta3 * s + d * d * (1.0 if safeguard_warmup else rate) * g
+        m = beta1 * m + (1 - beta1) * d * g
+        v = beta2 * v + (1 - beta2) * (d * g) ** 2
+        estimate = d_coef * r / s.abs().sum().item()
+        new = max(d, estimate) if d == d0 else d
+        d_max = max(d_max, estimate)
+        new = min(d_max, new * growth_rate)
+        if decouple:
+            x = x - d * rate * decay * x
+        x = x - d * rate * m / (v.sqrt() + new * EPS)
+        d, done = new, done + 1
+        yield x, d
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param({"decouple": False, "beta3": 0.98, "decay": 0.1}, id="CogVideo's trainer"),
+        pytest.param(
+            {"use_bias_correction": True, "safeguard_warmup": True, "decay": 0.1, "d_coef": 2.0},
+            id="corrected",
+        ),
+        pytest.param({"growth_rate": 1.5, "d0": 1e-3}, id="slow growth"),
+    ],
+)
+def test_prodigy_equals_its_paper(options: dict) -> None:
+    """With a warm-up from 0, a skipped step, clipping, groups without decay and 16-bit copies."""
+    lrs = [0.0, 0.25, 0.5, *[1.0] * 27]
+    start = torch.linspace(0.1, -0.1, 30, dtype=torch.float64)
+    decay = options.get("decay", 0.0)
+    # Steps far above the rounding of float32 weights, which the estimate would amplify.
+    given = {"d0": 1e-4} | {k: v for k, v in options.items() if k != "decay"}
+    parts = [nn.Parameter(start[:11].float()), nn.Parameter(start[11:].float())]
+    optimizer = Prodigy([{"params": [p]} for p in parts], 1.0, BETAS, weight_decay=decay, **given)
+    optimizer.low_precision_copies = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in parts}
+    wanted = prodigy_by_the_paper(
+        start, lrs, **{"beta3": math.sqrt(BETAS[1]), **given, "decay": decay}
+    )
+    for step, (lr, (x, d)) in enumerate(zip(lrs, wanted, strict=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        got = torch.cat([p.detach() for p in parts])
+        for is_skipped in (True, False) if step == 7 else (False,):
+            values = torch.full((30,), math.nan) if is_skipped else 4 * gradient(got, step).float()
+            parts[0].grad, parts[1].grad = values[:11], values[11:]
+            optimizer.gradient_scale = torch.tensor(0.25)
+            optimizer.found_inf = torch.tensor(float(is_skipped))
+            optimizer.step()
+        got = torch.cat([p.detach() for p in parts])
+        torch.testing.assert_close(got, x.float(), rtol=1e-3, atol=1e-5)
+        assert optimizer.state_of(parts[1])["d"].item() == pytest.approx(d, rel=1e-3)
+    assert d > 1e-3  # far from where it began
+    for p, copy in optimizer.low_precision_copies.items():
+        assert torch.equal(copy, p.detach().bfloat16())
+
+
+PRODIGY = ["deepspeed.optimizer.type=Prodigy", "args.lr=1", "deepspeed.optimizer.params.d0=1e-4"]
+STAGE, MICRO = "deepspeed.zero_optimization.stage", "deepspeed.train_micro_batch_size_per_gpu"
+ACCUMULATION = "deepspeed.gradient_accumulation_steps"
+TENSOR, CONTEXT = "args.model_parallel_size=2", "args.context_parallel_size=2"
+LAYOUTS = {  # ranks and arguments; a step has 4 samples
+    "ZeRO-2": (2, [f"{MICRO}=2"]),
+    "tp 2": (2, [TENSOR]),
+    "ZeRO-1": (2, [f"{STAGE}=1", f"{MICRO}=2"]),
+    "ZeRO-0, accumulating": (2, [f"{STAGE}=0", f"{MICRO}=1", f"{ACCUMULATION}=2"]),
+    "cp 2": (2, [CONTEXT]),
+    "dp 2 x tp 2": (4, [f"{MICRO}=2", TENSOR]),
+    "dp 4": (4, [f"{MICRO}=1"]),
+}
+QUICK, RESUMED = ("ZeRO-2", "tp 2"), ("ZeRO-2", "dp 2 x tp 2")
+OPTIMIZERS = {"Prodigy": PRODIGY}
+
+
+def everywhere(layouts: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by layout; those that are not quick are marked soak."""
+    soak = lambda name: [] if name in QUICK else pytest.mark.soak
+    return pytest.mark.parametrize("layout", [pytest.param(n, marks=soak(n)) for n in layouts])
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of one process per optimizer, one of each tested layout, and resumed
+    ones."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    mine = (item for item in request.session.items if item.module is request.module)
+    tested = {item.callspec.params["layout"] for item in mine if "runs" in item.fixturenames}
+    base = write_config(
+        folder / "tiny.yaml",
+        write_clips(folder / "data"),
+        train_iters=STEPS,
+        save_interval=SAVED_AT,
+        keep_last=0,
+    )
+    steps: dict[int, list] = {}
+    for name, words in OPTIMIZERS.items():
+        words = [*words, "deepspeed.gradient_clipping=0.28"]
+        Trainer(load_config([base], [*words, f"args.save={folder / name}"])).train()
+        for layout in sorted(tested):
+            (ranks, more), save = LAYOUTS[layout], folder / f"{name}, {layout}"
+            run = [str(base), *words, *more]
+            steps.setdefault(ranks, []).append([*run, f"args.save={save}"])
+            if layout in RESUMED:
+                again = folder / f"{name}, {layout}, resumed"
+                steps[ranks] += [
+                    ["copy", str(save), f"{SAVED_AT:08d}", str(again / "run")],
+                    [*run, f"args.save={again}", f"args.resume={again / 'run'}"],
+                ]
+    for ranks, of_ranks in steps.items():
+        launch(ranks, of_ranks)
+    return folder
+
+
+@pytest.mark.slow
+@everywhere(LAYOUTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ranks_train_as_one(runs: Path, optimizer: str, layout: str) -> None:
+    found, one = run_folder(runs / f"{optimizer}, {layout}"), run_folder(runs / optimizer)
+    assert len(numbers(one, "loss")) == STEPS
+    assert_equal_training(found, one)
+
+
+@pytest.mark.slow
+@everywhere(RESUMED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_is_the_same_bit_for_bit(runs: Path, optimizer: str, layout: str) -> None:
+    again = run_folder(runs / f"{optimizer}, {layout}, resumed")
+    whole = run_folder(runs / f"{optimizer}, {layout}")
+    files = sorted((whole / f"checkpoints/{STEPS:08d}").glob("*.safetensors"))
+    assert len(files) == LAYOUTS[layout][0]
+    for file in files:
+        one, other = load_file(file), load_file(again / f"checkpoints/{STEPS:08d}" / file.name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
+    counters = [
+        json.loads((run / f"checkpoints/{STEPS:08d}/manifest.json").read_text())["counters"]
+        for run in (whole, again)
+    ]
+    assert counters[0] == counters[1] and len(numbers(again, "loss")) == STEPS - SAVED_AT
