@@ -57,7 +57,9 @@ class Place:
 # torch's optimizers for dense gradients that step without a closure
 _OPTIMIZERS = "AdamW Adam Adafactor Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 # type of deepspeed.optimizer in any case -> cogfast's class
-OWN_OPTIMIZERS = {"prodigy": "cogfast.distributed.optimizers.Prodigy"}
+OWN_OPTIMIZERS = {
+    name.lower(): f"cogfast.distributed.optimizers.{name}" for name in ("Prodigy", "Muon")
+}
 PLACES: dict[str, Place] = {
     "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
     "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),
@@ -104,6 +106,14 @@ PLACES: dict[str, Place] = {
         ("cogfast.kernels.fused_ema_adam.FusedEmaAdam", *OWN_OPTIMIZERS.values()),
     ),
 }
+
+
+def own_optimizer(section: Mapping | None) -> str:
+    """Return the key of OWN_OPTIMIZERS of a section {type, params}, or ""."""
+    kind = str((section or {}).get("type"))
+    name = kind.rpartition(".")[2].lower()
+    is_own = kind.lower() == name or kind in OWN_OPTIMIZERS.values()
+    return name if is_own and name in OWN_OPTIMIZERS else ""
 
 
 def is_none(node: Mapping | None) -> bool:

@@ -27,7 +27,7 @@ class OptimizerSection(Model):
     """`deepspeed.optimizer`."""
 
     type: str
-    """sat.ops.FusedEmaAdam, Prodigy, Adam, AdamW or a class of torch.optim"""
+    """sat.ops.FusedEmaAdam, Prodigy, Muon, Adam, AdamW or a class of torch.optim"""
     params: dict[str, Any] | None = None
     """its arguments"""
 

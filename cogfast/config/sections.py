@@ -237,7 +237,7 @@ def _check_optimizer(
         own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""
         raise KeyProblem(
             f"{where}.type",
-            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Prodigy, Adam, AdamW or a class of "
+            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Prodigy, Muon, Adam, AdamW or a class of "
             "torch.optim",
         )
     target = OWN_OPTIMIZERS.get(kind.lower(), kind)

@@ -160,6 +160,8 @@ class FusedStep:
         self.pieces = [list(self._pieces(group)) for group in zero.bit16_groups]
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.pieces = dict(zip(self.partitions, self.pieces, strict=True))
+            self.optimizer.data_group = zero.dp_process_group
+            self.optimizer.tensor_group = zero.model_parallel_group
         self._starts: dict[tuple[int, int], int] = {}  # by partition and id of the parameter
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
         if zero.contiguous_gradients and self._is_alone():
@@ -226,7 +228,7 @@ class FusedStep:
             gradient.narrow(0, piece.offset, piece.numel)
             for gradient, owned in zip(gradients, self.pieces, strict=True)
             for piece in owned
-            if piece.is_counted
+            if piece.is_counted and piece.numel
         ]
         if not pieces:  # this rank owns only padding
             pieces = [gradients[0].new_zeros(1)]
@@ -235,16 +237,19 @@ class FusedStep:
         return square.sqrt().float()
 
     def _pieces(self, group: Iterable[Any]) -> Iterator[Piece]:
-        """Yield what this rank owns of the parameters of a partition."""
+        """Yield what this rank owns of each parameter of a partition."""
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
+        is_first = self.zero.model_parallel_rank == 0
         for parameter in group:
-            mapping = parameter._hp_mapping
+            mapping, offset, numel, start = parameter._hp_mapping, 0, 0, 0
+            # None: this rank owns no element of the parameter.
             if mapping is not None:
-                where = mapping.hp_fragment_address
-                is_first = self.zero.model_parallel_rank == 0
-                is_counted = is_first or is_model_parallel_parameter(parameter)
-                yield Piece(where.start, where.numel, is_counted)
+                where, start = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+                offset, numel = where.start, where.numel
+            is_counted = is_first or is_model_parallel_parameter(parameter)
+            shard = getattr(parameter, "shard", None)
+            yield Piece(offset, numel, start, parameter.shape, shard, is_counted)
 
     def _gradient(self, part: int) -> Tensor:
         """Return the averaged gradient of a partition, flat, in the accumulation dtype."""

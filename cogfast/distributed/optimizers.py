@@ -1,4 +1,4 @@
-"""Optimizers whose update needs more than this rank's elements: Prodigy needs sums over the whole model.
+"""Optimizers whose update needs more than this rank's elements: sums over the model, or whole matrices.
 
 FusedStep gives them the layout of ZeRO's partitions (`pieces`) and calls `step` once for all groups.
 Without it, as in one process without DeepSpeed, every parameter is one piece.
@@ -7,7 +7,7 @@ Without it, as in one process without DeepSpeed, every parameter is one piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,33 +16,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.weights.shard import Shard, join
 
 _CHUNK = 1 << 24  # elements whose float32 gradients are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [offset, offset + numel) of a flat partition, which are of one parameter.
+    """The part of a parameter that a rank owns: elements [offset, offset + numel) of its flat partition, which
+    are [start, start + numel) of the flattened parameter, or of this rank's shard of it.
 
-    is_counted: this rank adds them to sums over the model; tensor-parallel ranks hold replicated
-    parameters, too, which only the first one counts.
+    numel: 0 if the rank owns nothing of it. shape: of the parameter or the shard. is_counted: this rank
+    adds the elements to sums over the model; tensor-parallel ranks hold replicated parameters, too, which
+    only the first one counts.
     """
 
     offset: int
     numel: int
+    start: int
+    shape: torch.Size
+    shard: Shard | None
     is_counted: bool
 
 
 class ShardedOptimizer(FusedEmaAdam):
     """FusedEmaAdam's state and EMA, for an update that DeepSpeed's own step cannot call.
 
-    pieces: {partition: its pieces, of all parameters that this rank owns elements of}, to be assigned.
+    To be assigned: pieces, {partition: a piece of each of its parameters}; the groups of the ranks that
+    share the partitions (data) and the shards of a matrix (tensor).
     """
 
     pieces: dict[Tensor, list[Piece]] | None = None
+    data_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
 
     def pieces_of(self, p: Tensor) -> list[Piece]:
-        return [Piece(0, p.numel(), True)] if self.pieces is None else self.pieces[p]
+        if self.pieces is None:
+            return [Piece(0, p.numel(), 0, p.shape, None, True)]
+        return self.pieces[p]
 
     def gradient(self, p: Tensor, start: int, stop: int) -> Tensor:
         """Return elements of the gradient, averaged and clipped, in float32."""
@@ -203,3 +214,145 @@ class Prodigy(ShardedOptimizer):
         eps = group["eps"] * self._new_d
         changed = {"lr": self._rate, "eps": eps, "weight_decay": decay}
         super().update(params, {**group, **changed})
+
+
+# Coefficients of x -> a x + b x^3 + c x^5, which after five steps brings singular values near 1.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_NUM_ITERATIONS = 5
+_RMS = 0.2  # of Adam's updates (arXiv 2502.16982, section 2.2)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Return U V^T of each matrix U S V^T, [..., N, M], roughly, in its dtype: by Newton-Schulz steps."""
+    a, b, c = _QUINTIC
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = x / norm.clamp(min=1e-30).to(x.dtype)
+    for _ in range(_NUM_ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if is_tall else x
+
+
+class Muon(ShardedOptimizer):
+    """Muon (Keller Jordan, 2024) for the matrices of the blocks, AdamW for all other parameters.
+
+    With g the gradient of a matrix [N, M], and u orthogonalized:
+
+        m = momentum m + (1 - momentum) g      u = momentum m + (1 - momentum) g     (nesterov; else m)
+        p -= lr (0.2 sqrt(max(N, M)) u + weight_decay p)
+
+    The factor (arXiv 2502.16982) gives u the size of Adam's updates, so that both have one rate. A
+    group with `num_parts` has the matrices; each consists of as many (q, k and v: 3), which are
+    orthogonalized one by one, in bf16 on a GPU and in float32 on a CPU.
+
+    ZeRO cuts matrices: as many as there are data-parallel ranks are put together at a time, one on each
+    rank, which orthogonalizes it and sends it back. Tensor-parallel ranks first exchange their shards of
+    it. State of matrices: exp_avg, shadow and step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        # peak learning rate of all parameters; args.lr if it is left out
+        lr: float = 1e-3,
+        # decay of the gradients' average of matrices
+        momentum: float = 0.95,
+        # step ahead along the average, as Nesterov
+        nesterov: bool = True,
+        # AdamW: decay of the first and the second moment
+        betas: tuple[float, float] = (0.9, 0.95),
+        # AdamW: added to the root of the second moment
+        eps: float = 1e-8,
+        # decoupled weight decay; args.weight_decay if it is left out
+        weight_decay: float = 0.0,
+        # decay of the averaged (EMA) weights
+        ema_decay: float = 0.9999,
+        # warm up the EMA's decay: at most (1 + n) / (10 + n) after n updates
+        use_num_updates: bool = True,
+        kernels: Literal["triton", "torch"] = "triton",
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"Muon momentum={momentum} must be in [0, 1); use 0.95")
+        super().__init__(
+            params,
+            lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            ema_decay=ema_decay,
+            use_num_updates=use_num_updates,
+            kernels=kernels,
+        )
+        self.momentum, self.nesterov = momentum, nesterov
+
+    def moments_of(self, p: Tensor) -> Sequence[str]:
+        of_matrices = (g["params"] for g in self.param_groups if "num_parts" in g)
+        is_matrix = any(p is one for params in of_matrices for one in params)
+        return ("exp_avg",) if is_matrix else super().moments_of(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        # sync: all ranks skip the collectives of a step that changes nothing
+        if self.found_inf is None or not self.found_inf.item():
+            super().step(closure)
+
+    def update(self, params: list[Tensor], group: dict) -> None:
+        if "num_parts" not in group:
+            super().update(params, group)
+            return
+        size = 1 if self.data_group is None else dist.get_world_size(self.data_group)
+        for p in params:
+            self.state_of(p)["step"] += 1
+            pieces = self.pieces_of(p)
+            for first in range(0, len(pieces), size):
+                self._update_together(p, pieces[first : first + size], group)
+
+    def _update_together(self, p: Tensor, pieces: list[Piece], group: dict) -> None:
+        """Update at most as many matrices as there are data-parallel ranks; each rank has one of them."""
+        wholes, ranks = [self._momentum(p, piece) for piece in pieces], self.data_group
+        if ranks is None:
+            wholes = [self._orthogonal(wholes[0], pieces[0], group["num_parts"])]
+        else:
+            for owner, whole in enumerate(wholes):
+                # Every element is of one rank, and 0 on the others: the sums are exact.
+                dist.reduce(whole, group=ranks, group_dst=owner)
+            mine = dist.get_rank(ranks)
+            if mine < len(wholes):
+                wholes[mine] = self._orthogonal(wholes[mine], pieces[mine], group["num_parts"])
+            for owner, whole in enumerate(wholes):
+                dist.broadcast(whole, group=ranks, group_src=owner)
+        state, copy = self.state_of(p), self.low_precision_copies.get(p)
+        for piece, whole in zip(pieces, wholes, strict=True):
+            cut = lambda x, piece=piece: x.view(-1).narrow(0, piece.offset, piece.numel)
+            weights, update = cut(p.detach()), whole.narrow(0, piece.start, piece.numel).float()
+            weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+            if self.other_ema is None:
+                cut(state["shadow"]).lerp_(weights, self.ema_weight(state["step"]))
+            if copy is not None:
+                cut(copy).copy_(weights)
+
+    def _momentum(self, p: Tensor, piece: Piece) -> Tensor:
+        """Update this rank's part of the average; return the flat matrix with it, and 0 elsewhere."""
+        dtype = torch.bfloat16 if p.is_cuda else torch.float32
+        whole = torch.zeros(piece.shape.numel(), dtype=dtype, device=p.device)
+        if piece.numel:
+            g = self.gradient(p, piece.offset, piece.offset + piece.numel)
+            m = self.state_of(p)["exp_avg"].view(-1).narrow(0, piece.offset, piece.numel)
+            m.lerp_(g, 1 - self.momentum)
+            u = g.lerp(m, self.momentum) if self.nesterov else m
+            whole.narrow(0, piece.start, piece.numel).copy_(u)
+        return whole
+
+    def _orthogonal(self, flat: Tensor, piece: Piece, num_parts: int) -> Tensor:
+        """Return a matrix, or this rank's shard of it, orthogonalized and scaled, flat."""
+        matrix, shard = flat.view(piece.shape), piece.shard
+        if shard is not None:
+            shares = [torch.empty_like(matrix) for _ in range(shard.count)]
+            dist.all_gather(shares, matrix, group=self.tensor_group)
+            matrix = join(shares, shard.dim, shard.num_parts)
+        parts = matrix.unflatten(0, (num_parts, -1))
+        parts = orthogonalize(parts) * (_RMS * math.sqrt(max(parts.shape[1:])))
+        matrix = parts.flatten(0, 1)
+        return (matrix if shard is None else shard.of(matrix)).reshape(-1).contiguous()

@@ -399,14 +399,17 @@ class ZeroEngine:
         return self.optimizer.param_groups[number]
 
     def state_kinds(self) -> list[str]:
-        """Return the names of the optimizer's per-element state, such as exp_avg and shadow.
+        """Return the names of the optimizer's per-element state, such as exp_avg and shadow; Muon's
+        matrices have no exp_avg_sq.
 
         Complete after `allocate_state` or the first step that is not skipped. The result is the same on every rank: a rank that owns only
         padding has a partition, too.
         """
-        shape = self.parts[0].shape
-        kept = self.state(0).items()
-        return sorted(k for k, v in kept if isinstance(v, Tensor) and v.shape == shape)
+        kinds = set()
+        for part, whole in enumerate(self.parts):
+            kept = self.state(part).items()
+            kinds |= {k for k, v in kept if isinstance(v, Tensor) and v.shape == whole.shape}
+        return sorted(kinds)
 
     def set_counter(self, part: int, key: str, value: float) -> None:
         """Set a scalar of the optimizer's state, such as its step count, from a checkpoint."""

@@ -264,7 +264,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             if self.other_ema is not None:
                 for p in params:
                     state = self.state_of(p)
-                    weight = self._ema_weight(state["step"])
+                    weight = self.ema_weight(state["step"])
                     self.other_ema.start(p.detach(), state["shadow"], weight)
 
     def update(self, params: list[Tensor], group: dict) -> None:
@@ -281,10 +281,11 @@ class FusedEmaAdam(torch.optim.Optimizer):
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p`; create what is missing and keep what a resumed run filled in."""
         state = self.state[p]
-        if "shadow" not in state or any(key not in state for key in MOMENTS):
+        moments = self.moments_of(p)
+        if "shadow" not in state or any(key not in state for key in moments):
             # float32 whatever the parameter's dtype.
             state.setdefault("step", torch.zeros((), device=p.device))
-            for key in MOMENTS:
+            for key in moments:
                 if key not in state:
                     state |= self._empty_moment(p, key)
             if "shadow" not in state:
@@ -294,6 +295,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
+
+    def moments_of(self, p: Tensor) -> Sequence[str]:
+        """Return the names of the moments that `p` has."""
+        return MOMENTS
 
     def _empty_moment(self, p: Tensor, key: str) -> dict[str, Tensor]:
         """Return the state of a moment that is 0."""
@@ -310,7 +315,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
             refuse("FusedEmaAdam", "a parameter", p, "it must be float32 for an EMA in host memory")
         return self.other_ema.empty(p)
 
-    def _ema_weight(self, step: Tensor) -> Tensor:
+    def ema_weight(self, step: Tensor) -> Tensor:
         """Return 1 - d, [] float32 on the device of `step`; 0 in a step that is skipped."""
         weight = torch.full_like(step, 1 - self.ema_decay, dtype=torch.float64)
         if self.use_num_updates:
@@ -445,7 +450,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         for p in params:
             step = self.state_of(p)["step"]
             step += 1.0 if found_inf is None else 1 - found_inf
-            ema_weight = self._ema_weight(step)
+            ema_weight = self.ema_weight(step)
             for q, g, m, v, shadow, copy in self._chunks(p):
                 new, g = q.float().contiguous(), g.float().contiguous()
                 adam(

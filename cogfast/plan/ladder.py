@@ -135,8 +135,8 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
         yield "args.offload_activations=true"
     if is_frozen and args.quantize_base == "none":
         yield "args.quantize_base=int8"
-    # Prodigy's state cannot be of 8 bits.
-    has_adams = rules.has_ema and rules.num_moments == 2
+    # The state of Prodigy and Muon cannot be of 8 bits.
+    has_adams = rules.has_ema and rules.num_moments == 2 and not rules.is_muon
     if has_adams and not rules.is_offloaded and not rules.has_8bit_moments and not is_frozen:
         yield "args.optimizer_moments=8bit"
     if not has_gpus or is_frozen:

@@ -23,6 +23,7 @@ from cogfast.config.deepspeed_keys import stage_and_sums
 from cogfast.config.merged_config import to_dict
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.context_parallel import split_context
+from cogfast.distributed.optimizers import Muon
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
@@ -436,5 +437,6 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
         accumulation=args.gradient_accumulation_steps,
         bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
+        is_muon=isinstance(optimizer, Muon),
         copies_gradients=not is_fused_adam or args.kernels == "torch",
     )

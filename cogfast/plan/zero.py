@@ -5,18 +5,22 @@ Follows DeepSpeed's stages 1 to 3 and FusedStep (distributed/fused_step.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
+from cogfast.distributed.zero_engine import whole_shape
 from cogfast.kernels.quantized.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.memory.host_blocks import HostBlocks
 from cogfast.train.memory.host_ema import DEVICE_BYTES
 from cogfast.train.memory.quantized_base import base_linears
+from cogfast.train.optimizer import muon_matrices
 
 _FLOAT32 = 4
 _DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
+_MUON_PRODUCTS = 8  # matrices in bf16 that an iteration has at most
 _LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 
 
@@ -28,6 +32,7 @@ class ZeroRules:
     replaces DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. has_8bit_moments,
     has_host_ema: args.optimizer_moments and args.ema_device. sum_bytes: size of a number
     in which gradients are accumulated. copies_gradients: the optimizer reads float32 gradients.
+    is_muon: matrices have one moment, and are put together in bf16.
     """
 
     stage: int
@@ -44,6 +49,7 @@ class ZeroRules:
     accumulation: int = 1
     bucket: int = _DEFAULT_BUCKET
     copies_gradients: bool = False
+    is_muon: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -91,6 +97,10 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
     numel = part * (not rules.is_offloaded)
     # 8-bit moments: a byte per element and an int16 per block.
     moment = numel + 2 * num_blocks(numel) if rules.has_8bit_moments else numel * _FLOAT32
+    moments = rules.num_moments * moment
+    if rules.is_muon:
+        matrices = sum(p.numel() for p in muon_matrices(transformer))
+        moments -= rules.partition(matrices) * _FLOAT32
     average = DEVICE_BYTES if rules.has_host_ema else numel * _FLOAT32
     parameters = num_partitioned(transformer)
     if rules.stage == 3:
@@ -104,7 +114,7 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
         weights=parameters * rules.weight_bytes + buffers + slots,
         slots=slots,
         master=numel * _FLOAT32,
-        moments=rules.num_moments * moment,
+        moments=moments,
         ema=average if rules.has_ema else 0,
         host_blocks=waiting,
         host_ema=part * _FLOAT32 if rules.has_host_ema else 0,
@@ -185,4 +195,8 @@ def step_bytes(transformer: DiffusionTransformer, rules: ZeroRules) -> int:
     if rules.copies_gradients:
         # DeepSpeed flattens the gradients, and converts them to float32.
         num_bytes += part * _FLOAT32 + (0 if rules.is_fused else part * rules.sum_bytes)
+    if rules.is_muon:
+        # A matrix of each rank, and the products of the iterations with one of them.
+        largest = max((math.prod(whole_shape(p)) for p in muon_matrices(transformer)), default=0)
+        num_bytes += largest * (rules.data_size + _MUON_PRODUCTS) * 2
     return num_bytes

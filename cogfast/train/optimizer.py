@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from cogfast.config import instantiate
 from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArguments
-from cogfast.config.components import OWN_OPTIMIZERS
+from cogfast.config.components import OWN_OPTIMIZERS, own_optimizer
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.parallelize import find_shards
 from cogfast.kernels.block_kernels import KernelChoice
@@ -21,18 +22,33 @@ from cogfast.train.memory.host_ema import HostEma
 
 logger = logging.getLogger(__name__)
 
+_MUON_MATRIX = re.compile(r"blocks\.\d+\.(attention\.(qkv|out)|fc1|fc2)\.weight")
 _UNDECAYED_MODULES = (nn.LayerNorm, nn.RMSNorm)  # sat/transformer_defaults.py NO_WD_MODULES
 
 
+def muon_matrices(module: nn.Module) -> dict[nn.Parameter, int]:
+    """Return {parameter: matrices in it} of the trained parameters that Muon orthogonalizes.
+
+    They are the linears of attention and MLP. Embeddings, modulation, norms, biases, and the patch and
+    output layers are AdamW's.
+    """
+    named = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    return {p: 3 if ".qkv." in name else 1 for name, p in named if _MUON_MATRIX.fullmatch(name)}
+
+
 def parameter_groups(
-    module: nn.Module, weight_decay: float | None = None, moments: Moments = "fp32"
+    module: nn.Module,
+    weight_decay: float | None = None,
+    moments: Moments = "fp32",
+    is_for_muon: bool = False,
 ) -> list[dict]:
     """Split the trainable parameters into a group with weight decay and one without, as SAT does.
 
     LayerNorms and parameters named `bias` do not decay; LoRA matrices and learned position tables
     do. An empty group is left out. The order is that of module.modules().
     weight_decay: for the group with decay; None: the optimizer's default. moments: with 8bit, shards
-    of tensor-parallel ranks and replicated parameters are in groups of their own.
+    of tensor-parallel ranks and replicated parameters are in groups of their own. is_for_muon: so are
+    its matrices, which all decay.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -47,7 +63,12 @@ def parameter_groups(
             (undecayed if is_norm or name == "bias" else decayed).append(parameter)
     # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-    groups = [{"params": decayed, **decay}, {"params": undecayed, "weight_decay": 0.0}]
+    matrices = muon_matrices(module) if is_for_muon else {}
+    others = [p for p in decayed if p not in matrices]
+    groups = [{"params": others, **decay}, {"params": undecayed, "weight_decay": 0.0}]
+    for num_parts in sorted({*matrices.values()}):
+        params = [p for p in decayed if matrices.get(p) == num_parts]
+        groups.append({"params": params, "num_parts": num_parts, **decay})
     if moments == "8bit":
         # Ranks must give replicated parameters the same bits. ZeRO makes a flat tensor of a group, and
         # a block of codes with elements of a shard would have another scale on each rank.
@@ -71,7 +92,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
 
-    type: FusedEmaAdam under SAT's or cogfast's path; "Prodigy"; DeepSpeed's "Adam" (decoupled weight decay
+    type: FusedEmaAdam under SAT's or cogfast's path; "Prodigy"; "Muon"; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
     args.optimizer_moments and args.ema_device. lr: args.lr, for classes that must have one; every step
@@ -165,7 +186,7 @@ def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int],
 def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None:
     """Warn if the run ends before the rate reaches args.lr, which only lr_first_step=0 allows, or if
     args.lr is a rate where the optimizer of `deepspeed.optimizer` wants a factor."""
-    if str(section.get("type")).lower() == "prodigy" and args.lr <= _SMALL_FACTOR:
+    if own_optimizer(section) == "prodigy" and args.lr <= _SMALL_FACTOR:
         logger.warning(
             "args.lr=%g is small for Prodigy, which multiplies the rate that it estimates by it; use 1",
             args.lr,

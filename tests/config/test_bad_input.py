@@ -69,9 +69,9 @@ WRONG = {
     ),
     "deepspeed.amp.enabled=true": "deepspeed.amp: apex mixed precision is not used; enable bf16 or",
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
-    "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Prodigy, Adam, AdamW or a class",
+    "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Prodigy, Muon, Adam",
     "deepspeed.optimizer.type=adamw8bit": (
-        "type=adamw8bit: use sat.ops.FusedEmaAdam with args.optimizer_moments=8bit, Prodigy, Adam"
+        "type=adamw8bit: use sat.ops.FusedEmaAdam with args.optimizer_moments=8bit, Prodigy, Muon"
     ),
     f"{MODEL}.modules.lora_config.params.lora_alpha=128": (
         f"{MODEL}.modules.lora_config.target is missing; set args.lora_rank=64"

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.config.components import OWN_OPTIMIZERS, is_none
+from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
@@ -164,6 +164,11 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
             "set args.load to the folder of the base model"
         )
+    optimizer = config.deepspeed.get("optimizer")
+    if network.get("lora_rank") is not None and own_optimizer(optimizer) == "muon":
+        text = f"deepspeed.optimizer.type={optimizer.type} is for runs that train all weights: it would "
+        text += "orthogonalize the two factors of an adapter, not what they change together"
+        refuse(config, "deepspeed.optimizer.type", f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(config, args, model, network)
     _check_image_input(config, model, network)
     _check_data(config, args, model, network)
@@ -452,11 +457,10 @@ def _check_optimizer_state(config: Config, args: TrainArguments) -> None:
             "use device=cpu, or optimizer_moments=fp32"
         )
         refuse(config, "args.optimizer_moments", text)
-    kind = str(OmegaConf.select(config.deepspeed, "optimizer.type"))
-    is_own = kind in OWN_OPTIMIZERS.values() or kind.lower() in OWN_OPTIMIZERS
-    if is_own and (args.zero_stage == 3 or device in ("cpu", "nvme")):
+    section = config.deepspeed.get("optimizer")
+    if own_optimizer(section) and (args.zero_stage == 3 or device in ("cpu", "nvme")):
         cause = "args.zero_stage=3" if args.zero_stage == 3 else offload
-        text = f"deepspeed.optimizer.type={kind} does not work with {cause}, whose step sees a part of "
+        text = f"deepspeed.optimizer.type={section.type} does not work with {cause}, whose step sees a part of "
         text += "the model at a time; use ZeRO 0 to 2 without offload_optimizer, or sat.ops.FusedEmaAdam"
         refuse(config, "deepspeed.optimizer.type", text)
 

@@ -101,6 +101,8 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
     engine.allocate_state(kinds)
     # The order of the files, so that the thread that hashes them and this one read the disk once.
     for kind, part in product(("master", *kinds), range(len(engine.parts))):
+        if kind != "master" and kind not in engine.state(part):
+            continue
         with engine.filled(part, kind) as whole:
             for piece in engine.slices:
                 if piece.part == part:

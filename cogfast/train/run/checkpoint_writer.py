@@ -308,6 +308,8 @@ class _Snapshot:
         written = [p for p in self.engine.slices if self._is_written_here(p.parameter)]
         for kind in self.kinds:
             for piece in written:
+                if (kind, piece.part) not in self.partitions:
+                    continue
                 read = partial(self._values, kind, piece)
                 add(kind, piece.parameter, piece.start, piece.numel, read)
         for name, values in self.frozen_values.items():

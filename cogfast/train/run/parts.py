@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.components import own_optimizer
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
@@ -193,9 +194,11 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
     encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
     num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
+    section = config.deepspeed.get("optimizer") or {}
+    is_muon = own_optimizer(section) == "muon"
     optimizer = build_optimizer(
-        config.deepspeed.get("optimizer") or {},
-        parameter_groups(transformer, args.weight_decay, args.optimizer_moments),
+        section,
+        parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon),
         args.kernels,
         config.allow_import,
         args.optimizer_moments,

@@ -20,7 +20,7 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
 from cogfast.kernels.gpu.fused_ema_adam import launch_average
 from cogfast.model.transformer import assemble_transformer
 from cogfast.plan.memory import rules_of
-from cogfast.plan.zero import lasting_state
+from cogfast.plan.zero import lasting_state, step_bytes
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from cogfast.train.preflight.check import check_train
@@ -205,6 +205,11 @@ def test_no_block_of_codes_has_shards_and_replicated_parameters() -> None:
             ("deepspeed.optimizer.type=prodigy", "deepspeed.zero_optimization.stage=3"),
             "optimizer.type=prodigy does not work with args.zero_stage=3, .*; use ZeRO 0 to 2",
         ),
+        (
+            ("deepspeed.optimizer.type=Muon", "args.zero_stage=3"),
+            "optimizer.type=Muon does not work with args.zero_stage=3, .*; use ZeRO 0 to 2",
+        ),
+        ((EIGHT, "deepspeed.optimizer.type=Muon"), "args.optimizer_moments=8bit is for .*use that"),
         (("deepspeed.optimizer.type=Prodigy", OFFLOAD), "offload_optimizer.device=cpu, whose step"),
         (
             (HOST, OFFLOAD),
@@ -219,6 +224,32 @@ def test_what_does_not_work_is_refused(base: Path, words: tuple[str, ...], messa
     with pytest.raises(ValueError, match=message) as caught:
         check_train(load_config([base], list(words)))
     assert "\n" not in str(caught.value)
+
+
+def test_muon_keeps_one_moment_of_the_linears_of_blocks(base: Path) -> None:
+    """The other parameters have two; the plan counts both."""
+    model = assemble_transformer(FAMILY["5b_i2v"])
+    names = {p: name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, 0.1, is_for_muon=True)
+    optimizer = build_optimizer({"type": "muon"}, groups)
+    found = {1: 0, 2: 0}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names.pop(p)
+            kinds = [key for key in optimizer.state_of(p) if key.startswith("exp_avg")]
+            is_matrix = name.startswith("blocks.") and "modulation" not in name and p.ndim == 2
+            assert group.get("num_parts") == (None if not is_matrix else 3 if "qkv" in name else 1)
+            assert (
+                group["weight_decay"] == (0.1 if p.ndim > 1 else 0) and len(kinds) == 2 - is_matrix
+            )
+            found[len(kinds)] += p.numel()
+    assert all(found.values()) and not names
+    config = load_config([base], ["deepspeed.optimizer.type=Muon"])
+    rules = rules_of(config, TrainArguments.from_config(config), 1)
+    assert lasting_state(model, rules).moments == 4 * (found[1] + 2 * found[2])
+    plain = step_bytes(model, replace(rules, is_muon=False))
+    largest = model.blocks[0].fc1.weight.numel()
+    assert plain + 2 * 2 * largest < step_bytes(model, rules) < plain + 20 * largest
 
 
 def test_the_plan_counts_the_bytes(base: Path) -> None:

@@ -249,6 +249,14 @@ def test_fp16_needs_a_gpu(config, monkeypatch):
         check_train(checked, world_size=8)
 
 
+def test_muon_is_for_runs_that_train_all_weights(config):
+    muon = "deepspeed.optimizer.type=muon"
+    check_train(config("cogvideox_5b", muon), world_size=8)
+    text = "type=muon is for runs that train all weights: .*; use Prodigy or sat.ops.FusedEmaAdam"
+    with pytest.raises(ValueError, match=text):
+        check_train(config("cogvideox_5b_lora", muon), world_size=8)
+
+
 def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
     """On a CPU it runs: the same roundings are computed there."""
     lora = lambda *words: config("cogvideox_5b_lora", *words)
