@@ -54,7 +54,10 @@ class Trainer:
             keep_in_last_line(f"; {hint}")
             if self.writer.saved is not None and str(self.writer.saved) not in str(error):
                 error.add_note(hint)
+            self.parts.log.end(error)
             raise
+        finally:
+            self.parts.log.end()
 
     def _train(self) -> None:
         args, groups = self.args, self.groups

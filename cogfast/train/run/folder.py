@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
+from cogfast.config.log_text import command_line
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import cut, printable
 from cogfast.core.files import WriteError, write_text
@@ -402,9 +403,9 @@ def _write_description(
     if changed or not (folder / _CONFIG).is_file():
         name = f"training_config{mark if changed else ''}.yaml"
         write_text(folder / name, config.to_yaml())
-    environment = json.dumps(_environment(world_size), indent=2)
-    write_text(folder / f"environment{mark}.json", environment + "\n")
     changes_of_code = git("diff", "HEAD")
+    environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
+    write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
     if changes_of_code:
         write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")
 
@@ -440,6 +441,7 @@ def _environment(world_size: int) -> dict[str, object]:
     import deepspeed
 
     return {
+        "command": command_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,

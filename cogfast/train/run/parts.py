@@ -74,6 +74,7 @@ from cogfast.train.run.folder import (
     describe_run,
     open_run_folder,
 )
+from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
@@ -102,6 +103,7 @@ class Parts:
     groups: ProcessGroups
     folder: Path
     lock: AbstractContextManager
+    log: RunLog
     step: int
     num_steps: int
     global_batch: int
@@ -128,6 +130,15 @@ class Parts:
 
 def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     """Check a configuration, start the processes, build the run, and load what it resumes from."""
+    log = RunLog()
+    try:
+        return _assemble(config, overrides, log)
+    except BaseException as error:
+        log.end(error)
+        raise
+
+
+def _assemble(config: Config, overrides: EncodeOverrides, log: RunLog) -> Parts:
     args = TrainArguments.from_config(config)
     if not args.compile:
         run_without_dynamo()
@@ -179,6 +190,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
     groups.on_main(describe)
     if groups.is_main:
+        log.open(folder)
         # The headers were read before the folder existed.
         record_bad(folder, bad, len(datasets.train))
 
@@ -231,6 +243,7 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         groups=groups,
         folder=folder,
         lock=lock,
+        log=log,
         step=step,
         num_steps=num_steps,
         global_batch=global_batch,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,8 +103,12 @@ def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> 
         open_run_folder(str(tmp_path / "file"), "a", None, ALONE)
 
 
-def test_a_run_writes_down_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_writes_down_what_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "cogfast")
     base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), train_iters=2)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/cogfast", "train", "--base", "my file.yaml"])
     Trainer(load_config([base])).train()
     run = run_folder(tmp_path / "runs")
     first = (run / "training_config.yaml").read_text()
@@ -110,6 +116,11 @@ def test_a_run_writes_down_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     environment = json.loads((run / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert environment["world_size"] == 1
+    assert environment["command"] == "cogfast train --base 'my file.yaml'"
+    start, *logged = (run / "log.txt").read_text().strip().splitlines()
+    assert start.endswith("  cogfast train --base 'my file.yaml'")
+    # From before the folder was there to the last line
+    assert logged == [line for record in caplog.records for line in record.getMessage().split("\n")]
 
     Trainer(load_config([base], ["args.resume=latest", "args.train_iters=3"])).train()
     assert (run / "training_config.yaml").read_text() == first
@@ -123,6 +134,18 @@ def test_a_run_writes_down_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "the configuration" not in caplog.text
     Trainer(load_config([base], ["args.resume=latest"]))
     assert "the configuration has changed: args.train_iters: 3 -> 2" in caplog.text
+
+
+def test_the_log_of_a_run_has_its_error(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), train_iters=2)
+    trainer = Trainer(load_config([base]))
+    trainer.compute_loss = lambda batch: (_ for _ in ()).throw(ValueError("first\nand second"))
+    with pytest.raises(ValueError, match="first"):
+        trainer.train()
+    last = (run_folder(tmp_path / "runs") / "log.txt").read_text().splitlines()[-1]
+    assert last == "cogfast: first and second"
+    handlers = logging.getLogger("cogfast").handlers
+    assert not [each for each in handlers if type(each).__name__ == "RunLog"]
 
 
 def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
