@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import numbers
 import os
 import select
 import sys
 import warnings
 from typing import TYPE_CHECKING, TextIO
 
-from cogfast.config.log_text import PlainText
+from cogfast.config.values import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -33,11 +34,26 @@ class _ToStderr(logging.Handler):
             sys.stderr.write(self.format(record) + "\n")
 
 
+class _PlainText(logging.Formatter):
+    """Escapes control characters and line breaks in log arguments.
+
+    File names and captions come from data and could otherwise send commands to the terminal or
+    fake a log line. A message of several lines is therefore logged without arguments.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                a if isinstance(a, numbers.Number) else printable(str(a)) for a in record.args
+            )
+        return printable(super().format(record), keep="\n\t")
+
+
 def start_logging() -> None:
     """Log to stderr: everything from INFO on rank 0, warnings on the other ranks."""
     logger = logging.getLogger("cogfast")
     handler = _ToStderr()
-    handler.setFormatter(PlainText())
+    handler.setFormatter(_PlainText())
     # In place of earlier handlers, so that a second command of one process does not log twice.
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO if is_first_rank() else logging.WARNING)

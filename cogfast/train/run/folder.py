@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import subprocess
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
@@ -27,7 +29,6 @@ from omegaconf import OmegaConf
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
-from cogfast.config.log_text import command_line
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import cut, printable
 from cogfast.core.files import WriteError, write_text
@@ -451,6 +452,13 @@ def _environment(world_size: int) -> dict[str, object]:
         "world_size": world_size,
         "commit": git("rev-parse", "HEAD"),
     }
+
+
+def command_line() -> str:
+    """Return the command of this process as one would type it."""
+    program = Path(sys.argv[0]).name
+    name = "python -m cogfast" if program == "__main__.py" else program
+    return printable(f"{name} {shlex.join(sys.argv[1:])}".strip())
 
 
 def git(*arguments: str) -> str | None:

@@ -7,8 +7,8 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from cogfast.config.log_text import PlainText, command_line
-from cogfast.config.values import one_line
+from cogfast.config.values import one_line, printable
+from cogfast.train.run.folder import command_line
 from cogfast.train.run.trackers import LogFile
 
 
@@ -17,7 +17,6 @@ class RunLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(PlainText())
         self._file: LogFile | None = None
         self._lines = [f"\n{datetime.now():%Y-%m-%d %H:%M:%S}  {command_line()}"]
         if os.environ.get("RANK", "0") == "0":
@@ -30,7 +29,8 @@ class RunLog(logging.Handler):
         self._write("\n".join(lines))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._write(self.format(record))
+        # The screen's handler comes first, and has escaped the arguments.
+        self._write(printable(record.getMessage(), keep="\n\t"))
 
     def end(self, error: BaseException | None = None) -> None:
         """Stop. error: what ends the run; it is written as the command prints it."""
