@@ -269,6 +269,15 @@ class TrainArguments:
     """sampling steps of these videos; null: the sampler's own number"""
     eval_with_ema: bool = True
     """evaluate and sample with the averaged (EMA) weights, if the optimizer keeps them"""
+    eval_command: str | None = None
+    """command that scores sampled videos in the background, such as "python score.py {samples}", which
+    becomes their folder; numbers of the JSON object that it prints are logged as score/NAME. Only the
+    command line can set it"""
+    eval_command_timeout: Count = 3600
+    """seconds after which eval_command is killed"""
+    keep_best: str | None = None
+    """score/NAME or valid_loss: also keep the checkpoint with the highest value; "-" before it: with
+    the lowest. A value belongs to the newest checkpoint at its step or before"""
 
     force_inference: bool = False
     """sample even if the weights are incomplete or missing"""

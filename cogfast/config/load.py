@@ -20,11 +20,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.components import resolve
 from cogfast.config.deepspeed_keys import fold
-from cogfast.config.merged_config import COMMAND_LINE, SECTIONS, Config, find_origin, to_dict
+from cogfast.config.merged_config import (
+    COMMAND_LINE,
+    DEFAULT,
+    SECTIONS,
+    Config,
+    find_origin,
+    to_dict,
+)
 from cogfast.config.sections import check_sections, complete_sections
 from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
+COMMAND_KEY = "args.eval_command"
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
     OmegaConfBaseException,
@@ -67,6 +75,7 @@ def load_config(
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
+    ignored = _ignored_of_files(merged, origins)
     for key, (value, origin) in (settings or {}).items():
         _set(merged, key, value, origins, origin, merge=False)
     for override in overrides:
@@ -90,6 +99,7 @@ def load_config(
         text = f"{find_origin(origins, problem.key)}: {problem}"
         raise ValueError(one_line(text)) from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
+    unused |= {key: why for key, why in ignored.items() if origins[key] == DEFAULT}
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
 
 
@@ -139,6 +149,18 @@ def _without_empty_sections(loaded: DictConfig, name: str) -> DictConfig:
         elif not isinstance(node, DictConfig):
             raise ValueError(f"{name}: {section}={show(node._value())} must be a mapping")
     return loaded
+
+
+def _ignored_of_files(merged: DictConfig, origins: dict[str, str]) -> dict[str, str]:
+    """Remove what only the command line may set, since a file may have been downloaded with a run.
+
+    Returns {key: reason}.
+    """
+    key, args = COMMAND_KEY, merged._get_node("args")
+    if not isinstance(args, DictConfig) or args.pop(key.removeprefix("args."), None) is None:
+        return {}
+    file = origins.pop(key)
+    return {key: f"{file} sets it, but a command runs only if the command line gives it"}
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:

@@ -84,6 +84,7 @@ class Evaluator:
         self.batch_size = args.eval_batch_size or args.batch_size
         self.given = given_prompts(args) if args.has_evaluation else []
         self.samples: Path | None = None  # folder of the last videos
+        self.sampled_step: int | None = None  # of the last videos
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
         if args.has_evaluation and dataset is None and not self._has_prompts():
@@ -263,7 +264,7 @@ class Evaluator:
             report_videos=self.report_videos,
             start_of_names=start,
         )
-        self.samples = folder
+        self.samples, self.sampled_step = folder, step
 
     def _has_prompts(self) -> bool:
         has_held_out = self.dataset is not None and self.args.eval_num_samples > 0

@@ -66,7 +66,7 @@ class Trainer:
         )
         self._announce()
         with StopRequest(groups, args.max_hours, self.parts.how_to_resume) as stop:
-            self.watchers, self.metrics = assemble_watchers(
+            self.watchers, self.metrics, self.scores = assemble_watchers(
                 self.parts, self._loss_at, self._save_now
             )
             # The writer exits first: a pending save is complete before anything else is closed.
@@ -85,6 +85,10 @@ class Trainer:
                 # After the save: a run that is killed meanwhile keeps its last step.
                 if self._is_end_evaluated() and not stop.is_stopping:
                     self._evaluate(stop)
+                if not stop.is_stopping:
+                    self.scores.wait(lambda: stop.is_asked)
+                    if args.keep_best is not None:
+                        self.writer.prune()
             # No rank may leave while another waits for its part of a collective.
             stop.finish()
             self.engine.wait_for_weights()
@@ -181,6 +185,8 @@ class Trainer:
         CLOCK.enter("evaluation")
         given = (self.step, self.size.latents, stop)
         self.metrics.add_evaluation(self.step, self.evaluator(*given, self.metrics.add_videos))
+        if self.evaluator.sampled_step == self.step:
+            self.scores.add(self.step)
 
     def _is_end_evaluated(self) -> bool:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""

@@ -18,6 +18,7 @@ from cogfast.config import Config, resolve
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
+from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
@@ -51,6 +52,7 @@ from cogfast.train.run.folder import (
     resumed_in_run_folder,
 )
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
+from cogfast.train.watchers.scores import check_scores
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +257,8 @@ def log_unused(config: Config) -> None:
     if names:
         text = counted(len(names), "key of the configuration has", "keys of the configuration have")
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
+    if COMMAND_KEY in config.unused:
+        logger.warning("%s: %s", COMMAND_KEY, config.unused[COMMAND_KEY])
     own = own_defaults(config)
     if own:
         logger.info("no file sets %s", ", ".join(own))
@@ -539,6 +543,7 @@ def _check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -
 
     Without evaluations they are not used, and not checked.
     """
+    check_scores(config, args)
     if not args.has_evaluation:
         return
     if not is_none(config.model.get("sampler_config")):

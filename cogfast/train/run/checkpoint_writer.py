@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -78,6 +78,8 @@ class CheckpointWriter:
         self.layout: FolderLayout = layout
         # The writing thread's collectives must not mix with those of the training loop.
         self.groups = groups.with_own_control()
+        # Returns the steps of the checkpoints that are kept in addition. Rank 0's thread calls it.
+        self.kept: Callable[[Sequence[int]], set[int]] = lambda _: set()
         self.saved_step = 0
         self.saved: Path | None = None
         self._snapshot: _Snapshot | None = None
@@ -191,7 +193,14 @@ class CheckpointWriter:
         sync(draft / "manifest.json")
         sync(draft)
         _publish(draft, self.path(about["step"]))
-        _prune(self.path(about["step"]), self.keep_last)
+        _prune(self.path(about["step"]), self.keep_last, self.kept)
+
+    def prune(self) -> None:
+        """Remove checkpoints that `kept` no longer names, on rank 0, after the pending save."""
+        self.wait()
+        # A run that resumed another one has not saved here yet.
+        if self.groups.is_main and self.saved is not None and self.saved.parent == self.folder:
+            _prune(self.saved, self.keep_last, self.kept)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -388,8 +397,8 @@ def _publish(draft: Path, final: Path) -> None:
         raise _LatestError(str(error)) from None
 
 
-def _prune(newest: Path, keep_last: int) -> None:
-    """Remove old checkpoints and the unfinished ones of killed runs.
+def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int]]) -> None:
+    """Remove old checkpoints, except `kept`, and the unfinished ones of killed runs.
 
     Checkpoints of later steps than `newest` stay: the user resumed from an earlier one on purpose.
     """
@@ -408,5 +417,7 @@ def _prune(newest: Path, keep_last: int) -> None:
     if layout == "finetune":
         # Another trainer's checkpoint of such a name has no manifest.
         done = [p for p in done if (p / "manifest.json").is_file()]
+    others = kept([steps[path] for path in done])
     for path in sorted(done, key=steps.__getitem__)[:-keep_last] if keep_last > 0 else []:
-        shutil.rmtree(path, ignore_errors=True)
+        if steps[path] not in others:
+            shutil.rmtree(path, ignore_errors=True)

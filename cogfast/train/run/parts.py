@@ -86,6 +86,7 @@ from cogfast.train.watchers.parameter_checks import (
     lora_cannot_learn,
 )
 from cogfast.train.watchers.profiling import Profiler
+from cogfast.train.watchers.scores import Scores
 from cogfast.train.watchers.watcher import Watchers
 
 logger = logging.getLogger(__name__)
@@ -268,8 +269,8 @@ def _assemble(config: Config, overrides: EncodeOverrides, log: RunLog) -> Parts:
 
 def assemble_watchers(
     parts: Parts, loss_at: Callable[[int, Batch], Tensor], save: Callable[[], bool]
-) -> tuple[Watchers, Metrics]:
-    """Return what watches the run, and of it the metrics.
+) -> tuple[Watchers, Metrics, Scores]:
+    """Return what watches the run, and of it the metrics and the scores of evaluations.
 
     loss_at: returns the loss of a micro-batch of a step. save: saves a checkpoint of the current step,
     and returns whether that succeeded.
@@ -289,6 +290,8 @@ def assemble_watchers(
         num_steps=parts.num_steps,
         samples_per_step=parts.global_batch,
     )
+    scores = Scores(args, folder, metrics)
+    parts.writer.kept = scores.kept
     # In the order of their calls; closed in the reverse order.
     watchers = [
         HangStacks(folder, groups.rank, args.collective_timeout),
@@ -296,13 +299,14 @@ def assemble_watchers(
         parts.gradient_check,
         NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),
         metrics,
+        scores,
     ]
     every, wait = args.replica_check_interval, engine.wait_for_weights
     if groups.tensor is not None and every:
         watchers.insert(4, ReplicaCheck(transformer, groups.tensor, every, wait))
     if args.profiling is not None and args.profiling >= 0:
         watchers.append(Profiler(folder / "profile", groups, args.profiling))
-    return Watchers(watchers), metrics
+    return Watchers(watchers), metrics, scores
 
 
 def _how_to_resume(config: Config, folder: Path, writer: CheckpointWriter) -> str:

@@ -53,6 +53,7 @@ _PLOTS = (
     ("Memory", r"memory_\w+", "GiB", False),
     ("Gradient norm, before clipping", "grad_norm", "", True),
     ("Throughput", "samples_per_s", "samples/s", True),
+    ("Score", "score/.+", "", False),
 )
 _LABELS = {"loss": "training", "valid_loss": "held out", "step_ms": "whole step"}
 

@@ -1,0 +1,219 @@
+"""Scores the videos of an evaluation with args.eval_command, and keeps the best checkpoint (args.keep_best).
+
+Rank 0 runs the command in the background and looks at it after each step, so that no rank waits for it.
+A failure is logged, and training continues.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.json_files import brief
+from cogfast.config.load import COMMAND_KEY
+from cogfast.config.merged_config import refuse
+from cogfast.train.run.folder import samples_place
+from cogfast.train.watchers.watcher import Watcher
+
+if TYPE_CHECKING:  # every command checks args.eval_command, which needs no metrics
+    from cogfast.train.watchers.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "{samples}"  # in args.eval_command, stands for the folder of the videos
+_MOST_BYTES = 1 << 20  # read from the end of the command's output
+_BETWEEN_LOOKS = 0.1  # seconds, after the last step
+# The kernel then kills the command with the process that started it, also if that is killed itself.
+_TIE = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+_TIED = [sys.executable, "-I", "-c", _TIE] if sys.platform == "linux" else []
+# Variables of this rank: with them, a command that uses torch.distributed would wait for other ranks.
+_OF_RANK = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "OMPI_COMM",
+)
+
+
+class Scores(Watcher):
+    """Runs the commands of a run's evaluations, one after the other."""
+
+    def __init__(self, args: TrainArguments, folder: Path, metrics: Metrics) -> None:
+        self.args, self.folder, self.metrics = args, folder, metrics
+        is_used = args.eval_command is not None and metrics.groups.is_main
+        self.words = shlex.split(args.eval_command or "") if is_used else []
+        self.waiting: list[int] = []  # steps without scores yet; the command runs for the first one
+        self.process: subprocess.Popen | None = None
+        self.scratch: TemporaryDirectory | None = None
+        self.deadline = math.inf
+
+    def add(self, step: int) -> None:
+        """Score the videos that were sampled at `step`."""
+        if self.words:
+            self.waiting.append(step)
+            self.after_step(step)
+
+    def after_step(self, step: int) -> None:
+        """Take the scores of a command that has ended, and start the next one."""
+        if not self.waiting:
+            return
+        scored = self.waiting[0]
+        try:
+            if self.process is None:
+                self._start(scored)
+            numbers = self._result()
+            if numbers is None:
+                return
+            self.metrics.write(scored, {"step": scored, **numbers})
+            named = "  ".join(f"{key} {value:.4g}" for key, value in numbers.items())
+            logger.info("step %d/%d  %s", scored, self.metrics.num_steps, brief(named))
+        except (OSError, ValueError) as error:
+            text = "args.eval_command at step %d: %s; training continues"
+            logger.warning(text, scored, brief(str(error)))
+        self._end()
+        # Last, since `kept` keeps the checkpoints of these steps, and then of those with scores.
+        self.waiting.pop(0)
+
+    def wait(self, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Wait for the last scores of a run that is complete."""
+        if self.waiting:
+            logger.info("waiting for args.eval_command at step %d", self.waiting[-1])
+        while self.waiting and not is_asked_to_stop():
+            self.after_step(self.waiting[0])
+            time.sleep(_BETWEEN_LOOKS)
+
+    def close(self, error: BaseException | None) -> None:
+        self._end()
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return the checkpoints that args.keep_best keeps, as steps: the best one, and those whose
+        scores are not known yet. steps: all checkpoints. The writer's thread calls it on rank 0.
+
+        A score belongs to the newest checkpoint that is not later than its evaluation.
+        """
+        best = self.args.keep_best
+        if best is None:
+            return set()
+        key, found = best.removeprefix("-"), {}
+        for line in [*self.metrics.history]:
+            value, step = line.get(key), line["step"]
+            # None and NaN: a value that was not finite, read from the file and from memory.
+            if isinstance(value, (int, float)) and math.isfinite(value) and step >= min(steps):
+                found[step] = value
+        choose = min if best.startswith("-") else max
+        wanted = [*self.waiting, *([choose(found, key=found.__getitem__)] if found else [])]
+        return {max((s for s in steps if s <= step), default=step) for step in wanted}
+
+    def _start(self, step: int) -> None:
+        videos, start = samples_place(self.folder, step, self.args.folder_layout)
+        self.scratch = TemporaryDirectory(prefix="cogfast-scores-")
+        scratch = Path(self.scratch.name)
+        if start:  # a folder with the videos of all steps
+            links = scratch / "samples"
+            links.mkdir()
+            for path in videos.glob(f"{start}*"):
+                name = path.name.replace(f"{start}prompts.json", "prompts.json")
+                (links / name).symlink_to(path.absolute())
+            videos = links
+        words = [word.replace(SAMPLES, str(videos.absolute())) for word in self.words]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_RANK)}
+        # cogfast has set it for its own processes; a script may import what lies beside it.
+        kept.pop("PYTHONSAFEPATH", None)
+        self.deadline = time.monotonic() + self.args.eval_command_timeout
+        with open(scratch / "stdout", "wb") as out, open(scratch / "stderr", "wb") as errors:
+            self.process = subprocess.Popen(
+                [*_TIED, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=kept,
+                start_new_session=True,  # a group, so that it can be killed with its children
+            )
+
+    def _result(self) -> dict[str, float] | None:
+        """Return the scores of the command that runs, None until it ends. ValueError says why there are
+        none."""
+        assert self.process is not None and self.scratch is not None, "it was started"
+        status = self.process.poll()
+        if status is None and time.monotonic() < self.deadline:
+            return None
+        if status is None:
+            limit = self.args.eval_command_timeout
+            raise ValueError(f"killed after args.eval_command_timeout={limit} s")
+        if status != 0:
+            lines = _tail(Path(self.scratch.name, "stderr")).strip().splitlines()
+            raise ValueError(f"exit status {status} ({lines[-1] if lines else 'no message'})")
+        return scores_of(_tail(Path(self.scratch.name, "stdout")))
+
+    def _end(self) -> None:
+        """Kill the command if it still runs, and remove what it has written."""
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.scratch is not None:
+            self.scratch.cleanup()
+        self.process = self.scratch = None
+
+
+def check_scores(config: Config, args: TrainArguments) -> None:
+    """Check args.eval_command and args.keep_best."""
+    command, best, problem = args.eval_command, args.keep_best, None
+    if best is not None and not re.fullmatch(r"-?(score/.+|valid_loss)", best):
+        text = f"args.keep_best={brief(best)} must be score/NAME or valid_loss, or -score/NAME"
+        refuse(config, "args.keep_best", f"{text} if lower is better")
+    if best is not None and "score/" in best and command is None and args.resume is None:
+        text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
+        refuse(config, "args.keep_best", f"{text}; give it on the command line")
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # a quotation mark without its partner
+        words, problem = [], f"cannot be split into words ({error}); correct it"
+    if problem is None and SAMPLES not in command:
+        problem = f"must contain {SAMPLES}, which becomes the folder of the videos"
+    if problem is None and shutil.which(words[0]) is None:
+        problem = "begins with no program that is found here; correct its path"
+    if problem is None and not args.has_evaluation:
+        problem = "scores the videos of evaluations, but there are none; set args.eval_interval"
+    if problem is not None:
+        refuse(config, COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
+
+
+def scores_of(output: str) -> dict[str, float]:
+    """Return {"score/<name>": number} of the last line that is a JSON object with numbers."""
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line, parse_int=float)
+            pairs = found.items() if isinstance(found, dict) else ()
+            scores = {f"score/{name}": v for name, v in pairs if isinstance(v, float)}
+            if scores:
+                return scores
+    raise ValueError('no line of its output is a JSON object with numbers, such as {"clip": 0.3}')
+
+
+def _tail(path: Path) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
+        return file.read().decode(errors="replace")

@@ -1,0 +1,202 @@
+"""args.eval_command scores an evaluation's videos in the background; args.keep_best keeps a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.train.preflight.check import check_train
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import run_folder, start, wait_for, write_config
+
+# Scores by step, the number of videos that the command finds, and the variables of a rank that it sees.
+_SCORE = """
+import json, os, pathlib, re, sys
+import beside
+folder = pathlib.Path(sys.argv[1])
+videos = [path.name for path in folder.glob("*.mp4")]
+step = int(re.search(r"(?:step-0*|validation-)(\\d+)", f"{folder.name} {videos[0]}")[1])
+listed = json.loads((folder / "prompts.json").read_text())
+seen = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+print("loading a model")
+print(json.dumps({"clip": beside.TABLE[step], "videos": len(videos), "listed": len(listed),
+                  "ranks": len(seen), "name": "text is left out"}))
+print("{done}")
+"""
+
+
+def write_script(folder: Path, table: dict[int, float]) -> str:
+    """Write score.py and what it imports. Return the command that runs it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "score.py").write_text(_SCORE)
+    (folder / "beside.py").write_text(f"TABLE = {table}\n")
+    return f"{sys.executable} {shlex.quote(str(folder / 'score.py'))} {{samples}}"
+
+
+def write_base(folder: Path, data: Path, **args) -> Path:
+    two = {"eval_interval": 1, "save_interval": 1, "eval_prompts": ["a bar", "a red bar"]}
+    return write_config(folder / "base.yaml", data, **{"train_iters": 4, **two, **args})
+
+
+def train(base: Path, command: str | None, *overrides: str) -> Path:
+    given = [] if command is None else [f"args.eval_command={command}"]
+    Trainer(load_config([base], [*given, *overrides])).train()
+    return run_folder(base.parent / "runs")
+
+
+def scores(run: Path) -> dict[int, dict]:
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in lines if any(key.startswith("score/") for key in line)}
+    return {
+        step: {k[6:]: v for k, v in line.items() if k != "step"} for step, line in found.items()
+    }
+
+
+def saved(run: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_scores_belong_to_their_step_and_the_best_is_kept_through_a_resume(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command `cogfast` sets it
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    table = {1: 0.5, 2: 0.75, 3: 0.25, 4: 0.5, 5: 0.125, 6: 0.25}
+    command = write_script(tmp_path / "a folder", table)
+    base = write_base(tmp_path, data, keep_last=1, keep_best="score/clip")
+    run = train(base, command)
+    assert saved(run) == [2, 4]
+    train(base, command, "args.train_iters=6", "args.resume=latest")
+    assert saved(run) == [2, 6]
+    wanted = {"videos": 2, "listed": 2, "ranks": 0}
+    assert scores(run) == {step: {"clip": value, **wanted} for step, value in table.items()}
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert {event.step: event.value for event in events.Scalars("score/clip")} == table
+    assert main(["report", str(run)]) == 0
+    assert '"key": "score/clip"' in (run / "index.html").read_text()
+
+
+def test_lower_is_better_and_a_score_between_saves_is_that_of_the_last_one(
+    tmp_path: Path, data: Path
+) -> None:
+    """Steps 2 and 4 are saved, steps 3 and 6 evaluated: step 3's score is that of checkpoint 2."""
+    command = write_script(tmp_path, {3: 1.0, 6: 2.0})
+    intervals = {"train_iters": 8, "save_interval": 2, "eval_interval": 3, "keep_last": 1}
+    base = write_base(tmp_path, data, keep_best="-score/clip", **intervals)
+    assert saved(train(base, command)) == [2, 8]
+
+
+def test_names_of_the_diffusers_trainer_give_the_videos_of_one_step(
+    tmp_path: Path, data: Path
+) -> None:
+    base = write_base(tmp_path, data, train_iters=2, folder_layout="finetune")
+    run = train(base, write_script(tmp_path, {1: 1.0, 2: 2.0}))
+    assert [(step, s["clip"], s["videos"]) for step, s in scores(run).items()] == [
+        (1, 1.0, 2),
+        (2, 2.0, 2),
+    ]
+
+
+FAILURES = {
+    "crash": ("raise SystemExit('no model')", r"step 1: exit status 1 \(no model\); training cont"),
+    "no JSON": ("print('[1]'); print({'clip': 1})", r"step 1: no line of its output is a JSON obj"),
+    "not finite": ("print('{\"clip\": NaN}')", r"step 1/1  score/clip nan"),
+    "hang": ("import time; time.sleep(600)", r"step 1: killed after args.eval_command_timeout=1 s"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_is_one_line(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    code, line = FAILURES[kind]
+    caplog.set_level(logging.INFO)
+    base = write_base(tmp_path, data, train_iters=1, eval_command_timeout=1)
+    run = train(base, f"{sys.executable} -c {shlex.quote(code)} {{samples}}")
+    found = [r.getMessage() for r in caplog.records if "score" in r.name]
+    assert saved(run) == [1]
+    (text,) = (text for text in found if "waiting" not in text)
+    assert re.search(line, text)
+
+
+class Failing(Trainer):
+    """Fails in its second step, as soon as the command of the first one runs."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        if self.step == 1:
+            while not Path(self.args.save, "pid").exists():
+                time.sleep(0.05)
+            raise RuntimeError("the end")
+        return super().compute_loss(batch)
+
+
+def test_the_command_ends_with_the_run(tmp_path: Path, data: Path) -> None:
+    """With one that fails, and with one that is killed and has no time to end it."""
+    base = write_base(tmp_path, data, train_iters=10**6)
+    file = tmp_path / "runs" / "pid"
+    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    word = f"args.eval_command={sys.executable} -c {shlex.quote(code)} {{samples}}"
+    with pytest.raises(RuntimeError, match="the end"):
+        Failing(load_config([base], [word])).train()
+    assert not Path("/proc", file.read_text()).exists()
+    file.unlink()
+    run = start(["train", "--base", str(base), word])
+    wait_for(lambda: file.exists() and file.read_text(), run)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+    command = Path("/proc", file.read_text(), "cmdline")
+    end = time.monotonic() + 60
+    # A zombie has no command line.
+    while command.exists() and command.read_bytes():
+        assert time.monotonic() < end, "the command still runs"
+        time.sleep(0.05)
+
+
+def test_the_command_of_a_file_never_runs(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither that of a configuration, nor that of the file of a run, nor that of its checkpoint."""
+    mark = tmp_path / "mark"
+    command = f"touch {mark} {{samples}}"
+    base = write_base(tmp_path, data, train_iters=1, eval_command=command)
+    run = train(base, None)
+    assert not mark.exists()
+    line = (
+        "args.eval_command: base.yaml sets it, but a command runs only if the command line gives it"
+    )
+    assert [r.getMessage() for r in caplog.records if "eval_command" in r.getMessage()] == [line]
+    (run / "training_config.yaml").write_text(base.read_text())
+    more = ["args.train_iters=2", f"args.resume={run}"]
+    Trainer(load_config([run / "training_config.yaml"], more)).train()
+    assert not mark.exists()
+    # Given again, it runs, once for step 3.
+    train(base, command, "args.train_iters=3", f"args.resume={run}")
+    assert mark.exists()
+
+
+WRONG = {
+    "eval_command=touch": r"args.eval_command=touch must contain \{samples\}, which becomes the folder",
+    "eval_command='a {samples}": r"eval_command='a \{samples\} cannot be split into words",
+    "eval_command=no-such-program {samples}": "begins with no program that is found here",
+    "keep_best=clip": "args.keep_best=clip must be score/NAME or valid_loss, or -score/NAME",
+    "keep_best=score/clip": "args.keep_best=score/clip needs args.eval_command",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_mistakes_are_found_before_training(tmp_path: Path, data: Path, word: str) -> None:
+    with pytest.raises(ValueError, match=WRONG[word]):
+        check_train(load_config([write_base(tmp_path, data)], [f"args.{word}"]))
