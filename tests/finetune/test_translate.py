@@ -23,6 +23,7 @@ from cogfast.finetune.translate import notices, translate
 from cogfast.model.config import TransformerConfig
 from cogfast.plan.text import describe_plan
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
+from cogfast.train.preflight.check import check_train
 from cogfast.train.run.terminal import log_commands
 from cogfast.train.video_size import sampled_size
 from tests.distributed.test_optimizers import gradient, prodigy_by_the_paper
@@ -74,6 +75,7 @@ def test_prodigy_is_what_upstream_builds(options, caplog):
     )
     config = translate(args)
     assert not any("beta3" in line or "learning_rate" in line for line in notices(args))
+    check_train(config)
     train_args = TrainArguments.from_config(config)
     config.deepspeed.optimizer.params.d0 = 1e-4
     start = torch.linspace(0.1, -0.1, 30, dtype=torch.float64)
@@ -258,7 +260,7 @@ WRONG = {
         r"video_size=\[32, 50\]: rows must be a multiple of 16 .*; use \[32, 48\]"
     ),
     "2b --train_resolution 9x32x32": "--train_resolution: data.params.video_size=.*32.*32",
-    "5b --target_modules to_x": r"--target_modules: .*target_modules=\['to_x'\]: use one or more of",
+    "5b --target_modules to_x": r"--target_modules: .*target_modules=\['to_x'\]: use a list of one or more",
     "5b --optimizer came": "--optimizer came: must be adamw, adam or prodigy .came needs whole",
     "5b --optimizer adamx": "--optimizer adamx: must be adamw, adam or prodigy .*; did you mean adam",
     "5b --resume_from_checkpoint /nowhere": (

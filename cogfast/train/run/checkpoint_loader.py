@@ -60,13 +60,10 @@ def load_checkpoint(
                 damage = str(error)
     _refuse_damage(path, groups, damage)
     _fill_frozen(files, engine)
-    # Counters are those of a parameter; all of a partition have had the same steps.
-    counters = {piece.part: manifest["counters"][piece.parameter] for piece in engine.slices}
-    # A partition of padding alone takes those of any parameter: Prodigy's d is the same for all.
-    of_padding = next(iter(manifest["counters"].values()))
-    for part in range(len(engine.parts)):
-        for key, value in counters.get(part, of_padding).items():
-            engine.set_counter(part, key, value)
+    for piece in engine.slices:
+        # Counters are those of a parameter; all of a partition have had the same steps.
+        for key, value in manifest["counters"][piece.parameter].items():
+            engine.set_counter(piece.part, key, value)
     engine.load_loss_scaler_state(manifest["loss_scaler"])
     # The model still has its initial weights; the partitions have the checkpoint's.
     engine.publish("master")
