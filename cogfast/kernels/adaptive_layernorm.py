@@ -8,7 +8,7 @@
 h, y, n are [B, S, M]. b [M] is the bias that the linear before left out. gate, shift and scale are
 [B, 2, M]: entry 0 of dim 1 is for video rows, entry 1 for the `num_text` text rows in front of
 them, the order of SAT's modulation layer. h' is rounded to the dtype of h before it is normed, so
-that backward sees what was normed. docs/kernels.md counts the bytes; no GPU has timed the ops yet.
+that backward sees what was normed. docs/kernels.md counts the bytes.
 """
 
 from __future__ import annotations

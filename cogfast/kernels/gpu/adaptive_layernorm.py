@@ -4,7 +4,7 @@ Forward takes one row per program. Backward is one persistent kernel: each progr
 row of one sample's text or video, and keeps its sums over rows in registers. A second kernel adds
 the programs' sums in a fixed order, so gradients repeat bit for bit: there are no atomics.
 The formulas are in kernels/adaptive_layernorm.py; docs/kernels.md says why the kernels look as they
-do. No GPU has timed them yet; notes on registers come from compiling for sm_90.
+do. Notes on registers come from compiling for sm_90.
 """
 
 # pyright: reportPossiblyUnboundVariable=false

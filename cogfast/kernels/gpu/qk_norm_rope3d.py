@@ -4,8 +4,8 @@ A program takes TOKENS tokens x HEADS heads at a time, q and k together. A threa
 entries of one head (16 bytes of bf16) of every token of the tile: a rotated pair never leaves its
 thread, and the sum over a head of 64 is three shuffles. Instructions per 4 KB that a warp moves
 (sm_90, bf16), for which HBM at 4.3 TB/s takes a multiprocessor's four schedulers 860 cycles:
-forward 454, backward 405 with and 370 without the affine sums; without rotation 334 and 343. No GPU
-has timed the kernels yet.
+forward 454, backward 405 with and 370 without the affine sums; without rotation 334 and 343. An H100
+reaches 89% of its copy rate forward, and 71% (2B) and 82% (5B) backward.
 """
 
 # pyright: reportPossiblyUnboundVariable=false

@@ -10,7 +10,7 @@ fp8: the largest magnitude of a row of q is 448, and the error of an entry is at
 products run on the fp8 tensor cores of a GPU, at twice bf16's rate, so x and dy are rounded as well,
 with a scale for each row. The row's scale of W is on the summed dimension of dx: dy takes it up before
 it is rounded. This is torchao.float8's recipe `rowwise` for a weight that does not change. A CPU computes
-the same roundings with products in float32. No GPU has run either kind yet.
+the same roundings with products in float32.
 """
 
 from __future__ import annotations
