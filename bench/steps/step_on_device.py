@@ -42,7 +42,7 @@ def cases_5b(memory_gib: float) -> list[Case]:
     full, lora_full = (replace(case, checkpointing="full") for case in (none, lora))
     whole = [replace(full, num_layers=None)] if is_large else []
     ours = [replace(case, checkpointing=policy) for case in (lora, *whole) for policy in _OURS]
-    cases = [*whole, full, none, lora, lora_full]
+    cases = [*whole, full, lora, none, lora_full]
     return [*cases, *map(_compiled, cases), *ours]
 
 
