@@ -7,9 +7,9 @@ Without it, as in one process without DeepSpeed, every parameter is one piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,10 @@ class ShardedOptimizer(FusedEmaAdam):
             return [Piece(0, p.numel(), 0, p.shape, None, True)]
         return self.pieces[p]
 
-    def gradient(self, p: Tensor, start: int, stop: int) -> Tensor:
+    def gradient(self, p: Tensor, here: slice) -> Tensor:
         """Return elements of the gradient, averaged and clipped, in float32."""
         assert p.grad is not None, "step() passes parameters that have a gradient"
-        g = p.grad.view(-1)[start:stop].float()
+        g = p.grad.view(-1)[here].float()
         return g if self.gradient_scale is None else g * self.gradient_scale
 
 
@@ -106,9 +106,6 @@ class Prodigy(ShardedOptimizer):
         growth_rate: float | None = None,
         # decay of the averaged (EMA) weights
         ema_decay: float = 0.9999,
-        # warm up the EMA's decay: at most (1 + n) / (10 + n) after n updates
-        use_num_updates: bool = True,
-        kernels: Literal["triton", "torch"] = "triton",
     ) -> None:
         for name, value in (("d0", d0), ("d_coef", d_coef), ("growth_rate", growth_rate)):
             if value is not None and not value > 0:
@@ -124,8 +121,6 @@ class Prodigy(ShardedOptimizer):
             adam_w_mode=decouple,
             weight_decay=weight_decay,
             ema_decay=ema_decay,
-            use_num_updates=use_num_updates,
-            kernels=kernels,
         )
         self.beta3 = math.sqrt(betas[1]) if beta3 is None else beta3
         self.use_bias_correction, self.safeguard_warmup = use_bias_correction, safeguard_warmup
@@ -148,9 +143,7 @@ class Prodigy(ShardedOptimizer):
     def step(self, closure: Any = None) -> Any:
         """Estimate d from the gradients of the whole model, then update all parameters."""
         assert closure is None, "Prodigy takes no closure"
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not params:
-            return
+        params = [p for group in self.param_groups for p in group["params"]]
         first, lr = self.state_of(params[0]), float(self.param_groups[0]["lr"])
         is_skipped = first["step"] * 0 if self.found_inf is None else self.found_inf
         numbers = [first[key] for key in ("d", "d_max", "d_numerator", "step")]
@@ -182,31 +175,26 @@ class Prodigy(ShardedOptimizer):
     def _sums(self, weight: float) -> tuple[float, float]:
         """Add the gradients, times `weight`, to s. Return sum(g (x0 - x)) and sum(|s|) of the model."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
-        for p, decay, start, stop, is_counted in self._chunks_of_all():
-            state, weights = self.state_of(p), p.view(-1)[start:stop]
-            g = self.gradient(p, start, stop)
-            if decay:
-                g = g + decay * weights
-            s, p0 = (state[key].view(-1)[start:stop] for key in ("s", "p0"))
-            s.mul_(self.beta3).add_(g, alpha=weight)
-            if is_counted:
-                sums[0] += ((p0 - weights) * g).sum(dtype=torch.float64)
-                sums[1] += s.abs().sum(dtype=torch.float64)
+        owned = [
+            (g, p, x) for g in self.param_groups for p in g["params"] for x in self.pieces_of(p)
+        ]
+        for group, p, piece in owned:
+            state, end = self.state_of(p), piece.offset + piece.numel
+            for start in range(piece.offset, end, _CHUNK):
+                here = slice(start, min(start + _CHUNK, end))
+                weights, s, p0 = (x.view(-1)[here] for x in (p, state["s"], state["p0"]))
+                g = self.gradient(p, here)
+                if not self.adam_w_mode:
+                    g = g + group["weight_decay"] * weights
+                s.mul_(self.beta3).add_(g, alpha=weight)
+                if piece.is_counted:
+                    sums[0] += ((p0 - weights) * g).sum(dtype=torch.float64)
+                    sums[1] += s.abs().sum(dtype=torch.float64)
         if self.pieces is not None:
             # All ranks read the same sums, so that their d is the same.
             dist.all_reduce(sums)
         product, total = sums.tolist()  # sync: decides about d
         return product, total
-
-    def _chunks_of_all(self) -> Iterator[tuple[Tensor, float, int, int, bool]]:
-        """Yield (parameter, coupled weight decay, start, stop, is_counted) of all elements."""
-        for group in self.param_groups:
-            decay = 0.0 if self.adam_w_mode else group["weight_decay"]
-            for p in group["params"]:
-                for piece in self.pieces_of(p) if p.grad is not None else ():
-                    end = piece.offset + piece.numel
-                    for start in range(piece.offset, end, _CHUNK):
-                        yield p, decay, start, min(start + _CHUNK, end), piece.is_counted
 
     def update(self, params: list[Tensor], group: dict) -> None:
         # Decay that is added to the gradient is multiplied by d as the gradient is.
@@ -269,9 +257,6 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         # decay of the averaged (EMA) weights
         ema_decay: float = 0.9999,
-        # warm up the EMA's decay: at most (1 + n) / (10 + n) after n updates
-        use_num_updates: bool = True,
-        kernels: Literal["triton", "torch"] = "triton",
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon momentum={momentum} must be in [0, 1); use 0.95")
@@ -282,8 +267,6 @@ class Muon(ShardedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             ema_decay=ema_decay,
-            use_num_updates=use_num_updates,
-            kernels=kernels,
         )
         self.momentum, self.nesterov = momentum, nesterov
 
@@ -338,8 +321,8 @@ class Muon(ShardedOptimizer):
         dtype = torch.bfloat16 if p.is_cuda else torch.float32
         whole = torch.zeros(piece.shape.numel(), dtype=dtype, device=p.device)
         if piece.numel:
-            g = self.gradient(p, piece.offset, piece.offset + piece.numel)
-            m = self.state_of(p)["exp_avg"].view(-1).narrow(0, piece.offset, piece.numel)
+            here = slice(piece.offset, piece.offset + piece.numel)
+            g, m = self.gradient(p, here), self.state_of(p)["exp_avg"].view(-1)[here]
             m.lerp_(g, 1 - self.momentum)
             u = g.lerp(m, self.momentum) if self.nesterov else m
             whole.narrow(0, piece.start, piece.numel).copy_(u)
