@@ -153,7 +153,7 @@ def fold(
     for key in FOLDED:
         if args["mode"] == "inference" and key in _OF_TRAINING:
             continue
-        value = _take(section, key.split("."))
+        value = take(section, key.split("."))
         if value is not None:
             found[key] = (value, find_origin(origins, f"deepspeed.{key}"))
             origins.pop(f"deepspeed.{key}", None)
@@ -181,17 +181,21 @@ def fold(
                 raise KeyProblem(key, text + hint)
             unused[key] = f"{other}={show(value)} takes precedence in a file"
         args[name], origins[key] = value, there
+    for name, rival in (("bf16", "fp16"), ("fp16", "bf16")):
+        here, there = (origins.get(f"args.{one}", DEFAULT) for one in (name, rival))
+        if args[name] and args[rival] and level(here) > level(there):
+            args[rival], origins[f"args.{rival}"] = False, here
     return unused
 
 
-def _take(node: Any, path: list[str]) -> Any:
+def take(node: Any, path: list[str]) -> Any:
     """Remove a value from nested mappings, and the mappings that are empty then; None without one."""
     name, *inner = path
     if not isinstance(node, dict) or name not in node:
         return None
     if not inner:
         return node.pop(name)
-    value = _take(node[name], inner)
+    value = take(node[name], inner)
     if node[name] == {}:
         del node[name]
     return value

@@ -418,7 +418,7 @@ def _lora_targets(key: str, names: Any) -> tuple[str, ...]:
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not names or not is_list or not all(name in _LORA_TARGETS for name in names):
         allowed = f"one or more of {', '.join(_LORA_TARGETS)}"
-        raise KeyProblem(key, f"{key}={show(names)}: use a list of {allowed}")
+        raise KeyProblem(key, f"{key}={show(names)}: use {allowed}")
     found = {target for name in names for target in _LORA_TARGETS[name]}
     return tuple(name for name in LORA_SHORT if name in found)
 

@@ -13,14 +13,16 @@ from cogfast.config.arguments import ModelArguments, Share, TrainArguments, sele
 from cogfast.config.components import OWN_OPTIMIZERS, check_component, is_component
 from cogfast.config.deepspeed_keys import (
     FOLDED,
+    LOSS_SCALING,
     REFUSED_DEEPSPEED,
     DeepSpeedSection,
     check_own_sections,
     prepare,
+    take,
 )
-from cogfast.config.merged_config import DEFAULT, SECTIONS
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_network import fold_lora
+from cogfast.config.sat_network import NETWORK_KEY, fold_lora
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import (
     KeyProblem,
@@ -54,6 +56,28 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
+_RECOMPUTE = (
+    "args.checkpoint_activations",
+    f"{NETWORK_KEY}.transformer_args.checkpoint_activations",
+)
+_SAMPLES = ("batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+# Key that counts in place of others wherever it is set -> the others. FOLDED and LoRA's short names, which
+# set the same value, have rules of their own.
+_IN_PLACE_OF = {
+    "args.train_iters": ("args.epochs",),
+    "args.epochs": ("args.train_iters",),
+    "args.warmup_steps": ("args.warmup",),
+    "args.activation_checkpointing": _RECOMPUTE,
+    "args.checkpoint_activations": _RECOMPUTE[1:],
+    "args.run_folder": ("args.save",),
+    "args.valid_data": ("args.split",),
+    "args.eval_prompts": ("args.eval_prompt_file",),
+    "args.eval_prompt_file": ("args.eval_prompts",),
+    "model.lora_train": ("model.not_trainable_prefixes",),
+    "deepspeed.train_batch_size": [f"{s}.{n}" for s in ("args", "deepspeed") for n in _SAMPLES],
+    "deepspeed.zero_optimization.offload_optimizer": ("deepspeed.zero_optimization.cpu_offload",),
+    **{f"deepspeed.fp16.{name}": (f"deepspeed.{name}",) for name in LOSS_SCALING},
+}
 
 
 class _ConditionerParams(Model):
@@ -85,6 +109,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
         if name not in SECTIONS:
             raise _unknown_section(name)
         _require_text_keys(section, name)
+    _remove_overruled(config, origins)
     deepspeed = config.get("deepspeed") or {}
     optimizer = deepspeed.get("optimizer")
     params = optimizer.get("params") or {} if isinstance(optimizer, dict) else None
@@ -106,6 +131,17 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     # SAT gives its optimizer the params alone, and FusedEmaAdam's default is 0.
     if has_no_decay and origins["args.weight_decay"] == DEFAULT:
         args["weight_decay"] = 0.0
+
+
+def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
+    """Remove the keys of files that would count in place of a key of the command line."""
+    for key, others in _IN_PLACE_OF.items():
+        found = [name for name in (key, *others) if select(config, name) is not None]
+        is_word = {name: find_origin(origins, name) == COMMAND_LINE for name in found}
+        if not is_word.pop(key, True) and any(is_word.values()):
+            take(config, key.split("."))
+            for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
+                del origins[name]
 
 
 def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dict[str, str]:

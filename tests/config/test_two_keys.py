@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import LORA_KEY, transformer_arguments
@@ -78,7 +79,7 @@ def test_a_rank_keeps_its_origin() -> None:
         (("args.lora_rank=0",), r"^command line: args.lora_rank=0 must be a whole number from 1"),
         (
             ("args.lora_rank=8", "args.lora_modules=[z]"),
-            r"^command line: args.lora_modules=\['z'\]: use a list of one or more of q, k, v, out",
+            r"^command line: args.lora_modules=\['z'\]: use one or more of q, k, v, out",
         ),
         (("args.lora_rnk=8",), "did you mean lora_rank"),
     ],
@@ -96,3 +97,48 @@ def test_two_files_must_not_contradict_each_other(tmp_path: Path) -> None:
         load_config([SAT, above])
     above.write_text("args: {lora_modules: [q, k, v, out], lora_rank: 128}")
     assert network(load_config([SAT, above])) == network(load_config([SAT]))
+
+
+# A word of the command line, a file that would count in its place, and the key and value that then count
+OVERRULED = {
+    "args.epochs=3": ("args: {train_iters: 9}", "args.train_iters", None),
+    "args.train_iters=9": ("args: {epochs: 3}", "args.epochs", None),
+    "args.warmup=0.5": ("args: {warmup_steps: 9}", "args.warmup_steps", None),
+    "args.checkpoint_activations=false": (
+        "args: {activation_checkpointing: auto}",
+        "args.activation_checkpointing",
+        None,
+    ),
+    "args.save=there": ("args: {run_folder: here}", "args.run_folder", None),
+    "args.split=9,1,0": ("args: {valid_data: [here]}", "args.valid_data", []),
+    "args.eval_prompt_file=a.txt": ("args: {eval_prompts: [a]}", "args.eval_prompts", []),
+    "args.eval_prompts=[a]": ("args: {eval_prompt_file: a}", "args.eval_prompt_file", None),
+    "args.batch_size=2": ("deepspeed: {train_batch_size: 8}", "deepspeed.train_batch_size", None),
+    "args.fp16=true": ("deepspeed: {bf16: {enabled: true}}", "args.bf16", False),
+    "args.bf16=true": ("args: {fp16: true}", "args.fp16", False),
+    "model.not_trainable_prefixes=[]": ("model: {lora_train: true}", "model.lora_train", False),
+    "deepspeed.loss_scale=4": (
+        "deepspeed: {fp16: {enabled: true, loss_scale: 2}}",
+        "deepspeed.fp16.loss_scale",
+        4,
+    ),
+    "deepspeed.zero_optimization.cpu_offload=true": (
+        "deepspeed: {zero_optimization: {offload_optimizer: {device: none}}}",
+        "deepspeed.zero_optimization.offload_optimizer.device",
+        "cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("word", OVERRULED)
+def test_the_command_line_beats_a_key_that_a_file_sets_in_its_place(
+    word: str, tmp_path: Path
+) -> None:
+    text, key, wanted = OVERRULED[word]
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    # The file alone sets its own key.
+    assert OmegaConf.select(OmegaConf.create(load_config([file]).sections()), key) != wanted
+    config = load_config([file], [word])
+    assert OmegaConf.select(OmegaConf.create(config.sections()), key) == wanted
+    assert "own.yaml" not in config.origins.get(key, "")
