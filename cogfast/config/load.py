@@ -157,8 +157,10 @@ def _ignored_of_files(merged: DictConfig, origins: dict[str, str]) -> dict[str, 
     Returns {key: reason}.
     """
     key, args = COMMAND_KEY, merged._get_node("args")
-    if not isinstance(args, DictConfig) or args.pop(key.removeprefix("args."), None) is None:
+    name = key.removeprefix("args.")
+    if not isinstance(args, DictConfig) or args.get(name) is None:
         return {}
+    del args[name]
     file = origins.pop(key)
     return {key: f"{file} sets it, but a command runs only if the command line gives it"}
 
