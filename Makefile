@@ -4,7 +4,7 @@
 # make check       lint, types and the fast tests
 # make test-dali   install DALI, which decodes videos on a GPU, and test what of it needs none
 # make test-cuda   train on a CUDA runtime without a device, with the CUDA builds of the newest and the oldest
-#                  PyTorch that setup.py allows, each in a .venv of its own (6 GB); test-cuda-newest: only that one
+#                  PyTorch that pyproject.toml allows, each in a .venv of its own (6 GB); test-cuda-newest: only that one
 # make bench       time a training step on this machine
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ TEST_CUDA_OLDEST_VENV ?= .venv-cuda-oldest
 
 setup: $(INSTALLED)
 
-$(INSTALLED): setup.py constraints.txt scripts/setup.sh $(wildcard cogfast/kernels/cpu/*.* cogfast/kernels/cpu/vector/*)
+$(INSTALLED): pyproject.toml constraints.txt constraints-no-torch.txt scripts/setup.sh $(wildcard cogfast/kernels/cpu/*.* cogfast/kernels/cpu/vector/*)
 	PYTHON=$(PYTHON) scripts/setup.sh
 	@touch $@
 

@@ -165,8 +165,14 @@ def _own_linear(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep indices of videos and shards in the test's folder, also those of launched runs."""
-    before = os.environ.get("XDG_CACHE_HOME")
+    from cogfast.kernels.cpu.library import cache_folder
+
+    before, kernels = os.environ.get("XDG_CACHE_HOME"), cache_folder()
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    # The C++ kernels take half a minute to compile: launched runs find the user's.
+    kernels.mkdir(parents=True, exist_ok=True)
+    cache_folder().parent.mkdir()
+    cache_folder().symlink_to(kernels)
     yield
     if before is None:
         del os.environ["XDG_CACHE_HOME"]

@@ -206,9 +206,15 @@ def finetune(argv: Sequence[str]) -> None:
 def doctor(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_doctor
 
-    folder = parse_doctor(argv)
+    folder, builds_kernels = parse_doctor(argv)
     from cogfast.cli.doctor import examine, to_text
 
+    if builds_kernels:
+        from cogfast.kernels.cpu.library import compile_library
+
+        start_logging()
+        sys.stdout.write(f"C++ kernels: {printable(str(compile_library()))}\n")
+        return
     findings = examine(folder)
     errors = [finding.what for finding in findings if finding.status == "error"]
     sys.stdout.write(to_text(findings))

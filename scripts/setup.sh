@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Create .venv with Python 3.11 or later: the CUDA build of torch on a machine with an NVIDIA GPU, the
-# CPU build elsewhere, then all packages at the versions of constraints.txt. `make setup` calls it.
+# CPU build elsewhere, then all packages at the versions of constraints.txt. `make setup` calls it. With TORCH
+# set to a version, that PyTorch instead of the one in constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,9 +11,11 @@ PYTHON=${PYTHON:-python3}
     exit 2
 }
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c constraints.txt; }
+constraints=constraints${TORCH:+-no-torch}.txt
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c $constraints; }
 
-torch=$(grep '^torch==' constraints.txt)
+torch=${TORCH:+torch==$TORCH}
+torch=${torch:-$(grep '^torch==' constraints.txt)}
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         pip install "$torch"
@@ -25,14 +28,14 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 pip install --quiet setuptools wheel ninja numpy
 # The CPU kernels compile while pip installs the rest. If that fails, the last lines say so.
-.venv/bin/python setup.py --quiet build_ext --inplace &
+.venv/bin/python -c 'from cogfast.kernels.cpu.library import compile_library; compile_library()' &
 # DeepSpeed is built from source against the installed torch, without its compiled ops.
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 wait
 pip install --quiet --no-build-isolation --editable '.[test]'
 .venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import HAS_CPU_KERNELS as has; sys.exit(not has)' || {
     echo "setup: the CPU kernels are not compiled, so that training on a CPU runs PyTorch's ops instead, which"
-    echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2; then"
-    echo "setup: run 'make clean setup'. '.venv/bin/python setup.py build_ext --inplace' shows what fails."
+    echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2;"
+    echo "setup: '.venv/bin/cogfast doctor --build-kernels' says what fails."
 } >&2
 echo "setup: .venv is ready; put cogfast on the path: source .venv/bin/activate"

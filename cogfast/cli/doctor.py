@@ -130,11 +130,7 @@ def _gpu(torch: Any, index: int, driver: str) -> Finding:
 def _kernels(torch: Any) -> Iterator[Finding]:
     """Look for the compiled C++ kernels, and for what Triton needs."""
     if not torch.cuda.is_available():
-        from cogfast.kernels.torch_library import HAS_CPU_KERNELS
-
-        found = "compiled for this torch" if HAS_CPU_KERNELS else ""
-        fix = "install g++, then pip install --no-build-isolation -e ."
-        yield _part("C++ kernels", found, "plain PyTorch replaces them, which is slower", fix)
+        yield _cpu_kernels()
     elif _import("triton") is None:
         cost = "args.kernels=triton is not possible; plain PyTorch takes more time and memory"
         yield _part("triton", None, cost, "pip install triton")
@@ -142,6 +138,24 @@ def _kernels(torch: Any) -> Iterator[Finding]:
         cost = "Triton cannot build the code that launches its kernels"
         fix = "apt install gcc, or set args.kernels=torch"
         yield Finding("C compiler", "error", "neither gcc nor clang", cost, fix)
+
+
+def _cpu_kernels() -> Finding:
+    from cogfast.kernels.cpu.library import library_file, missing_compiler
+
+    what, fix = "C++ kernels", "cogfast doctor --build-kernels"
+    try:
+        file, lack = library_file(), missing_compiler()
+    except RuntimeError as error:
+        file, lack = None, f"none: {error}"
+    if file is not None and file.exists():
+        return Finding(what, "ok", str(file))
+    if not lack:
+        return Finding(
+            what, "note", "not compiled yet", "the first run on a CPU compiles them", fix
+        )
+    cost = "plain PyTorch replaces them, which is slower"
+    return Finding(what, "missing", lack, cost, "install g++" if file else "use such a machine")
 
 
 def _optional(torch: Any) -> Iterator[Finding]:

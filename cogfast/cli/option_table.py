@@ -1,4 +1,4 @@
-"""Writes docs/options.md, the list of all keys, and docs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
+"""Writes docs/options.md, the list of all keys, and configs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
 
 A key's name, type and default come from the pydantic model or the constructor that checks it. Its meaning
 is the description in the model, or the comment above the constructor's parameter. A test compares the
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from cogfast.cli.yaml_schema import parameters_of, yaml_schema
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import OWN_OPTIMIZERS, PLACES
 from cogfast.config.deepspeed_keys import DeepSpeedSection
+from cogfast.config.load import CONFIGS
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.config.sat_unused import UNUSED
@@ -26,7 +26,7 @@ from cogfast.config.values import describe, is_component_schema, json_schema, sh
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
-SCHEMA = "cogfast.schema.json"  # beside it, for editors
+SCHEMA = CONFIGS / "cogfast.schema.json"  # for editors
 REQUIRED = "required"
 # Place of a component -> the key of its params, without the target's part of it
 _COMPONENTS = {
@@ -190,17 +190,16 @@ def render(found: Iterable[Group]) -> str:
     return "\n".join(parts)
 
 
-def main(argv: Sequence[str]) -> None:
-    file = Path(argv[0]) if argv else FILE
+def main() -> None:
     found = list(groups())
     # A key without a meaning is worth no row: the command fails before it writes.
     missing = [one.key for group in found for one in group.options if not one.meaning]
     if missing:
         raise ValueError(f"nothing describes {', '.join(missing)}; write what they mean")
-    file.write_text(render(found), encoding="utf-8")
+    FILE.write_text(render(found), encoding="utf-8")
     text = json.dumps(yaml_schema(), indent=1, ensure_ascii=False) + "\n"
-    file.with_name(SCHEMA).write_text(text, encoding="utf-8")
+    SCHEMA.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -46,11 +46,6 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spe
 _RUN_CONFIG = "training_config.yaml"
 
 
-# The list of all keys, in the source tree and in an installed package; collecting it imports torch.
-_ALL_KEYS = (
-    Path(__file__).resolve().parents[2] / "docs" / "options.md",
-    Path(sys.prefix, "share/cogfast/docs/options.md"),
-)
 _MOST_COLUMNS = 135
 
 
@@ -93,12 +88,11 @@ class _HelpAll(argparse.Action):
     """An option like --help that prints every key of the configuration and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        file = next((path for path in _ALL_KEYS if path.is_file()), None)
-        if file is None:
-            raise ValueError(f"--help-all: {_ALL_KEYS[1]} does not exist; install cogfast again")
+        from cogfast.cli.option_table import groups, render  # imports torch
+
         # Wide lines are hard to read; a pipe has no width.
         columns = min(shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns, _MOST_COLUMNS)
-        for line in file.read_text(encoding="utf-8").replace("`", "").splitlines():
+        for line in render(groups()).replace("`", "").splitlines():
             indent = "    " if line.startswith("- ") else ""
             wrapped = textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False)
             sys.stdout.write("\n".join(wrapped) + "\n")
@@ -450,8 +444,8 @@ def _run_config(folder: Path) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def parse_doctor(argv: Sequence[str]) -> Path:
-    """Return the folder of the runs."""
+def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool]:
+    """Return the folder of the runs, and whether to compile the C++ kernels."""
     parser = Parser(
         prog="cogfast doctor",
         description="List what this machine has and lacks for training, what each gap costs, and the "
@@ -464,7 +458,13 @@ def parse_doctor(argv: Sequence[str]) -> Path:
         metavar="DIR",
         help="where runs will be written; default: the current folder",
     )
-    return parser.parse_args([*argv]).folder
+    parser.add_argument(
+        "--build-kernels",
+        action="store_true",
+        help="compile the C++ kernels of training on a CPU now, instead of at the first run",
+    )
+    found = parser.parse_args([*argv])
+    return found.folder, found.build_kernels
 
 
 def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:

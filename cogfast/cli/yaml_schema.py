@@ -1,6 +1,6 @@
-"""The JSON schema by which editors complete and check our YAML files: docs/cogfast.schema.json.
+"""The JSON schema by which editors complete and check our YAML files: configs/cogfast.schema.json.
 
-`python -m cogfast.cli.option_table` writes it beside docs/options.md. A file may hold a part of a
+`python -m cogfast.cli.option_table` writes it and docs/options.md. A file may hold a part of a
 configuration, so that nothing is required, and an interpolation ${...} in place of any value. The params of
 a component are completed but not checked here.
 """

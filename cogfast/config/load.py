@@ -8,8 +8,8 @@ file that each value came from is kept for error messages.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
 
 COMMAND_KEY = "args.eval_command"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
     OmegaConfBaseException,
@@ -62,9 +63,10 @@ def load_config(
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
-    missing = [path for path in paths if not Path(path).is_file()]
+    missing = [path for path in paths if not _locate(path).is_file()]
     if missing:
-        raise Problems("\n".join(one_line(f"--base {path}: {_where_is(path)}") for path in missing))
+        raise Problems("\n".join(one_line(f"--base {path}: {_near(path)}") for path in missing))
+    paths = [_locate(path) for path in paths]
     names = _file_names(paths)
     for path, name in zip(paths, names, strict=True):
         loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
@@ -121,11 +123,21 @@ def data_arguments(config: Config) -> dict[str, Any]:
     return resolve(config.data, config.allow_import)[1] if config.data else {}
 
 
-def _where_is(path: str | Path) -> str:
-    """Return what an error says of a file that is missing: where pip has put it, if it is cogfast's."""
-    installed = Path(sys.prefix, "share/cogfast/configs", Path(path).name)
-    if installed.is_file():
-        return f"no such file; did you mean {installed}?"
+def _locate(path: str | Path) -> Path:
+    """Return `path`, or cogfast's own file for a missing `sft.yaml` or `configs/sft.yaml`."""
+    path = Path(path)
+    is_own = not path.exists() and path.parent in (Path(), Path("configs"))
+    return CONFIGS / path.name if is_own and (CONFIGS / path.name).is_file() else path
+
+
+def _near(path: str | Path) -> str:
+    """Return what an error says of a missing file: similar names beside it and among cogfast's."""
+    path = Path(path)
+    known = {file.stem: file.name for file in sorted(CONFIGS.glob("*.yaml"))}
+    known |= {file.stem: str(file) for file in path.parent.glob("*.yaml")}
+    near = difflib.get_close_matches(path.stem, known)
+    if near:
+        return f"no such file; did you mean {' or '.join(known[name] for name in near)}?"
     return "no such file; give the path of a YAML file"
 
 

@@ -33,6 +33,7 @@ from cogfast.distributed.lost_ranks import Heartbeat, UnsharedError, is_lost_con
 from cogfast.distributed.step_clock import CLOCK, time_collectives
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.kernels import torch_library
 from cogfast.kernels.cpu.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -365,9 +366,25 @@ def start_processes(
     control = _decision_group() if world_size > 1 else None
     heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
     groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeat)
+    if device.type == "cpu":
+        _take_cpu_kernels(groups)
     if tensor_size * context_size == 1:
         return groups
     return _with_shared_models(groups, tensor_size, context_size, timeout)
+
+
+def _take_cpu_kernels(groups: ProcessGroups) -> None:
+    """Compile the C++ kernels if they are missing, and use them on all ranks or on none.
+
+    Ranks that round differently would let replicated weights drift apart.
+    """
+    reasons = groups.gather(torch_library.compile_cpu_kernels())
+    torch_library.use_cpu_kernels(not any(reasons))
+    if any(reasons) and groups.is_main:
+        text = (
+            "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer: %s"
+        )
+        logger.warning(text, next(filter(None, reasons)))
 
 
 def _decision_group() -> dist.ProcessGroup:

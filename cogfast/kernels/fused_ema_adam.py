@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cogfast.kernels import torch_library
 from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
 from cogfast.kernels.quantized.moment_codes import (
     MOMENTS,
@@ -39,8 +40,7 @@ from cogfast.kernels.torch_library import CPU_DTYPES, from_gpu, register_op
 _CPU_CHUNK, _GPU_CHUNK = 262_144, 1 << 24
 # Count of updates at which 1 - b^t is exactly 1: Adam without bias correction.
 _UNBIASED = 1e9
-# Dtypes of weights, gradients and copies that the C++ kernel takes; () without the library.
-_KERNEL_DTYPES = (*CPU_DTYPES, torch.float16) if CPU_DTYPES else ()
+_KERNEL_DTYPES = (*CPU_DTYPES, torch.float16)  # of weights, gradients and copies in C++
 # p, g, m, v, shadow and copy of some elements
 _Chunk = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -126,7 +126,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     is_on_cpu = all(x.is_cpu for x in tensors)
-    if is_on_cpu and all(x.dtype in CPU_DTYPES for x in tensors):
+    has_kernel = is_on_cpu and torch_library.HAS_CPU_KERNELS
+    if has_kernel and all(x.dtype in CPU_DTYPES for x in tensors):
         return _sum_of_squares(tensors)
     # A CPU sums element by element, which would lose digits in float32.
     dtype = torch.float64 if is_on_cpu else torch.float32
@@ -137,7 +138,7 @@ def average_(shadow: Tensor, p: Tensor, weight: Tensor, kernels: str = "triton")
     """Compute shadow += weight (p - shadow) with the bits of a step; float32 [n], weight: []."""
     if shadow.is_cuda and kernels == "triton":
         _launch_average(shadow, p, weight)
-    elif shadow.is_cpu and CPU_DTYPES:
+    elif shadow.is_cpu and torch_library.HAS_CPU_KERNELS:
         _average(shadow, p, weight)
     else:
         shadow.lerp_(p, weight)
@@ -332,7 +333,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
         for p in params:
             t = self._streams(p)
             given = [x for x in (t.p, t.g, t.copy) if x is not None]
-            if all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in given):
+            takes = all(x.dtype in _KERNEL_DTYPES and x.is_contiguous() for x in given)
+            if takes and torch_library.HAS_CPU_KERNELS:
                 streams.append(t)
             else:
                 others.append(p)

@@ -1,8 +1,9 @@
 """Registration of the kernels as PyTorch ops: Triton launches for CUDA tensors, C++ for CPU tensors.
 
-The C++ library of cpu/ is compiled when the package is installed (setup.py). Its CPU kernels take
-float32 and bfloat16. Without it, and for other dtypes, CPU tensors take the references in plain
-PyTorch. The ops have no gradients of their own: autograd.Functions call them, forward and backward.
+The C++ library of cpu/ is loaded if it is in the user's cache (cpu/library.py); a command that runs on a
+CPU compiles it there. Its kernels take float32 and bfloat16. Without it, and for other dtypes, CPU tensors
+take the references in plain PyTorch. The ops have no gradients of their own: autograd.Functions call them,
+forward and backward.
 """
 
 from __future__ import annotations
@@ -11,47 +12,61 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from cogfast.kernels.cpu.library import compile_library, library_file
+
 logger = logging.getLogger(__name__)
 
-# Counts changes of the ops' signatures: a library that was compiled for others is not loaded.
-_OPS = 2
 _LIBRARY = torch.library.Library("cogfast", "FRAGMENT")
 _Reference = TypeVar("_Reference", bound=Callable)
 
 
-def _load_cpu_kernels() -> bool:
-    """Load the C++ library that was compiled for this version of PyTorch; return whether it is there."""
-    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    if not has_vectors or not _LIBRARY_FILE.exists():
-        return False
+CPU_DTYPES = (torch.float32, torch.bfloat16)  # of the C++ kernels
+HAS_CPU_KERNELS = False  # whether CPU tensors take them
+
+
+def use_cpu_kernels(is_used: bool) -> None:
+    """Choose between the C++ kernels, which must be loaded, and PyTorch's ops for CPU tensors."""
+    global HAS_CPU_KERNELS
+    HAS_CPU_KERNELS = is_used
+
+
+def compile_cpu_kernels() -> str:
+    """Compile and load the C++ library, unless it is loaded. Return why this is not possible, or ""."""
+    if HAS_CPU_KERNELS:
+        return ""
     try:
-        torch.ops.load_library(_LIBRARY_FILE)
+        torch.ops.load_library(compile_library())
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    use_cpu_kernels(True)
+    return ""
+
+
+def _load_cpu_kernels() -> None:
+    """Load the C++ library if it has been compiled for this machine."""
+    try:
+        file = library_file()
+    except RuntimeError:  # this machine has no kernels
+        return
+    try:
+        if file.exists():
+            torch.ops.load_library(file)
+            use_cpu_kernels(True)
     except OSError as error:
-        logger.warning(
-            "the C++ kernels cannot be loaded, so that training on a CPU runs PyTorch's ops, which take "
-            "longer; install cogfast again (%s)",
-            error,
-        )
-        return False
-    return True
+        logger.warning("the C++ kernels cannot be loaded; remove %s (%s)", file, error)
 
 
-# setup.py writes both into the name. PyTorch's C++ interface changes between versions.
-_VERSION = torch.__version__.partition("+")[0]
-_LIBRARY_FILE = Path(__file__).parent / "cpu" / f"_kernels-{_OPS}-torch{_VERSION}.so"
-HAS_CPU_KERNELS = _load_cpu_kernels()
-CPU_DTYPES = (torch.float32, torch.bfloat16) if HAS_CPU_KERNELS else ()
+_load_cpu_kernels()
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether the ops take x: a CUDA tensor, or a CPU tensor of one of CPU_DTYPES."""
-    return x.device.type != "cpu" or x.dtype in CPU_DTYPES
+    """Return whether the ops take x: a CUDA tensor, or a CPU tensor that the C++ kernels take."""
+    return x.device.type != "cpu" or (HAS_CPU_KERNELS and x.dtype in CPU_DTYPES)
 
 
 def float32_on_cpu(reference: _Reference) -> _Reference:

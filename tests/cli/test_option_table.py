@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -35,8 +33,8 @@ def test_the_file_is_what_the_command_writes(table):
 
 
 def test_the_schema_for_editors_is_what_the_command_writes():
-    text = "docs/cogfast.schema.json is out of date; run python -m cogfast.cli.option_table"
-    assert json.loads(FILE.with_name(SCHEMA).read_text(encoding="utf-8")) == yaml_schema(), text
+    text = "configs/cogfast.schema.json is out of date; run python -m cogfast.cli.option_table"
+    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == yaml_schema(), text
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -53,7 +51,7 @@ def test_the_schema_for_editors_takes_our_files_and_upstreams(file):
 def test_our_files_name_the_schema():
     for file in (ROOT / "configs").glob("*.yaml"):
         first = file.read_text().splitlines()[0]
-        assert first == f"# yaml-language-server: $schema=../docs/{SCHEMA}", file.name
+        assert first == f"# yaml-language-server: $schema={SCHEMA.name}", file.name
 
 
 def test_every_key_has_a_line_with_type_default_and_meaning(table):
@@ -101,15 +99,3 @@ def test_help_all_prints_every_line(capsys, monkeypatch):
     assert max(map(len, text.splitlines())) <= 80
     assert "- args.lr (a number from 0 to 1000; default 0.0001): peak learning rate" in text
     assert text.split() == FILE.read_text().replace("`", "").split()
-
-
-def test_help_all_imports_no_torch():
-    code = (
-        "import sys\n"
-        "from cogfast.__main__ import main\n"
-        "try:\n    main(['train', '--help-all'])\nexcept SystemExit:\n    pass\n"
-        "assert 'torch' not in sys.modules, 'torch'\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "args.train_iters" in done.stdout

@@ -299,13 +299,27 @@ def test_an_error_of_a_constructor_names_the_component(tmp_path, monkeypatch):
             instantiate({"target": f"{name}.Part", "params": {"size": 0}}, [name], "data")
 
 
-def test_a_missing_file_of_configs_is_where_pip_has_put_it(tmp_path, monkeypatch):
-    installed = tmp_path / "share/cogfast/configs/sft.yaml"
-    installed.parent.mkdir(parents=True)
-    installed.touch()
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
+def test_cogfasts_own_files_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("sft.yaml", "configs/sft.yaml"):
+        assert load_config([path]).origins["args.train_iters"] == "sft.yaml"
+        assert load_config([path]).args.train_iters != 3
+    # A file of the user's with that name comes first.
+    write(tmp_path, "sft.yaml", "args: {train_iters: 3}")
+    assert load_config(["sft.yaml"]).args.train_iters == 3
+    assert load_config(["configs/sft.yaml"]).args.train_iters != 3
+
+
+def test_a_missing_file_has_its_near_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "my_run.yaml", "args: {}")
+    paths = ["configs/cogvideox-5b.yaml", str(tmp_path / "sft.yaml"), str(tmp_path / "myrun.yaml")]
     with pytest.raises(ValueError) as raised:
-        load_config(["configs/nowhere.yaml", "nowhere/configs/sft.yaml"])
-    first, second = str(raised.value).splitlines()
-    assert first == "--base configs/nowhere.yaml: no such file; give the path of a YAML file"
-    assert second == f"--base nowhere/configs/sft.yaml: no such file; did you mean {installed}?"
+        load_config([*paths, "configs/nowhere.yaml"])
+    model, other, own, unknown = str(raised.value).splitlines()
+    assert model.startswith(
+        "--base configs/cogvideox-5b.yaml: no such file; did you mean cogvideox_5b.yaml or"
+    )
+    assert other.endswith("did you mean sft.yaml?")
+    assert own.endswith(f"no such file; did you mean {tmp_path / 'my_run.yaml'}?")
+    assert unknown == "--base configs/nowhere.yaml: no such file; give the path of a YAML file"

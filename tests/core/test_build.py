@@ -1,7 +1,8 @@
-"""Building a wheel as pip does in an isolated environment: without PyTorch."""
+"""The wheel: what is in it, and that it works where it is installed, from any folder."""
 
 from __future__ import annotations
 
+import email
 import os
 import shutil
 import subprocess
@@ -9,34 +10,77 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "configs", "docs", "cogfast")
+import pytest
+
+from tests.support.tiny_run import ROOT
+
+SOURCES = ("pyproject.toml", "LICENSE", "docs", "cogfast")
+HIDDEN = "import sys\nsys.modules[{!r}] = None\n"
 
 
-def test_a_wheel_is_built_without_torch(tmp_path: Path) -> None:
-    source, hiding = tmp_path / "source", tmp_path / "hiding"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build as pip does in an isolated environment: without PyTorch, from a copy.
+
+    This environment has what pip would download into an isolated one.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.so")
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
-        else:
-            source.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, source)
-    # This environment has what pip would install into an isolated one, which has no torch.
-    hiding.mkdir()
-    (hiding / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index"]
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (folder / "source").mkdir(exist_ok=True)
+        copy(ROOT / name, folder / "source" / name)
+    (folder / "hiding").mkdir()
+    (folder / "hiding" / "sitecustomize.py").write_text(HIDDEN.format("torch"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
     done = subprocess.run(
-        [*command, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)],
-        env={**os.environ, "PYTHONPATH": str(hiding)},
+        [*pip, "--wheel-dir", str(folder), str(folder / "source")],
+        env={**os.environ, "PYTHONPATH": str(folder / "hiding")},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    (wheel,) = tmp_path.glob("cogfast-*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_one_small_wheel_has_all_files_of_the_package(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cogfast").rglob("*.py")}
-    assert modules | {"cogfast/py.typed"} <= set(names)
-    assert any(name.endswith("share/cogfast/docs/options.md") for name in names)
-    assert not [name for name in names if name.endswith(".so")]
+        files = {info.filename: info.file_size for info in archive.infolist()}
+        (metadata,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+        found = email.message_from_bytes(archive.read(metadata))
+    paths = [path for path in (ROOT / "cogfast").rglob("*") if path.suffix not in (".pyc", ".so")]
+    sources = {path.relative_to(ROOT).as_posix() for path in paths if path.is_file()}
+    assert {"cogfast/configs/sft.yaml", "cogfast/kernels/cpu/ops.h", "cogfast/py.typed"} <= sources
+    assert {name for name in files if not name.startswith("cogfast-")} == sources
+    assert sum(files.values()) < 3e6
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Requires-Python"] == ">=3.11"
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "](" not in found.get_payload()  # PyPI has no other files to link to
+    assert {"fa4", "dali", "gpu"} <= set(found.get_all("Provides-Extra", []))
+
+
+def test_an_installed_wheel_trains_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    """Install into a folder in front of this environment's packages; Triton is hidden, as on a Mac."""
+    site, work = tmp_path / "site", tmp_path / "work"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
+    (site / "sitecustomize.py").write_text(HIDDEN.format("triton"))
+    work.mkdir()
+    command = "train --base cogvideox_5b.yaml configs/sft.yaml --dry-run args.train_iters=7"
+    done = subprocess.run(
+        [str(site / "bin" / "cogfast"), *command.split()],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train_iters: 7 # command line" in " ".join(done.stdout.split())
+
+
+def test_constraints_have_the_versions_of_the_tested_set() -> None:
+    rest = (ROOT / "constraints-no-torch.txt").read_text().splitlines()
+    assert "-c constraints-no-torch.txt" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert not [line for line in rest if line.startswith(("torch=", "triton="))]

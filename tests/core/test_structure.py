@@ -261,7 +261,7 @@ def test_nothing_prints() -> None:
 
 def texts() -> Iterator[tuple[str, str]]:
     """Every text file of the project, by its path."""
-    folders = ("cogfast", "bench", "configs", "docs", "scripts", "tests", ".ci")
+    folders = ("cogfast", "bench", "docs", "scripts", "tests", ".ci")
     paths = [p for folder in folders for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
     paths += [p for p in ROOT.iterdir() if p.is_file() and p.name != ".git"]  # a worktree's link
     for path in paths:

@@ -4,7 +4,7 @@
 #
 #     TEST_CUDA_VENV=FOLDER tests/cuda/setup.sh {newest,oldest}
 #
-# newest: the PyTorch of constraints.txt. oldest: the oldest that setup.py allows. Each has its own Triton.
+# newest: the PyTorch of constraints.txt. oldest: the oldest that pyproject.toml allows. Each has its own Triton.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$TEST_CUDA_VENV/bin/python
@@ -21,13 +21,13 @@ if ! is_installed 2>/dev/null; then
     command -v g++ >/dev/null || { echo "test-cuda: the runtime needs g++ (Debian: apt install g++)" >&2; exit 2; }
     torch=$(sed -n 's/^torch==//p' constraints.txt)
     if [ "${1:-newest}" = oldest ]; then
-        torch=$(sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' setup.py)
+        torch=$(sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
     fi
     "${PYTHON:-python3}" -m venv "$TEST_CUDA_VENV"
     constraints=$TEST_CUDA_VENV/constraints.txt
     # PyTorch names its Triton and the setuptools that it allows. Three equals signs exclude the CPU build,
     # whose version is 2.x.y+cpu.
-    { grep -vE '^(torch|triton|setuptools)==' constraints.txt; echo "torch===$torch"; } >"$constraints"
+    { cat constraints-no-torch.txt; echo "torch===$torch"; } >"$constraints"
     pip() { "$python" -m pip --disable-pip-version-check "$@" -c "$constraints" -c tests/cuda/constraints.txt; }
     pip install --quiet torch nvidia-cuda-crt setuptools wheel ninja numpy
     DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed

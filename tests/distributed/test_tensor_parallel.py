@@ -15,6 +15,7 @@ from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.tensor_parallel_cases import (
     CASES,
     case_inputs,
@@ -245,3 +246,28 @@ def test_only_our_part_is_read_from_safetensors(tmp_path: Path, monkeypatch) -> 
 
 def test_a_share_has_a_stretch_of_each_part() -> None:
     assert Shard((12, 6), 0, 3, 1, 2).ranges == [(2, 4), (6, 8), (10, 12)]
+
+
+LACKING = """
+import os, sys
+from cogfast.cli.streams import start_logging
+from cogfast.distributed.process_groups import start_processes
+from cogfast.kernels import torch_library
+start_logging()
+if os.environ["RANK"] == sys.argv[1]:
+    os.environ.update(CXX="no-such-compiler", XDG_CACHE_HOME=sys.argv[2])
+    torch_library.use_cpu_kernels(False)
+groups = start_processes()
+print(f"rank {groups.rank}: {torch_library.HAS_CPU_KERNELS}", flush=True)
+groups.close()
+"""
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("lacking", [None, 1])
+def test_all_ranks_or_none_use_the_cpu_kernels(lacking: int | None, tmp_path: Path) -> None:
+    output = launch_ranks(2, "-c", LACKING, str(lacking), str(tmp_path))
+    assert {f"rank {rank}: {lacking is None}" for rank in (0, 1)} <= set(output.splitlines())
+    line = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer: "
+    line += "there is no no-such-compiler; install g++, or set CXX to another"
+    assert output.splitlines().count(line) == (lacking is not None)

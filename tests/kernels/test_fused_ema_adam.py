@@ -22,8 +22,7 @@ NAMES = {"p": None, "m": "exp_avg", "v": "exp_avg_sq", "shadow": "shadow"}
 
 def without_kernel(monkeypatch):
     """Let FusedEmaAdam update CPU tensors as if the C++ library were not compiled."""
-    for name in ("CPU_DTYPES", "_KERNEL_DTYPES"):
-        monkeypatch.setattr(f"cogfast.kernels.fused_ema_adam.{name}", ())
+    monkeypatch.setattr("cogfast.kernels.torch_library.HAS_CPU_KERNELS", False)
 
 
 @pytest.fixture(

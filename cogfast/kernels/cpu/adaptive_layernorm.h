@@ -57,7 +57,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> adaptive_layernorm(
         adaptive_layernorm(arguments, begin, end);
       });
     };
-    has_avx512 ? run(AVX512::NormForward<T>{}) : run(AVX2::NormForward<T>{});
+    run(COGFAST_CPU::NormForward<T>{});
   });
   return {out, n, mean, rstd};
 }
@@ -124,7 +124,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
         }
       });
     };
-    has_avx512 ? run(AVX512::NormBackward<T>{}) : run(AVX2::NormBackward<T>{});
+    run(COGFAST_CPU::NormBackward<T>{});
   });
 
   auto vector = [](bool is_needed, const Tensor& like) { return is_needed ? at::zeros_like(like) : Tensor(); };

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -22,12 +21,8 @@ namespace cogfast {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// PyTorch's choice, which the environment variable ATEN_CPU_CAPABILITY can lower.
-inline const bool has_avx512 = at::get_cpu_capability() == "AVX512";
-
-// Calls a kernel of vector/kernels.inc for this processor.
-#define COGFAST_RUN(kernel, ...) \
-  (has_avx512 ? ::cogfast::AVX512::kernel(__VA_ARGS__) : ::cogfast::AVX2::kernel(__VA_ARGS__))
+// Calls a kernel of vector/kernels.inc for the instruction set that library.py compiles: AVX2 or AVX512.
+#define COGFAST_RUN(kernel, ...) ::cogfast::COGFAST_CPU::kernel(__VA_ARGS__)
 
 // Calls body with a zero of the dtype of x: float or at::BFloat16.
 template <class Body>

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -22,6 +21,7 @@ from omegaconf import OmegaConf
 from cogfast.config import Config
 from cogfast.config.components import is_none
 from cogfast.config.json_files import InsideNames, keys, read_json
+from cogfast.config.load import CONFIGS
 from cogfast.config.merged_config import DEFAULT, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.values import Range
@@ -74,11 +74,6 @@ _SPACING = {"timestep_spacing": "leading", "set_alpha_to_one": True, "steps_offs
 _BETAS = {"snr_shift_scale": 3.0, "beta_start": 0.00085, "beta_end": 0.0120}
 # Param of the discretization -> key of scheduler_config.json
 _DISCRETIZATION = dict(zip(("shift_scale", "linear_start", "linear_end"), _BETAS, strict=True))
-# configs/ in the source tree and in an installed package
-_CONFIGS = (
-    Path(__file__).resolve().parents[3] / "configs",
-    Path(sys.prefix, "share/cogfast/configs"),
-)
 _INTERPOLATIONS = ("height_interpolation", "width_interpolation", "time_interpolation")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _WEIGHTS = {
@@ -263,8 +258,7 @@ def find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
         logger.warning(
             "%s: %s; it is taken for %s", folder, family.maybe_derived, family.member.name
         )
-    files = [place / Path(family.member.config_file).name for place in _CONFIGS]
-    file = next((path for path in files if path.is_file()), files[0])
+    file = CONFIGS / Path(family.member.config_file).name
     values: dict[str, Any] = {"args.load": str(folder), "args.mode": "inference"}
     values |= _network_values(model)
     # A machine without a GPU runs fp16 weights in float32, which represents them exactly.

@@ -39,17 +39,18 @@ def launchers_on_cpu(runs_kernels: bool = True) -> Iterator[None]:
 
     runs_kernels: False where only the tensors matter, and not the numbers in them.
     """
-    dtypes = torch_library.CPU_DTYPES
+    before = torch_library.CPU_DTYPES, torch_library.HAS_CPU_KERNELS
     library = torch.library.Library("cogfast", "IMPL")
     for name, launch in LAUNCHES.items():
         library.impl(name, launch, "CPU", allow_override=True)
     torch_library.CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    torch_library.HAS_CPU_KERNELS = True
     execute = GridExecutor.__call__ if runs_kernels else lambda *args, **kwargs: None
     try:
         with patch.object(GridExecutor, "__call__", execute):
             yield
     finally:
-        torch_library.CPU_DTYPES = dtypes
+        torch_library.CPU_DTYPES, torch_library.HAS_CPU_KERNELS = before
         library._destroy()  # the implementations of before are in force again
 
 

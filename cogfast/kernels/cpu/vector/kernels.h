@@ -1,4 +1,4 @@
-// The kernels, compiled once for AVX2 and once for AVX-512 (setup.py), each in a namespace of its own.
+// The kernels, compiled for the instruction set of this machine (library.py), in a namespace of its own.
 
 #pragma once
 

@@ -24,7 +24,7 @@ from cogfast.train.run.page.metrics_table import Column, encode, read_metrics, t
 from cogfast.train.run.page.page import RunPage, page_of, write_page
 from cogfast.train.run.page.record import read_run
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import ROOT, run_folder
+from tests.support.tiny_run import run_folder
 from tests.train.run.page.run_folders import PROMPTS, Page, lines, write_evaluation, write_run
 from tests.train.run.test_lora_runs import ASKED, write_lora_config
 
@@ -416,15 +416,6 @@ def test_the_policy_allows_the_page_itself_and_nothing_else(run: Path) -> None:
     sources = page.attributes("video", "src")
     assert sources and all(source.startswith("./") for source in sources)
     assert "Copyright (c) 2022 Leon Sorokin" in document  # uPlot's licence
-
-
-def test_the_installed_package_has_the_static_files() -> None:
-    """setup.py lists them as package data."""
-    (given,) = re.findall(r"package_data=(\{.*\})", (ROOT / "setup.py").read_text())
-    package = ROOT / "cogfast"
-    found = {path for pattern in json.loads(given)["cogfast"] for path in package.glob(pattern)}
-    static = set((package / "train" / "run" / "page" / "static").iterdir())
-    assert len(static) >= 6 and static <= found
 
 
 def test_links_start_at_the_page(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.kernels import torch_library
+from cogfast.kernels.cpu import library
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
+
+pytestmark = NEEDS_CPU_KERNELS
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a program in g++'s place that writes what g++ has compiled before.
+
+    It adds a line to a file whenever it links; the function returns that file.
+    """
+    done, log = library.library_file(), tmp_path / "log"
+    program = tmp_path / "compiler"
+    program.write_text(
+        '#!/bin/sh\nsleep 0.1\nfor last; do :; done\ncase "$*" in\n'
+        f'*-shared*) echo link >> {shlex.quote(str(log))}; cp {shlex.quote(str(done))} "$last";;\n'
+        '*) : > "$last";;\nesac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert library.library_file() != done
+    return log
+
+
+def left_in_cache() -> list[str]:
+    return sorted({path.suffix for path in library.cache_folder().iterdir()})
+
+
+def test_processes_that_start_together_compile_once(compiler: Path) -> None:
+    """Locks of two open files exclude each other in one process as in two."""
+    with ThreadPoolExecutor(3) as pool:
+        files = {pool.submit(library.compile_library) for _ in range(3)}
+        assert {one.result() for one in files} == {library.library_file()}
+    assert compiler.read_text().split() == ["link"]
+    assert left_in_cache() == [".lock", ".so"]
+    assert library.compile_library().exists() and compiler.read_text().split() == ["link"]
+
+
+def test_what_a_process_left_that_died_is_no_obstacle(compiler: Path) -> None:
+    file = library.library_file()
+    half = file.parent / f"{file.stem}-half"
+    half.mkdir(parents=True)
+    lock = shlex.quote(str(file.with_suffix(".lock")))
+    holder = subprocess.Popen(
+        ["sh", "-c", f"exec 9> {lock}; flock 9; echo locked; exec sleep 60"],
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+    with open(file.with_suffix(".lock"), "w") as mine, pytest.raises(BlockingIOError):
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert library.compile_library() == file
+    assert not half.exists() and left_in_cache() == [".lock", ".so"]
+
+
+@pytest.mark.parametrize(
+    "script, why",
+    [
+        ("echo 'a.cpp:1: fatal error: no such header' >&2; exit 1", "fatal error: no such header"),
+        ('for last; do :; done; echo no library > "$last"', "OSError: .*(file too short|ELF)"),
+    ],
+    ids=["it does not compile", "it cannot be loaded"],
+)
+def test_a_build_that_fails_leaves_nothing(
+    script: str, why: str, compiler: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "compiler").write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.raises(RuntimeError, match=f"failed: .*{why}") as raised:
+        library.compile_library()
+    assert "\n" not in str(raised.value)
+    assert left_in_cache() == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(RuntimeError, match="Not a directory: .*cache"):
+        library.compile_library()
+
+
+def test_another_pytorch_compiler_or_processor_has_another_library(monkeypatch) -> None:
+    def changed(name: str, value: object) -> Path:
+        with monkeypatch.context() as change:
+            change.setattr(name, value)
+            return library.library_file()
+
+    files = {
+        library.library_file(),
+        changed("torch.__version__", "2.99.0"),
+        changed("cogfast.kernels.cpu.library._OPS", 99),
+        changed("cogfast.kernels.cpu.library._OPTIONS", ["-O2"]),
+        changed("cogfast.kernels.cpu.library._compiler", lambda: ["clang++"]),
+        changed("torch.backends.cpu.get_cpu_capability", lambda: "AVX2"),
+        changed("torch.backends.cpu.get_cpu_capability", lambda: "AVX512"),
+    }
+    assert len(files) == 6  # this processor has one of the last two
+    for name, value in (("sys.platform", "darwin"), ("torch.backends.cpu.get_cpu_capability", str)):
+        with pytest.raises(RuntimeError, match="are for Linux on an x86-64 processor with AVX2"):
+            changed(name, value)
+
+
+def test_the_doctor_compiles_and_says_where(compiler: Path, monkeypatch, capsys) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "not compiled yet" in shown and "fix: cogfast doctor --build-kernels" in shown
+    assert main(["doctor", "--build-kernels"]) == 0
+    assert capsys.readouterr().out == f"C++ kernels: {library.library_file()}\n"
+    assert main(["doctor"]) == 0
+    assert str(library.library_file()) in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["doctor", "--build-kernels"]) == 1
+    assert capsys.readouterr().err == (
+        "cogfast: there is no no-such-compiler; install g++, or set CXX to another\n"
+    )
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch, caplog) -> None:
+    file = tmp_path / "library.so"
+    file.write_text("no library")
+    monkeypatch.setattr(torch_library, "library_file", lambda: file)
+    monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
+    torch_library._load_cpu_kernels()
+    (line,) = caplog.messages
+    assert "the C++ kernels cannot be loaded" in line and str(file) in line
+    assert not torch_library.HAS_CPU_KERNELS
