@@ -260,7 +260,7 @@ WRONG = {
         r"video_size=\[32, 50\]: rows must be a multiple of 16 .*; use \[32, 48\]"
     ),
     "2b --train_resolution 9x32x32": "--train_resolution: data.params.video_size=.*32.*32",
-    "5b --target_modules to_x": r"--target_modules: .*target_modules=\['to_x'\]: use a list of one or more",
+    "5b --target_modules to_x": r"--target_modules: .*target_modules=\['to_x'\]: use one or more of q, k, v, out",
     "5b --optimizer came": "--optimizer came: must be adamw, adam or prodigy .came needs whole",
     "5b --optimizer adamx": "--optimizer adamx: must be adamw, adam or prodigy .*; did you mean adam",
     "5b --resume_from_checkpoint /nowhere": (

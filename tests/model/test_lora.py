@@ -80,7 +80,7 @@ def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
     params = section["network_config"]["params"]["modules"]["lora_config"]["params"]
     cases = {
         ("query_key_value",): ("to_q", "to_k", "to_v"),
-        ("dense", "to_v"): ("to_out.0", "to_v"),
+        ("dense", "to_v"): ("to_v", "to_out.0"),
         ("to_q", "to_k", "to_v", "to_out.0"): DEFAULT_TARGETS,
         ("query_key_value", "dense", "ff.net.0.proj", "ff.net.2"): tuple(TARGETS),
     }
@@ -90,7 +90,7 @@ def test_targets_go_by_sats_names_or_diffusers(tmp_path) -> None:
         assert build_transformer(section).config.lora_targets == expected
     for wrong in (["to_q", "norm1.linear"], ["proj_out"], ["patch_embed.proj"], ["net.2"], []):
         params["target_modules"] = wrong
-        possible = "query_key_value, dense, to_q, to_k, to_v, to_out.0, ff.net.0.proj, ff.net.2"
+        possible = "q, k, v, out, fc1, fc2, to_q, .*, ff.net.2, query_key_value, dense"
         with pytest.raises(
             ValueError, match=rf"target_modules=\[.*: use one or more of {possible}$"
         ):
@@ -115,12 +115,13 @@ def test_plain_checkpoint_loads_and_changes_nothing(tmp_path) -> None:
 def test_adapters_are_not_dropped_silently(tmp_path) -> None:
     save_as_sat(tiny("5b", lora_rank=4), tmp_path)
     with pytest.raises(
-        ValueError, match=r"16 LoRA tensors .* has no adapters; set r: 4, lora_alpha"
+        ValueError,
+        match=r"16 LoRA tensors .* has no adapters; set args.lora_rank=4 args.lora_alpha=1 ",
     ):
         load_transformer(tiny("5b"), tmp_path)
-    with pytest.raises(ValueError, match=r"set .* target_modules: \[to_q, to_k, to_v, to_out.0\]"):
+    with pytest.raises(ValueError, match=r"set .* args.lora_modules=\[q,k,v,out\]"):
         load_transformer(tiny("5b", lora_rank=4, lora_targets=("to_q",)), tmp_path)
-    with pytest.raises(ValueError, match="config, which has r: 8, lora_alpha: 1, .* set r: 4"):
+    with pytest.raises(ValueError, match="which has LoRA rank 8, alpha 1, .* set args.lora_rank=4"):
         load_transformer(tiny("5b", lora_rank=8), tmp_path)
 
 

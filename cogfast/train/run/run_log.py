@@ -18,6 +18,7 @@ class RunLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._file: LogFile | None = None
+        self._is_writing = False
         self._lines = [f"\n{datetime.now():%Y-%m-%d %H:%M:%S}  {command_line()}"]
         if os.environ.get("RANK", "0") == "0":
             logging.getLogger("cogfast").addHandler(self)
@@ -25,12 +26,16 @@ class RunLog(logging.Handler):
     def open(self, folder: Path) -> None:
         """Write the lines so far, and from now on each line at once, to log.txt of the folder."""
         self._file = LogFile(folder / "log.txt")
-        lines, self._lines = self._lines, []
-        self._write("\n".join(lines))
+        self._flush()
 
     def emit(self, record: logging.LogRecord) -> None:
         # The screen's handler comes first, and has escaped the arguments.
         self._write(printable(record.getMessage(), keep="\n\t"))
+        # Without another handler, as in a program that uses cogfast, Python would print warnings.
+        last = logging.lastResort
+        is_alone = logging.getLogger("cogfast").handlers == [self] and not logging.root.handlers
+        if is_alone and last is not None and record.levelno >= last.level:
+            last.handle(record)
 
     def end(self, error: BaseException | None = None) -> None:
         """Stop. error: what ends the run; it is written as the command prints it."""
@@ -40,7 +45,13 @@ class RunLog(logging.Handler):
             self._write("cogfast: " + "; ".join(one_line(str(each)) for each in (error, *notes)))
 
     def _write(self, text: str) -> None:
-        if self._file is None:
-            self._lines.append(text)
-        else:
-            self._file.append(text.encode(errors="backslashreplace") + b"\n")
+        self._lines.append(text)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._file is None or self._is_writing:
+            return
+        self._is_writing = True  # a full disk logs a line, which comes with the next one
+        lines, self._lines = self._lines, []
+        self._file.append("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        self._is_writing = False

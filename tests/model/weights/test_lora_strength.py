@@ -110,7 +110,7 @@ def test_cogfast_reads_the_strength_with_and_without_the_header(base: Path, tmp_
         expected = ours(**inputs("5b"))
     config: TransformerConfig = ours.config
     for path in (file, tmp_path / "bare.safetensors"):  # as args.load_lora
-        with pytest.raises(ValueError, match="lora_alpha: 1, .* set r: 8, lora_alpha: 8, "):
+        with pytest.raises(ValueError, match="alpha 1, .* set args.lora_rank=8 args.lora_alpha=8 "):
             check_config(open_adapter(path), config)
     plain = open_source(base)
     for path in (file, tmp_path / "bare.safetensors"):

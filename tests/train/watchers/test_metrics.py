@@ -236,6 +236,7 @@ def test_a_full_disk_costs_nothing_that_can_follow(
     warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     warnings = [text for text in warnings if "File too large" in text]
     about = (
+        "log.txt",
         "metrics.jsonl",
         "sampling at step 4",
         "prompt 0 (",
