@@ -31,7 +31,7 @@ class RunLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # The screen's handler comes first, and has escaped the arguments.
         self._write(printable(record.getMessage(), keep="\n\t"))
-        # Without another handler, as in a program that uses cogfast, Python would print warnings.
+        # Python prints warnings where there is no handler, as in a program that uses cogfast.
         last = logging.lastResort
         is_alone = logging.getLogger("cogfast").handlers == [self] and not logging.root.handlers
         if is_alone and last is not None and record.levelno >= last.level:
