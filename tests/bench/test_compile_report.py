@@ -109,7 +109,7 @@ def run(argv: list[str], folder: Path, code: str | None = None) -> tuple[int, di
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1800,
     )
     assert out.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
