@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from cogfast.config import Config
 
 _USAGE = """\
-usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report} ...
+usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report,publish} ...
 
   train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
@@ -61,6 +61,7 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report} ...
   doctor  list what this machine lacks for training: cogfast doctor
   plan    predict a run's memory on a GPU: cogfast plan --base model.yaml sft.yaml --gpu h100-80 --gpus 8
   report  write the page of a run again, or one that compares runs: cogfast report RUN [RUN ...]
+  publish upload a run to the Hugging Face hub: cogfast publish RUN me/my-lora [--dry-run]
 
 `cogfast train --help` and so on list the options, `cogfast train --help-all` every key of a configuration.
 """
@@ -241,6 +242,16 @@ def report(argv: Sequence[str]) -> None:
     sys.stdout.write(f"{printable(str(write_report(runs, out)))}\n")
 
 
+def publish(argv: Sequence[str]) -> None:
+    from cogfast.cli.options import parse_publish
+
+    arguments = parse_publish(argv)
+    start_logging()
+    from cogfast.train.run.publish import publish as publish_run
+
+    sys.stdout.write(f"{printable(publish_run(*arguments))}\n")
+
+
 _COMMANDS = {
     "train": train,
     "cache": cache,
@@ -250,6 +261,7 @@ _COMMANDS = {
     "doctor": doctor,
     "plan": plan,
     "report": report,
+    "publish": publish,
 }
 
 

@@ -486,6 +486,26 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     return found.runs, found.out
 
 
+def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
+    """Return the run, the repository, whether only to write its files, and whether it is private."""
+    parser = Parser(
+        prog="cogfast publish",
+        description="Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four "
+        "videos of its last evaluation. Captions and paths of the data stay here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run or one of its checkpoints")
+    parser.add_argument(
+        "repo", metavar="OWNER/NAME", help="the repository; created if it is missing"
+    )
+    text = "write the files to RUN/hub and upload nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "create a private repository; default: the owner's setting"
+    parser.add_argument("--private", action="store_const", const=True, help=text)
+    found = parser.parse_args([*argv])
+    return found.run, found.repo, found.dry_run, found.private
+
+
 def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
     parser = Parser(

@@ -113,6 +113,9 @@ class TrainArguments:
     """number of latest checkpoints to keep; 0 keeps all"""
     log_interval: Count = 20
     """steps between lines of the log and of metrics.jsonl"""
+    push_to_hub: str | None = None
+    """repository of the Hugging Face hub, such as me/my-lora, to which a run that is complete is published
+    as `cogfast publish` does; a failure is logged"""
     wandb: bool = False
     """also log to Weights & Biases"""
     wandb_project_name: str = "default_project"

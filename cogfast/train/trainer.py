@@ -21,6 +21,7 @@ from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.page.page import write_facts
 from cogfast.train.run.parts import assemble, assemble_watchers
+from cogfast.train.run.publish import push
 from cogfast.train.run.terminal import log_commands, log_facts, log_results
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,10 @@ class Trainer:
                     self.scores.wait(lambda: stop.is_asked)
                     if args.keep_best is not None:
                         self.writer.prune()
+            if args.push_to_hub is not None and groups.is_main and self._is_complete(stop):
+                thread = push(self.writer.path(self.step), args.push_to_hub)
+                while thread.is_alive() and not stop.is_asked:
+                    thread.join(0.2)
             # No rank may leave while another waits for its part of a collective.
             stop.finish()
             self.engine.wait_for_weights()
@@ -187,6 +192,13 @@ class Trainer:
         self.metrics.add_evaluation(self.step, self.evaluator(*given, self.metrics.add_videos))
         if self.evaluator.sampled_step == self.step:
             self.scores.add(self.step)
+
+    def _is_complete(self, stop: StopRequest) -> bool:
+        """Return whether the last step is trained and saved. Call it when the writer has ended."""
+        is_saved = self.writer.saved_step == self.step == self.num_steps
+        return (
+            is_saved and self.writer.saved == self.writer.path(self.step) and not stop.is_stopping
+        )
 
     def _is_end_evaluated(self) -> bool:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""

@@ -44,7 +44,7 @@ from cogfast.train.preflight.parts import (
     try_diffusion,
     try_training_parts,
 )
-from cogfast.train.preflight.pipeline_folder import PLACEHOLDER
+from cogfast.train.preflight.pipeline_folder import PLACEHOLDER, is_hub_id
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -149,6 +149,9 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
         refuse(config, "args.wandb", text)
+    if args.push_to_hub is not None and not is_hub_id(args.push_to_hub):
+        text = f"args.push_to_hub={brief(args.push_to_hub)} must be a repository such as me/my-lora"
+        refuse(config, "args.push_to_hub", f"{text}, and no path here; correct it")
     _check_precision(config, args)
     _check_optimizer_state(config, args)
     check_compilers(config, args, is_training=True)

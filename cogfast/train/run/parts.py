@@ -74,6 +74,7 @@ from cogfast.train.run.folder import (
     describe_run,
     open_run_folder,
 )
+from cogfast.train.run.publish import warn_of_missing_token
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
@@ -156,6 +157,7 @@ def _assemble(config: Config, overrides: EncodeOverrides, log: RunLog) -> Parts:
     diffusion = assemble_diffusion(config)
     if groups.is_main:
         log_unused(config)
+        warn_of_missing_token(args)
         warn_of_different_schedules(diffusion)
         warn_of_pipeline_positions(config)
         warn_of_image_scale(config)

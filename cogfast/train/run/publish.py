@@ -1,0 +1,235 @@
+"""Publishes a run on the Hugging Face hub: files that diffusers loads, videos and a model card.
+
+Nothing of the data is published but its size: no caption, no path, no file of the run but those named here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import yaml
+
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.json_files import brief, read_limited
+from cogfast.config.values import counted
+from cogfast.model.config import member_of
+from cogfast.model.weights.adapters import adapters_of
+from cogfast.model.weights.convert import convert
+from cogfast.model.weights.formats.checkpoint_manifest import (
+    find_run_checkpoint,
+    read_manifest,
+    run_of,
+)
+from cogfast.model.weights.formats.run_checkpoint import open_run
+from cogfast.model.weights.image_scale import difference, pipeline_code, scale_of_run
+from cogfast.sample.prompt_files import given_prompts
+from cogfast.train.preflight.pipeline_folder import is_hub_id
+from cogfast.train.run.page.record import read_run
+
+logger = logging.getLogger(__name__)
+
+_NUM_VIDEOS = 4
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")  # in the hub client's cache
+_FRONT = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
+_LOGIN = "no token of the hub; run `hf auth login`, or set HF_TOKEN in the environment"
+
+
+def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | None = None) -> str:
+    """Run `cogfast publish`. Return where the files are.
+
+    path: a run or one of its checkpoints. ValueError for user errors, RuntimeError if the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if _REPO.fullmatch(repo) is None:
+        raise ValueError(f"{brief(repo)} must be a repository of the hub, such as me/my-lora")
+    checkpoint = find_run_checkpoint(path) if path.is_dir() else None
+    if checkpoint is None:
+        raise ValueError(f"{path}: no run with a checkpoint; give the folder of a run")
+    if is_dry_run:
+        shutil.rmtree(run_of(checkpoint) / "hub", ignore_errors=True)
+        return str(write_files(checkpoint, repo, run_of(checkpoint) / "hub"))
+    if get_token() is None:
+        raise ValueError(_LOGIN)
+    with TemporaryDirectory(prefix="hub-", dir=run_of(checkpoint)) as scratch:
+        folder = write_files(checkpoint, repo, Path(scratch, "files"))
+        try:
+            api = HfApi()
+            api.create_repo(repo, private=is_private, exist_ok=True)
+            # Files that an interrupted upload has sent are not sent again: the hub knows their hashes.
+            text = f"cogfast: step {read_manifest(checkpoint)['step']}"
+            info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=text)
+        # The client has many types of exceptions, and its HTTP library has more.
+        except Exception as error:
+            raise RuntimeError(
+                f"{repo} is not published ({brief(str(error))}); cogfast publish sends what is missing"
+            ) from error
+    return str(info.repo_url)
+
+
+def push(path: Path, repo: str) -> Thread:
+    """Publish a checkpoint in a thread, which logs one line: a failure does not end the run."""
+
+    def work() -> None:
+        try:
+            logger.info("published: %s", publish(path, repo))
+        except Exception as error:
+            logger.warning("args.push_to_hub=%s: %s", repo, brief(str(error)))
+
+    thread = Thread(target=work, name="push to hub", daemon=True)
+    thread.start()
+    return thread
+
+
+def warn_of_missing_token(args: TrainArguments) -> None:
+    from huggingface_hub import get_token
+
+    if args.push_to_hub is not None and get_token() is None:
+        logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
+
+
+def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
+    """Write what is published of a checkpoint into a new folder, and return it."""
+    manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
+    config = manifest.get("config") or {}
+    args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
+    kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
+    ema = "shadow" in kinds and args.get("eval_with_ema", True)  # as the videos
+    source = open_run(checkpoint, ema, manifest)
+    adapters = adapters_of(source)
+    target = folder / "transformer" if adapters is None else folder
+    dtype = "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
+    to = "diffusers" if adapters is None else "peft"
+    convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
+    facts = source.facts
+    is_i2v = facts["in_channels"] > facts["out_channels"]
+    member = member_of(facts["patch_size"], is_i2v, facts["position"] == "rotary")
+    load = str(args.get("load") or "")
+    base = _base_id(load, member.name)
+    widget = _copy_videos(record, args, folder)
+    prompts = [item["text"] for item in widget if item["text"] != "-"]
+    head = {
+        "base_model": base,
+        **(_license(Path(load)) if load else {"license": "other"}),
+        "library_name": "diffusers",
+        "pipeline_tag": "image-to-video" if is_i2v else "text-to-video",
+        "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
+        "widget": widget,
+    }
+    size, frames = data.get("video_size"), data.get("max_num_frames")
+    shape = size if isinstance(size, list) and len(size) == 2 else None
+    settings = {
+        "clips": manifest.get("num_samples"),
+        "trained": "all weights" if adapters is None else f"LoRA, {adapters}",
+        "weights": "moving average (EMA)" if ema else "of the last step",
+        "steps": manifest["step"],
+        "global batch": manifest.get("global_batch"),
+        "learning rate": args.get("lr"),
+        "schedule": args.get("lr_schedule"),
+        "rows x columns": None if shape is None else "x".join(map(str, shape)),
+        "frames": frames,
+        "frames per second": data.get("fps"),
+        "precision": dtype,
+        "seed": args.get("seed"),
+    }
+    rows = [f"| {name} | {value} |" for name, value in settings.items() if value is not None]
+    given = {"num_frames": frames} | (dict(zip(("height", "width"), shape or (), strict=False)))
+    call = "".join(f", {key}={value}" for key, value in given.items() if isinstance(value, int))
+    code = _code(checkpoint, repo, base, is_i2v, adapters is not None)
+    prompt = json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False)
+    image = ', image=load_image("first_frame.png")' if is_i2v else ""
+    strength = "" if adapters is None else "Strength: 1 is the trained one.\n\n"
+    fps = data.get("fps") if isinstance(data.get("fps"), int) else 8
+    text = f"""\
+---
+{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---
+
+# {repo.partition("/")[2]}
+
+{"A LoRA of" if adapters else "Fine-tuned weights of"} {base}, trained with cogfast on {counted(manifest.get("num_samples", 0), "clip")}.
+
+<Gallery />
+
+{strength}```python
+{code}
+video = pipe({prompt}{image}{call}).frames[0]
+export_to_video(video, "video.mp4", fps={fps})
+```
+
+| setting | value |
+| --- | --- |
+{chr(10).join(rows)}
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _code(checkpoint: Path, repo: str, base: str, is_i2v: bool, is_lora: bool) -> str:
+    """Return the lines of Python up to the call of the pipeline."""
+    kind = "CogVideoXImageToVideoPipeline" if is_i2v else "CogVideoXPipeline"
+    names = [kind] if is_lora else [kind, "CogVideoXTransformer3DModel"]
+    dtype, more, loads = "torch_dtype=torch.bfloat16", "", []
+    lines = ["import torch", f"from diffusers import {', '.join(names)}"]
+    lines.append(f"from diffusers.utils import export_to_video{', load_image' if is_i2v else ''}\n")
+    if is_lora:
+        loads = [f'pipe.load_lora_weights("{repo}")']
+    else:
+        of = f'"{repo}", subfolder="transformer", {dtype}'
+        lines.append(f"transformer = CogVideoXTransformer3DModel.from_pretrained({of})")
+        more = "transformer=transformer, "
+    lines.append(f'pipe = {kind}.from_pretrained("{base}", {more}{dtype}).to("cuda")')
+    scale = scale_of_run(checkpoint)
+    if scale is not None and difference(*scale) is not None:
+        # The pipeline would give the network the first frame at another scale.
+        loads.append(pipeline_code(scale[0], scale[2]))
+    return "\n".join([*lines, *loads])
+
+
+def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
+    """Copy the last videos under names without text. Return the card's widget, with the user's own
+    prompts alone: a caption of the data is none of them."""
+    try:
+        known = {"eval_prompts", "eval_prompt_file"} & args.keys()
+        own = TrainArguments(**{key: args[key] for key in known})
+        texts = {prompt.text for prompt in given_prompts(own)}
+    except (ValueError, TypeError) as error:
+        logger.warning("prompts are left out of the card (%s)", brief(str(error)))
+        texts = set()
+    last = max((s.step for s in record.samples if s.step is not None), default=None)
+    videos = [s for s in record.samples if s.step == last and s.file.endswith(".mp4")]
+    widget = []
+    for i, sample in enumerate(videos[:_NUM_VIDEOS] if last is not None else []):
+        (folder / "videos").mkdir(exist_ok=True)
+        shutil.copyfile(record.folder / sample.file, folder / "videos" / f"{i}.mp4")
+        text = sample.prompt[0] if sample.prompt[0] in texts else "-"
+        widget.append({"text": text, "output": {"url": f"videos/{i}.mp4"}})
+    return widget
+
+
+def _base_id(load: str, member: str) -> str:
+    """Return the base's id on the hub. A path would say where the user keeps it."""
+    cached = _CACHED.search(load)
+    if cached is not None:
+        return f"{cached[1]}/{cached[2]}"
+    if load and is_hub_id(load):
+        return load
+    return f"zai-org/{member if '1.5' in member else member.replace('B', 'b')}"
+
+
+def _license(base: Path) -> dict[str, Any]:
+    """Return the licence that the README.md of the base's folder names."""
+    try:
+        text = read_limited(base / "README.md", 1 << 20).decode(errors="replace")
+        found = yaml.safe_load((_FRONT.match(text) or ["", ""])[1]) or {}
+        kept = {k: str(found[k]) for k in ("license", "license_name", "license_link") if k in found}
+    except (ValueError, yaml.YAMLError, TypeError):
+        kept = {}
+    return kept if "license" in kept else {"license": "other"}

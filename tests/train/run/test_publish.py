@@ -1,0 +1,244 @@
+"""`cogfast publish` and args.push_to_hub, with the hub's own client, against a stand-in of the hub."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from cogfast.__main__ import main
+from cogfast.config import load_config
+from cogfast.train.trainer import Trainer
+from tests.support.tiny_run import read_run_weights, run_folder, write_config
+
+REPO = "me/my-lora"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The endpoints that HfApi.upload_folder calls; all but text is LFS objects."""
+
+    objects: dict[str, bytes]
+    files: dict[str, bytes]
+    puts: list[str]
+    refuses: list[str]  # the next requests with this in their path are refused, once each
+
+    def do_GET(self) -> None:
+        self._answer(404, {"error": "not found"})
+
+    def do_PUT(self) -> None:
+        content, oid = self._body(), self.path.rpartition("/")[2]
+        assert hashlib.sha256(content).hexdigest() == oid
+        self.objects[oid] = content
+        self.puts.append(oid)
+        self._answer(200, {})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        for text in list(self.refuses):
+            if text in self.path:
+                self.refuses.remove(text)
+                self._answer(403, {"error": "no rights"})
+                return
+        url = f"http://{self.headers['Host']}"
+        if self.path == "/api/repos/create":
+            assert self.headers["Authorization"] == "Bearer hf_test"
+            self._answer(200, {"url": f"{url}/{REPO}"})
+        elif self.path == "/api/validate-yaml":
+            self._answer(200, {"errors": [], "warnings": []})
+        elif self.path == f"/api/models/{REPO}/preupload/main":
+            of = lambda f: "regular" if f["path"].endswith(".md") else "lfs"
+            named = [
+                {"path": f["path"], "uploadMode": of(f), "shouldIgnore": False, "oid": None}
+                for f in json.loads(body)["files"]
+            ]
+            self._answer(200, {"files": named})
+        elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
+            found = []
+            for one in json.loads(body)["objects"]:
+                upload = {"upload": {"href": f"{url}/lfs/{one['oid']}", "header": {}}}
+                found.append(one if one["oid"] in self.objects else {**one, "actions": upload})
+            self._answer(200, {"objects": found, "transfer": "basic"})
+        elif self.path == f"/api/models/{REPO}/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    self.files[value["path"]] = self.objects[value["oid"]]
+            commit = {"commitUrl": f"{url}/{REPO}/commit/{40 * 'a'}", "commitOid": 40 * "a"}
+            self._answer(200, {"success": True, **commit, "hookOutput": ""})
+        else:
+            self._answer(404, {"error": self.path})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _answer(self, status: int, value: dict) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    from huggingface_hub import constants
+
+    state = {"objects": {}, "files": {}, "puts": [], "refuses": []}
+    handler = type("OneHub", (Hub,), state)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def base_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Weights that LoRA can adapt."""
+    return train(tmp_path_factory.mktemp("base"), data, rank=None, eval_interval=None)
+
+
+def train(folder: Path, data: Path, *words: str, rank: int | None = 4, **args) -> Path:
+    """Train a run whose evaluation samples two prompts, or captions of the data."""
+    given = {"train_iters": 1, "eval_interval": 1, "valid_data": [str(data)], **args}
+    family = args.pop("family", "5b")
+    given.pop("family", None)
+    base = write_config(folder / "base.yaml", data, family, lora_rank=rank, **given)
+    Trainer(load_config([base], ["args.force_train=true", *words])).train()
+    return run_folder(folder / "runs")
+
+
+def card_of(text: bytes | str) -> tuple[dict, str]:
+    text = text.decode() if isinstance(text, bytes) else text
+    _, head, body = text.split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def test_a_lora_is_published_and_an_interrupted_upload_is_repeated(
+    tmp_path: Path, data: Path, base_run: Path, hub: type[Hub], capsys: pytest.CaptureFixture
+) -> None:
+    prompts = ['a "red" bar: one', "a bar"]
+    run = train(tmp_path, data, load=str(base_run), eval_prompts=prompts)
+    hub.refuses.append("/commit/")
+    assert main(["publish", str(run), REPO]) == 1
+    assert "cogfast: me/my-lora is not published (" in capsys.readouterr().err
+    sent = list(hub.puts)
+    assert len(sent) == 3 and not hub.files
+    assert main(["publish", str(run), REPO]) == 0
+    assert hub.puts == sent, "the hub has these objects"
+    assert capsys.readouterr().out.strip().endswith(REPO)
+    names = {"README.md", "pytorch_lora_weights.safetensors", "videos/0.mp4", "videos/1.mp4"}
+    assert hub.files.keys() - {".gitattributes"} == names
+    (tmp_path / "lora").mkdir()
+    lora = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
+    lora.write_bytes(hub.files[lora.name])
+    averaged = read_run_weights(run / "checkpoints" / "00000001", ema=True)
+    written = load_file(lora)["transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"]
+    assert torch.equal(written, averaged["blocks.0.attention.qkv.matrix_A.0"])
+    head, body = card_of(hub.files["README.md"])
+    assert head["base_model"] == "zai-org/CogVideoX-5b" and head["license"] == "other"
+    assert head["pipeline_tag"] == "text-to-video" and "lora" in head["tags"]
+    videos = sorted((run / "samples" / "step-00000001").glob("*.mp4"))
+    listed = json.loads((videos[0].parent / "prompts.json").read_text())
+    for i, (item, video) in enumerate(zip(head["widget"], videos, strict=True)):
+        assert item == {"text": listed[video.name], "output": {"url": f"videos/{i}.mp4"}}
+        assert hub.files[f"videos/{i}.mp4"] == video.read_bytes()
+    assert {item["text"] for item in head["widget"]} == set(prompts)
+    assert "LoRA, rank 4" in body and "| clips | 6 |" in body and "height=32, width=32" in body
+    code = body.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'pipe.load_lora_weights("me/my-lora")' in code
+
+
+def test_nothing_of_the_data_is_published(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights of an image-to-video model, whose samples have captions of the data as prompts."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    run = train(tmp_path, data, rank=None, family="1.5_5b_i2v", load=None)
+    (run / "training_config.yaml").write_text("a secret")
+    assert main(["publish", str(run), REPO, "--dry-run"]) == 0
+    files = {
+        p.relative_to(run / "hub").as_posix(): p for p in (run / "hub").rglob("*") if p.is_file()
+    }
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    assert files.keys() == {"README.md", "videos/0.mp4", "transformer/config.json", weights}
+    caption = next((data / "labels").iterdir()).read_text().split()[0:2]
+    for path in files.values():
+        for secret in (str(data), str(tmp_path), " ".join(caption), "secret"):
+            assert secret.encode() not in path.read_bytes(), path
+    head, body = card_of(files["README.md"].read_text())
+    assert head["base_model"] == "zai-org/CogVideoX1.5-5B-I2V"
+    assert [item["text"] for item in head["widget"]] == ["-"]
+    # The trainers' scale of the first frame is not the pipeline's.
+    assert "pipe.vae.register_to_config(invert_scale_latents=False)" in body
+    assert 'subfolder="transformer"' in body
+
+
+def test_a_run_pushes_its_last_checkpoint_and_survives_a_hub_that_refuses(
+    tmp_path: Path, data: Path, base_run: Path, hub: type[Hub], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    word = f"args.push_to_hub={REPO}"
+    run = train(tmp_path, data, word, load=str(base_run), eval_interval=None)
+    assert hub.files["pytorch_lora_weights.safetensors"]
+    assert "published: http" in caplog.text
+    hub.refuses.append("/api/repos/create")
+    more = ["args.force_train=true", f"args.resume={run}", "args.train_iters=2", word]
+    Trainer(load_config([tmp_path / "base.yaml"], more)).train()
+    found = [r.getMessage() for r in caplog.records if "args.push_to_hub" in r.getMessage()]
+    assert len(found) == 1 and "me/my-lora is not published" in found[0]
+    assert "finished at step 2" in caplog.text
+
+
+def test_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert main(["publish", str(tmp_path), REPO]) == 2
+    assert main(["publish", str(tmp_path), "my-lora"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("no run with a checkpoint; give the folder of a run")
+    assert lines[1] == "cogfast: my-lora must be a repository of the hub, such as me/my-lora"
+
+
+def test_the_licence_is_the_base_s(tmp_path: Path, data: Path) -> None:
+    from cogfast.train.run.publish import _license
+
+    text = "---\nlicense: other\nlicense_name: cogvideox\nlicense_link: L\ntags: [a]\n---\n# a\n"
+    (tmp_path / "README.md").write_text(text)
+    assert _license(tmp_path) == {
+        "license": "other",
+        "license_name": "cogvideox",
+        "license_link": "L",
+    }
+    for damaged in ("---\n[\n---\n", "no front", "---\nlicense: [\n---", "---\n- a\n---\n"):
+        (tmp_path / "README.md").write_text(damaged)
+        assert _license(tmp_path) == {"license": "other"}
