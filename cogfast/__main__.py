@@ -207,8 +207,8 @@ def finetune(argv: Sequence[str]) -> None:
 def doctor(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_doctor
 
-    folder, builds_kernels = parse_doctor(argv)
-    from cogfast.cli.doctor import examine, to_text
+    folder, builds_kernels, writes_json = parse_doctor(argv)
+    from cogfast.cli.doctor import examine, to_json, to_text
 
     if builds_kernels:
         from cogfast.kernels.cpu.library import compile_library
@@ -218,7 +218,7 @@ def doctor(argv: Sequence[str]) -> None:
         return
     findings = examine(folder)
     errors = [finding.what for finding in findings if finding.status == "error"]
-    sys.stdout.write(to_text(findings))
+    sys.stdout.write((to_json if writes_json else to_text)(findings))
     if errors:
         raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
 

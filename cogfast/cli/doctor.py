@@ -9,14 +9,17 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from cogfast import __version__
 
 Status = Literal["ok", "note", "missing", "error"]
 
@@ -251,3 +254,9 @@ def to_text(findings: Sequence[Finding]) -> str:
         indent = " " * (width + 11)
         lines += [indent + f.cost] * bool(f.cost) + [f"{indent}fix: {f.fix}"] * bool(f.fix)
     return "\n".join(lines) + "\n"
+
+
+def to_json(findings: Sequence[Finding]) -> str:
+    """Format findings as {"cogfast": version, "findings": [...]}."""
+    found = {"cogfast": __version__, "findings": [asdict(f) for f in findings]}
+    return json.dumps(found, indent=1) + "\n"

@@ -444,8 +444,8 @@ def _run_config(folder: Path) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool]:
-    """Return the folder of the runs, and whether to compile the C++ kernels."""
+def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
+    """Return the folder of the runs, and whether to compile the C++ kernels and to write JSON."""
     parser = Parser(
         prog="cogfast doctor",
         description="List what this machine has and lacks for training, what each gap costs, and the "
@@ -463,8 +463,9 @@ def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool]:
         action="store_true",
         help="compile the C++ kernels of training on a CPU now, instead of at the first run",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON, for reports of errors")
     found = parser.parse_args([*argv])
-    return found.folder, found.build_kernels
+    return found.folder, found.build_kernels, found.json
 
 
 def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import cogfast
 from cogfast.__main__ import main
 from cogfast.cli import doctor
 from cogfast.plan.gpus import find_gpu
@@ -24,6 +26,11 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert main(["doctor", "--folder", str(tmp_path / "runs")]) == 0
     text = capsys.readouterr().out
     found = named(doctor.examine(tmp_path / "runs"))
+    assert main(["doctor", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["what"] for one in report["findings"]] == list(found)
+    assert report["cogfast"] == cogfast.__version__
+    assert all(one["status"] == found[one["what"]].status for one in report["findings"])
     assert not [one for one in found.values() if one.status == "error"]
     assert found["processor"].found.startswith(str(len(os.sched_getaffinity(0))))
     free = shutil.disk_usage(tmp_path).free / 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -169,3 +170,41 @@ def test_quickstart_chooses_how_to_train() -> None:
         "processes x threads: 2 x 3 in bf16 is the fastest here "
         "(1 x 6 in fp32: 400 ms, 1 x 6 in bf16: 300 ms, 2 x 3 in bf16: 200 ms a step)"
     )
+
+
+FORK_COMMANDS = """
+import subprocess
+from tests.support.ranks.forked import ForkedPopen
+subprocess.Popen = ForkedPopen
+"""
+
+
+def test_the_notebook_runs_top_to_bottom(clips_folder: Path, tmp_path: Path) -> None:
+    """Its commands are forked from the process that runs the cells, which spares them the imports."""
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    keys = {"markdown": set(), "code": {"outputs", "execution_count"}}
+    for cell in notebook["cells"]:
+        assert set(cell) == {"cell_type", "id", "metadata", "source"} | keys[cell["cell_type"]]
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    settings = {
+        "ROOT = Path.cwd().parent ": f"ROOT = Path({str(ROOT)!r})",
+        "FOLDER = ROOT ": f"FOLDER = Path({str(tmp_path)!r})",
+        "STEPS = 1500\n": "STEPS = 2\n",
+    }
+    for line, value in settings.items():
+        assert cells[0].count(line) == 1
+        cells[0] = cells[0].replace(line, value)
+    shutil.copytree(clips_folder, tmp_path / "quickstart" / "data")  # what its second cell makes
+
+    done = run_forked(["-c", "\n".join([FORK_COMMANDS, *cells])])
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(": loss ") == 2
+    (run_folder,) = (tmp_path / "quickstart" / "runs").iterdir()
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    samples = json.loads((run_folder / "videos" / "prompts.json").read_text())
+    held_out = {caption_of(*parts) for parts in HELD_OUT}
+    assert len(samples) == 2 and set(samples.values()) <= held_out
