@@ -5,6 +5,7 @@
 # make test-dali   install DALI, which decodes videos on a GPU, and test what of it needs none
 # make test-cuda   train on a CUDA runtime without a device, with the CUDA builds of the newest and the oldest
 #                  PyTorch that pyproject.toml allows, each in a .venv of its own (6 GB); test-cuda-newest: only that one
+# make docs        the site of docs/, into site/
 # make bench       time a training step on this machine
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ DALI := nvidia-dali-cuda130 astunparse gast makefun nvtx optree six
 TEST_CUDA_VENV ?= .venv-cuda
 TEST_CUDA_OLDEST_VENV ?= .venv-cuda-oldest
 
-.PHONY: setup quickstart test test-dali test-cuda test-cuda-newest test-cuda-oldest check soak bench clean
+.PHONY: setup quickstart test test-dali test-cuda test-cuda-newest test-cuda-oldest check soak docs bench clean
 
 setup: $(INSTALLED)
 
@@ -63,9 +64,17 @@ $(BIN)/pyright: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak
 
+docs: $(BIN)/mkdocs
+	$(BIN)/mkdocs build --strict
+
+# Only this target needs mkdocs, so it is installed when it is first used.
+$(BIN)/mkdocs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material
+	@touch $@
+
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.step
 
 clean:
-	rm -rf .venv .venv-cuda .venv-cuda-oldest build dist *.egg-info .pytest_cache .ruff_cache quickstart
+	rm -rf .venv .venv-cuda .venv-cuda-oldest build dist *.egg-info .pytest_cache .ruff_cache quickstart site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from glob import glob
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from cogfast.__main__ import _USAGE
+from tests.config.test_stock_yaml_end_to_end import WIDTH
+from tests.support.ranks.forked import run_forked
+from tests.support.tiny_run import ROOT, write_clips
+
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in a link, as GitHub makes them."""
+    found: dict[str, int] = {}
+    for title in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", LINK.sub("]", title).lower()).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+    return {f"{name}-{i}" if i else name for name, last in found.items() for i in range(last + 1)}
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    text = re.sub(r"`[^`\n]+`", "", FENCE.sub("", text))
+    for link in LINK.findall(text):
+        if re.match(r"https?:|mailto:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        # The site has the pages of docs/ alone.
+        folder = DOCS if page.is_relative_to(DOCS) else ROOT
+        is_there = target.is_relative_to(folder) and target.exists()
+        if not is_there or anchor and (target.suffix != ".md" or anchor not in anchors(target)):
+            yield link
+
+
+def test_links_point_to_what_exists() -> None:
+    wrong = [f"{page}: {link}" for page in PAGES for link in broken_links(page, page.read_text())]
+    assert not wrong
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](data.md#layouts) [b](data.md#no) [c](no.md) `[d](no.md)` [e](../README.md) [f](#no)"
+    assert [*broken_links(DOCS / "convert.md", text)] == [
+        "data.md#no",
+        "no.md",
+        "../README.md",
+        "#no",
+    ]
+
+
+def named(entry: object) -> Iterator[str]:
+    """The pages of a navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from named(inner)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    left_out = set(site.get("exclude_docs", "").split())
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)}
+    assert sorted(named(site["nav"])) == sorted(pages - left_out)
+    assert left_out <= pages
+
+
+def test_every_command_has_a_row() -> None:
+    (names,) = re.findall(r"\{([\w,]+)\}", _USAGE)
+    rows = re.findall(r"^\| `cogfast (\w+)` \|", (DOCS / "commands.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(names.split(","))
+
+
+# Pages whose commands run one after the other, and the tiny model that is in place of the published one.
+TUTORIALS = {
+    "first_lora": {"CogVideoX-5b": "5b"},
+    "all_weights": {"CogVideoX-5b": "5b"},
+    "image_to_video": {"CogVideoX-5b-I2V": "5b_i2v"},
+    "troubleshooting": {},
+}
+BLOCK = re.compile(r"^(?:<!-- (needs .+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NETWORK = "model.network_config.params"
+# What the tests add to the commands, as the pages say.
+TINY = [
+    *(f"{NETWORK}.{key}" for key in ("num_layers=2", "num_attention_heads=2", "hidden_size=128")),
+    f"{NETWORK}.modules.patch_embed_config.params.text_hidden_size={WIDTH}",
+    *(f"{NETWORK}.{key}" for key in ("latent_height=4", "latent_width=6", "num_frames=9")),
+    *("data.params.video_size=[32,48]", "data.params.max_num_frames=9", "args.num_workers=0"),
+    *("args.train_iters=2", "args.warmup_steps=1"),
+]
+ADDED = {"train": TINY, "plan": TINY, "sample": ["--steps", "2"]}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The commands and Python programs of a page that are not marked as `<!-- needs ... -->`."""
+    for needs, language, text in BLOCK.findall(page.read_text()):
+        if language == "python" and not needs:
+            yield text
+        elif language in ("", "bash") and not needs:
+            yield from text.replace("\\\n", " ").strip().splitlines()
+
+
+def program(text: str) -> str:
+    """Python that does what a command or program of a page does."""
+    if "\n" in text:
+        return text.replace('"cuda"', '"cpu"')
+    name, command, *words = shlex.split(text, comments=True)
+    assert name == "cogfast", text
+    words = [path for word in words for path in sorted(glob(word)) or [word]]
+    argv = [command, *words, *ADDED.get(command, [])]
+    return f"import sys\nfrom cogfast.__main__ import main\nsys.exit(main({argv}))"
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, monkeypatch) -> None:
+    for name, family in TUTORIALS[page].items():
+        (tmp_path / name).symlink_to(pipelines.path(family))
+    write_clips(tmp_path / "my_videos")
+    Image.new("RGB", (60, 40), "navy").save(tmp_path / "first.png")
+    monkeypatch.chdir(tmp_path)
+    for text in commands(DOCS / "guide" / f"{page}.md"):
+        done = run_forked(["-c", f"import os\nos.chdir({str(tmp_path)!r})\n{program(text)}"])
+        assert done.returncode == 0, f"{text}\n{done.stdout}"
+    if page == "first_lora":
+        assert Image.open("lighthouse.webp").n_frames == 9
+        assert [*Path("videos").glob("*.mp4")]
+
+
+def test_every_command_runs_or_says_what_it_needs() -> None:
+    run = {text for page in TUTORIALS for text in commands(DOCS / "guide" / f"{page}.md")}
+    for page in (DOCS / "guide").glob("*.md"):
+        assert set(commands(page)) <= run, page
