@@ -94,15 +94,21 @@ TUTORIALS = {
     "troubleshooting": {},
 }
 BLOCK = re.compile(r"^(?:<!-- (needs .+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NETWORK = "model.network_config.params"
-# What the tests add to the commands, as the pages say.
-TINY = [
-    *(f"{NETWORK}.{key}" for key in ("num_layers=2", "num_attention_heads=2", "hidden_size=128")),
-    f"{NETWORK}.modules.patch_embed_config.params.text_hidden_size={WIDTH}",
-    *(f"{NETWORK}.{key}" for key in ("latent_height=4", "latent_width=6", "num_frames=9")),
-    *("data.params.video_size=[32,48]", "data.params.max_num_frames=9", "args.num_workers=0"),
-    *("args.train_iters=2", "args.warmup_steps=1"),
-]
+# The tests add this to the commands, as the pages say.
+TINY = f"""
+    model.network_config.params.num_layers=2
+    model.network_config.params.num_attention_heads=2
+    model.network_config.params.hidden_size=128
+    model.network_config.params.latent_height=4
+    model.network_config.params.latent_width=6
+    model.network_config.params.num_frames=9
+    model.network_config.params.modules.patch_embed_config.params.text_hidden_size={WIDTH}
+    data.params.video_size=[32,48]
+    data.params.max_num_frames=9
+    args.num_workers=0
+    args.train_iters=2
+    args.warmup_steps=1
+""".split()
 ADDED = {"train": TINY, "plan": TINY, "sample": ["--steps", "2"]}
 
 
