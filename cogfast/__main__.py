@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report,publish} ...
 
-  train   train a CogVideoX transformer: cogfast train --base model.yaml sft.yaml [key=value ...]
+  train   train a CogVideoX transformer: cogfast train FOLDER --data PATH [--lora RANK] [key=value ...]
+          or cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft
@@ -112,7 +113,8 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.train.preflight.data_layout import infer_layout
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
-    config = fill_from_pipeline(infer_layout(_load(request)), may_download=not request.dry_run)
+    config = infer_layout(_load(request, False, request.settings))
+    config = fill_from_pipeline(config, may_download=not request.dry_run)
     if request.dry_run:
         _print(config.describe())
         return

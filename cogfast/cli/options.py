@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
+from cogfast.cli import start
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
@@ -110,24 +111,42 @@ def parse_train(argv: Sequence[str]) -> Request:
         "the path of a run or checkpoint",
         "accept_changes": "resume even if keys changed that affect training",
     }
-    found, request = _parse_with_base(parser, argv, "args.train_iters=100", shown)
-    return dataclasses.replace(request, dry_run=found.dry_run)
+    start.add_options(parser, rank=_number_up_to(int, 4096))
+    found, request = _parse_with_base(parser, argv, "args.train_iters=100", shown, "FOLDER")
+    base, settings = request.base, start.settings_of(found)
+    if not base:
+        has_data = any(word.startswith("args.train_data=") for word in request.overrides)
+        base, settings = start.find_model(found.folder, settings, has_data, not found.dry_run)
+    return dataclasses.replace(request, base=base, dry_run=found.dry_run, settings=settings)
 
 
 def _parse_with_base(
-    parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str]
+    parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str], model: str = ""
 ) -> tuple[argparse.Namespace, Request]:
-    """Parse the words of a command that needs --base and takes key=value arguments."""
+    """Parse the words of a command that needs --base and takes key=value arguments.
+
+    model: metavar of a model's folder, which the command takes in place of --base; "": it takes none.
+    """
     text = f"set a key of the configuration, such as {example}"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=text)
+    text = f"a pipeline's folder or hub id, in place of --base; {text}" if model else text
+    metavar = " | ".join(filter(None, (model, "key=value")))
+    parser.add_argument("overrides", nargs="*", metavar=metavar, help=text)
     found = _parse_words(parser, argv, shown)
-    if not found.base:
+    folders = [word for word in found.overrides if "=" not in word] if model else []
+    found.folder = folders[0] if folders else None
+    if found.folder is not None:
+        if found.base:
+            text = f"{folders[0]!r} and --base are both given; give the folder as args.load={folders[0]}"
+            raise ValueError(f"{text}, since files go after --base")
+        found.overrides.remove(folders[0])
+    elif not found.base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
             "configs/sft.yaml"
+            + (", or a pipeline: cogfast train FOLDER --data PATH" if model else "")
         )
     # `--base a.yaml b.yaml key=value`: nargs="+" also takes the overrides that follow.
-    base, moved = _split_overrides(found.base)
+    base, moved = _split_overrides(found.base or [])
     for override in found.overrides:
         if "=" not in override:
             raise ValueError(

@@ -106,7 +106,7 @@ REFUSED = {
         "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
     ),
     "args.resume=nowhere": "args.resume=nowhere does not exist; set it to a run",
-    "args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
+    "args.train_iters=1000 args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
     "args.model_parallel_size=4": (
         "command line: args.model_parallel_size=4 must divide num_attention_heads=30; use 1, 2, 3, 5, "
         "6, 10, 15, 30"
@@ -133,7 +133,9 @@ REFUSED = {
     "args.model_parallel_size=2 deepspeed.train_batch_size=16": (
         "deepspeed.train_batch_size=16 does not fit 4 data-parallel ranks: "
     ),
-    "args.fp16=true": ("args.bf16 and args.fp16 are both true; set one of them to false"),
+    "args.bf16=true args.fp16=true": (
+        "args.bf16 and args.fp16 are both true; set one of them to false"
+    ),
     "deepspeed.train_batch_size=15": (
         "deepspeed.train_batch_size=15 does not fit 8 data-parallel ranks: "
         "train_micro_batch_size_per_gpu=2 x gradient_accumulation_steps=1 x 8 ranks = 16; remove deepspeed.train_batch_size or"

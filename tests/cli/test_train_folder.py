@@ -1,0 +1,74 @@
+"""cogfast train FOLDER --data PATH: runs without a YAML file, compared with those of the printed ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from cogfast.__main__ import main
+from tests.support.pipelines import Pipelines
+from tests.support.tiny_run import run_folder
+
+SHORT = ("args.train_iters=2", "args.warmup_steps=0", "args.log_interval=1", "args.num_workers=0")
+
+
+def losses_of(save: Path) -> list[float]:
+    lines = (run_folder(save) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("lora", [4, None], ids=["LoRA", "all weights"])
+def test_a_run_without_yaml_is_that_of_the_printed_configuration(
+    lora: int | None,
+    tmp_path: Path,
+    pipelines: Pipelines,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", str(pipelines.path("5b")), "--data", str(data), "--out", "runs", *SHORT]
+    words += [] if lora is None else ["--lora", str(lora)]
+    assert main(words) == 0
+    found = losses_of(tmp_path / "runs")
+    assert len(found) == 2
+    capsys.readouterr()
+    assert main([*words, "--dry-run"]) == 0
+    Path("kept.yaml").write_text(capsys.readouterr().out)
+    assert main(["train", "--base", "kept.yaml", "args.save=again"]) == 0
+    assert losses_of(tmp_path / "again") == found
+    # The printed keys are those of the folder and of the words.
+    kept = OmegaConf.load("kept.yaml")
+    sizes = json.loads((pipelines.path("5b") / "transformer" / "config.json").read_text())
+    params = kept.model.network_config.params
+    assert params.num_layers == sizes["num_layers"]
+    assert params.num_attention_heads == sizes["num_attention_heads"]
+    assert kept.model.scale_factor == 0.7 and kept.args.load == str(pipelines.path("5b"))
+    assert kept.args.lr == (1e-4 if lora else 1e-5)
+    trained = "LoRA rank 4, alpha 4, strength 1, on q k v out"
+    assert (trained in (run_folder(tmp_path / "runs") / "log.txt").read_text()) == bool(lora)
+
+
+MISTAKES = {
+    "nowhere --data {data}": "nowhere: no such folder; give the folder of a CogVideoX pipeline",
+    "{data} --data {data}": "has no model_index.json; give the folder of a CogVideoX pipeline",
+    "{5b}": "--data is missing; give the folder of your videos: --data my_videos",
+    "{5b} --data nowhere": "--data: args.train_data: folder nowhere does not exist",
+    "{5b} --data {data} --lora": "--lora: expected one argument",
+    "{5b} --data {data} --lora 0": "--lora: '0' must be a whole number from 1 to 4096",
+    "{5b} --data {data} --base sft.yaml": "and --base are both given; give the folder as args.load=",
+    "--data {data}": "or a pipeline: cogfast train FOLDER --data PATH",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_end_in_one_line(
+    words: str, pipelines: Pipelines, data: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = words.replace("{5b}", str(pipelines.path("5b"))).replace("{data}", str(data)).split()
+    assert main(["train", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert MISTAKES[words] in line
