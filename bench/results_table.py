@@ -372,18 +372,18 @@ def _cpu_peers(rows: Sequence[Row]) -> list[str]:
 
 
 def write_compact(results: Sequence[Results]) -> str:
-    """Return one table: what is measured, the result, where and when."""
-    rows = []
+    """Return one table of what is measured: the result, where and when; and a sentence on the rest."""
+    rows, missing = [], []
     for what, is_gpu, piece, summarize in COMPACT_ROWS:
-        # The first machine with a result gives the row.
-        cells = (what, NOT_MEASURED, "a GPU" if is_gpu else "a CPU", _EMPTY)
         for each in results:
             text = summarize(each.rows(piece)) if each.is_gpu == is_gpu else None
             if text is not None:
-                cells = (what, text, each.machine, _dates(each.of(piece)))
-                break
-        rows.append(cells)
-    return "\n".join(_lines(("what", "result", "where", "date"), rows))
+                rows.append((what, text, each.machine, _dates(each.of(piece))))
+                break  # the first machine with a result gives the row
+        else:
+            missing.append(f"{what} ({'GPU' if is_gpu else 'CPU'})")
+    table = _lines(("what", "result", "where", "date"), rows) if rows else []
+    return "\n".join([*table, *(["", f"Not measured: {'; '.join(missing)}."] if missing else [])])
 
 
 def _range(values: Iterable[float]) -> str | None:

@@ -149,5 +149,5 @@ def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, mon
 
 def test_every_command_runs_or_says_what_it_needs() -> None:
     run = {text for page in TUTORIALS for text in commands(DOCS / "guide" / f"{page}.md")}
-    for page in (DOCS / "guide").glob("*.md"):
+    for page in [ROOT / "README.md", *(DOCS / "guide").glob("*.md")]:
         assert set(commands(page)) <= run, page
