@@ -108,6 +108,8 @@ def _take(lock: TextIO) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return has_waited
         except BlockingIOError:
+            if not has_waited:
+                logger.info("another process compiles the C++ kernels (half a minute)")
             has_waited = True
             if time.monotonic() > end:
                 raise TimeoutError(f"another process holds {lock.name} for too long") from None
