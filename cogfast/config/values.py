@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import math
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -231,7 +232,10 @@ def problem_of(
     only = _only(node)
     if only:
         return KeyProblem(key, f"{shown}: only {only} is supported; use it")
-    return KeyProblem(key, f"{shown} must be {rule}")
+    parts = re.findall(r"[^\s,x*]+", value) if isinstance(value, str) else []
+    is_list = node.get("type") == "array" and len(parts) > 1
+    hint = f"; write [{', '.join(map(printable, parts))}]" if is_list else ""
+    return KeyProblem(key, f"{shown} must be {rule}{hint}")
 
 
 def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> str:

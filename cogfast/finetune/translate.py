@@ -126,7 +126,7 @@ def _data_settings(args: Args) -> Settings:
     captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {
         "data.params.video_size": (size, "--train_resolution"),
-        "data.params.max_num_frames": (frames, "--train_resolution"),
+        "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
         "data.params.short_clips": (
             "pad" if selection == "uniform" else "skip",

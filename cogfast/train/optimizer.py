@@ -193,8 +193,11 @@ def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None
         )
     if args.warmup_steps is not None and args.warmup_steps > num_steps:
         logger.warning(
-            "args.warmup_steps=%d exceeds the run's %d steps: the learning rate ends below args.lr",
+            "args.warmup_steps=%d exceeds the run's %d steps: the learning rate ends below args.lr; "
+            "set %s to %d or less",
             args.warmup_steps,
+            num_steps,
+            "--lr_warmup_steps" if args.folder_layout == "finetune" else "args.warmup_steps",
             num_steps,
         )
 

@@ -117,6 +117,11 @@ class Trainer:
             watchers.before_step(self.step)
             for batch in self._micro_batches():
                 loss = self.compute_loss(batch)
+                if not loss.requires_grad:
+                    raise ValueError(
+                        "compute_loss returned a loss without a gradient; compute it from the output "
+                        "of the model, outside torch.no_grad(), without .item() and .detach()"
+                    )
                 engine.backward(loss)
                 watchers.after_backward(loss)
                 # Updates weights and EMA, once per accumulation.

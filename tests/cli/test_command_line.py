@@ -115,6 +115,16 @@ def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
     assert any("is a placeholder of upstream's file" in line for line in refused)
 
 
+@pytest.mark.parametrize("load", [(), ("args.load=CogVideoX-5bb",)], ids=["placeholder", "typo"])
+def test_weights_that_are_missing_hide_what_their_folder_would_settle(load, capsys):
+    """VAE and text encoder come from the folder of args.load, so that it alone is asked for."""
+    assert main(["train", "--base", "cogvideox_5b.yaml", "sft.yaml", *load]) == 2
+    first, *more = capsys.readouterr().err.splitlines()
+    assert "args.load=" in first
+    assert load or first.endswith("(args.load=PATH), a folder with VAE and text encoder")
+    assert len(more) == 1 and "args.train_data" in more[0]
+
+
 def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, monkeypatch):
     (tmp_path / "broken_clips.py").write_text("raise ValueError('mine')\n")
     monkeypatch.syspath_prepend(tmp_path)

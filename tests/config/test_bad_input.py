@@ -53,6 +53,7 @@ WRONG = {
     f"{EMBEDDER}.ucg_rate=2": "ucg_rate=2 must be a number from 0 to 1",
     f"{EMBEDDER}.input_key=txt2": "input_key='txt2': only 'txt' is supported; use it",
     "data.params.fps=fast": "data.params.fps='fast' must be a number from 0.01",
+    "data.params.video_size=64x96": "(each item: a whole number from 1 to 65536); write [64, 96]",
     "data.params.video_size=480": "data.params.video_size=480 must be a list (each item: a whole number from 1",
     "data.params.data_dir=x": "data.params.data_dir is set by the trainer itself; remove it",
     "model.conditioner_config={target: torch.nn.Identity}": "use sgm.modules.GeneralConditioner",

@@ -141,9 +141,9 @@ def test_placeholders_are_refused_with_the_fix(
     fix = "is a placeholder of upstream's file; set it to your own path"
     arguments = ["args.num_workers=0"]
     for key in (
+        "args.load",
         "model.conditioner_config.params.emb_models.0.params.model_dir",
         "model.first_stage_config.params.ckpt_path",
-        "args.load",
         "args.train_data.0",
     ):
         with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):

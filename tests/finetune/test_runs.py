@@ -337,6 +337,15 @@ def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, m
     assert any(torch.allclose(found[0], latent, rtol=1e-6, atol=0) for latent in stored)
 
 
+def test_a_loss_without_a_gradient_names_the_fix(options) -> None:
+    class Detached(CogVideoXT2VLoraTrainer):
+        def compute_loss(self, batch: dict) -> Tensor:
+            return super().compute_loss(batch).detach()
+
+    with pytest.raises(ValueError, match=r"a loss without a gradient; .* without \.item\(\)"):
+        Detached(Args(**options("5b", train_steps=1))).fit()
+
+
 def script_words(folder: Path, family: str, training: str, data: Path, out: Path) -> list[str]:
     """The arguments that bash passes in the script: train_ddp_*.sh for LoRA, train_zero_*.sh for sft."""
     name, kind = KINDS[family]

@@ -148,7 +148,7 @@ def test_each_value_names_its_option(options, capsys):
         "r: 8": "--rank",
         "lr: 0.0003": "--learning_rate",
         "train_iters: 7": "--train_steps",
-        "max_num_frames: 9": "--train_resolution",
+        "max_num_frames: 9": r"--train_resolution \(frames x rows x columns\)",
         r"video_size: \[32, 48\]": "--train_resolution",
         "weight_decay: 0.0001": "--weight_decay",
         r"betas: \[0.9, 0.95\]": "--beta1",
@@ -252,7 +252,7 @@ WRONG = {
     ),
     "5b --mixed_precision fp16": "only CogVideoX-2B was trained in fp16, CogVideoX-5B overflows",
     "5b --train_resolution 50x32x48": (
-        "--train_resolution: data.params.max_num_frames=50: CogVideoX 1.0 supports 8N.1 frames, at "
+        r"--train_resolution \(frames x rows x columns\): data.params.max_num_frames=50: CogVideoX 1.0 supports 8N.1 frames, at "
         "most 9; use 9"
     ),
     "1.5_5b --train_resolution 57x32x48": "=57: CogVideoX 1.5 supports 8N.1 frames, at most 33; use 33",

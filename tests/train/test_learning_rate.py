@@ -165,6 +165,7 @@ def test_warm_up_that_exceeds_the_run_is_reported(caplog):
     assert not caplog.text
     warn_of_rate(args, 4, {})
     assert "args.warmup_steps=100 exceeds the run's 4 steps" in caplog.text
+    assert "set args.warmup_steps to 4 or less" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
                 yield (
                     key,
                     f"{key}={value!r} is a placeholder of upstream's file; set it to your own path, in "
-                    f"the file or on the command line ({key}=PATH)",
+                    f"the file or on the command line ({key}=PATH){', a folder with VAE and text encoder' * (key == 'args.load')}",
                 )
 
 
@@ -337,8 +337,10 @@ def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
         for key, text in pairs:
             if key not in known:
                 texts.setdefault(key, []).append(text)
+    if "args.load" in texts:
+        # A pipeline's folder settles VAE and text encoder, too: `model` has no other placeholders.
+        texts = {k: t for k, t in texts.items() if k[:6] != "model." or "='{your" not in t[0]}
     if texts:
-        # First, since a pipeline's folder settles VAE and text encoder, too.
         texts = {key: texts[key] for key in sorted(texts, key=lambda key: key != "args.load")}
         named = [(find_origin(config.origins, key), text) for key in texts for text in texts[key]]
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
