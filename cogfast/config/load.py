@@ -170,10 +170,13 @@ def _ignored_of_files(merged: DictConfig, origins: dict[str, str]) -> dict[str, 
     """
     key, args = COMMAND_KEY, merged._get_node("args")
     name = key.removeprefix("args.")
-    if not isinstance(args, DictConfig) or args.get(name) is None:
+    node = args._get_node(name) if isinstance(args, DictConfig) else None
+    if not isinstance(args, DictConfig) or not isinstance(node, Node) or node._is_none():
         return {}
     del args[name]
-    file = origins.pop(key)
+    # A mapping has the origins of its values.
+    names = [each for each in origins if f"{each}.".startswith(f"{key}.")]
+    file = [origins.pop(each) for each in names][-1]
     return {key: f"{file} sets it, but a command runs only if the command line gives it"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cogfast.config import load_config
@@ -158,3 +160,12 @@ def test_an_override_that_is_none(sat_configs):
     for key in ("args[", "args[0", "[", "args]", "args.lr[", "args[[0]"):
         with pytest.raises(ValueError, match="is not a key: a bracket has no partner"):
             load_config([sat_configs / "sft.yaml"], [f"{key}=1"])
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "[a]", '"${args.nothing}"'])
+def test_a_command_of_a_file_is_ignored_whatever_it_is(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"args: {{eval_command: {value}}}\n")
+    config = load_config(["cogvideox_2b.yaml", file])
+    assert config.args.eval_command is None
+    assert config.unused["args.eval_command"].startswith("a.yaml sets it")
