@@ -75,9 +75,10 @@ def test_what_a_process_left_that_died_is_no_obstacle(compiler: Path) -> None:
     "script, why",
     [
         ("echo 'a.cpp:1: fatal error: no such header' >&2; exit 1", "fatal error: no such header"),
+        ("printf 'rat\\351: error\\n' >&2; exit 1", "rat.: error"),
         ('for last; do :; done; echo no library > "$last"', "OSError: .*(file too short|ELF)"),
     ],
-    ids=["it does not compile", "it cannot be loaded"],
+    ids=["it does not compile", "its message is not UTF-8", "it cannot be loaded"],
 )
 def test_a_build_that_fails_leaves_nothing(
     script: str, why: str, compiler: Path, tmp_path: Path
@@ -93,6 +94,14 @@ def test_a_cache_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(RuntimeError, match="Not a directory: .*cache"):
         library.compile_library()
+
+
+def test_a_compiler_with_half_a_quotation_is_left_out(monkeypatch) -> None:
+    """An import, which every command makes, does not fail."""
+    monkeypatch.setenv("CXX", "g++ '")
+    monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
+    torch_library._load_cpu_kernels()
+    assert "cannot be split into words" in torch_library.compile_cpu_kernels()
 
 
 def test_another_pytorch_compiler_or_processor_has_another_library(monkeypatch) -> None:

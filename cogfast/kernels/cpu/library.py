@@ -97,7 +97,12 @@ def compile_library() -> Path:
 
 
 def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    """Return the words of the command, or RuntimeError."""
+    words = os.environ.get("CXX", "")
+    try:
+        return shlex.split(words) or ["g++"]
+    except ValueError as error:  # a quotation mark without its partner
+        raise RuntimeError(f"CXX={words!r} cannot be split into words ({error})") from None
 
 
 def _take(lock: TextIO) -> bool:
@@ -150,4 +155,5 @@ def _compile(file: Path) -> None:
 
 def _run(command: list[str]) -> None:
     options = {"check": True, "capture_output": True, "text": True, "timeout": _MOST_SECONDS}
+    options["errors"] = "replace"  # a compiler may write in another encoding than the locale's
     subprocess.run(command, stdin=subprocess.DEVNULL, **options)
