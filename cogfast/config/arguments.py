@@ -279,7 +279,7 @@ class TrainArguments:
     eval_command_timeout: Count = 3600
     """seconds after which eval_command is killed"""
     keep_best: str | None = None
-    """score/NAME or valid_loss: also keep the checkpoint with the highest value; "-" before it: with
+    """score/NAME: also keep the checkpoint with the highest value; -score/NAME or -valid_loss: with
     the lowest. A value belongs to the newest checkpoint at its step or before"""
 
     force_inference: bool = False

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from cogfast.config import Config
@@ -64,7 +64,7 @@ class Scores(Watcher):
         self.words = shlex.split(args.eval_command or "") if is_used else []
         self.waiting: list[int] = []  # steps without scores yet; the command runs for the first one
         self.process: subprocess.Popen | None = None
-        self.scratch: TemporaryDirectory | None = None
+        self.scratch: Path | None = None
         self.deadline = math.inf
 
     def add(self, step: int) -> None:
@@ -126,8 +126,7 @@ class Scores(Watcher):
 
     def _start(self, step: int) -> None:
         videos, start = samples_place(self.folder, step, self.args.folder_layout)
-        self.scratch = TemporaryDirectory(prefix="cogfast-scores-")
-        scratch = Path(self.scratch.name)
+        scratch = self.scratch = Path(mkdtemp(prefix="cogfast-scores-"))
         if start:  # a folder with the videos of all steps
             links = scratch / "samples"
             links.mkdir()
@@ -161,9 +160,9 @@ class Scores(Watcher):
             limit = self.args.eval_command_timeout
             raise ValueError(f"killed after args.eval_command_timeout={limit} s")
         if status != 0:
-            lines = _tail(Path(self.scratch.name, "stderr")).strip().splitlines()
+            lines = _tail(self.scratch / "stderr").strip().splitlines()
             raise ValueError(f"exit status {status} ({lines[-1] if lines else 'no message'})")
-        return scores_of(_tail(Path(self.scratch.name, "stdout")))
+        return scores_of(_tail(self.scratch / "stdout"))
 
     def _end(self) -> None:
         """Kill the command if it still runs, and remove what it has written."""
@@ -172,16 +171,17 @@ class Scores(Watcher):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         if self.scratch is not None:
-            self.scratch.cleanup()
+            # The command may leave what this user cannot remove, such as files of a container's root.
+            shutil.rmtree(self.scratch, ignore_errors=True)
         self.process = self.scratch = None
 
 
 def check_scores(config: Config, args: TrainArguments) -> None:
     """Check args.eval_command and args.keep_best."""
     command, best, problem = args.eval_command, args.keep_best, None
-    if best is not None and not re.fullmatch(r"-?(score/.+|valid_loss)", best):
-        text = f"args.keep_best={brief(best)} must be score/NAME or valid_loss, or -score/NAME"
-        refuse(config, "args.keep_best", f"{text} if lower is better")
+    if best is not None and not re.fullmatch(r"-?score/.+|-valid_loss", best):
+        text = f"args.keep_best={brief(best)} must be score/NAME, -score/NAME if lower is better,"
+        refuse(config, "args.keep_best", f"{text} or -valid_loss")
     if best is not None and "score/" in best and command is None and args.resume is None:
         text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
         refuse(config, "args.keep_best", f"{text}; give it on the command line")

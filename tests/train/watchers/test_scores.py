@@ -132,6 +132,18 @@ def test_a_failure_is_one_line(
     assert re.search(line, text)
 
 
+def test_what_cannot_be_removed_does_not_end_training(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command replaces its folder by a link, which no removal of a folder follows."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os, shutil, sys; f = os.path.dirname(sys.argv[1]); shutil.rmtree(f); "
+    code += "os.symlink('nothing', f); print('{\"clip\": 1}')"
+    base = write_base(tmp_path, data, train_iters=1, folder_layout="finetune")
+    run = train(base, f"{sys.executable} -c {shlex.quote(code)} {{samples}}")
+    assert (run / "checkpoint-1").is_dir()
+
+
 class Failing(Trainer):
     """Fails in its second step, as soon as the command of the first one runs."""
 
@@ -191,7 +203,8 @@ WRONG = {
     "eval_command=touch": r"args.eval_command=touch must contain \{samples\}, which becomes the folder",
     "eval_command='a {samples}": r"eval_command='a \{samples\} cannot be split into words",
     "eval_command=no-such-program {samples}": "begins with no program that is found here",
-    "keep_best=clip": "args.keep_best=clip must be score/NAME or valid_loss, or -score/NAME",
+    "keep_best=clip": "args.keep_best=clip must be score/NAME, -score/NAME if lower is better",
+    "keep_best=valid_loss": "args.keep_best=valid_loss must be .* or -valid_loss",  # not the worst
     "keep_best=score/clip": "args.keep_best=score/clip needs args.eval_command",
 }
 
