@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, empty, num_pictures = [], [], 0
+    splits, empty, gone, num_pictures = [], [], [], 0
     for place, row in _rows_of(file):
         where = f"{file}: {place}"
         if row.get("type") == "image":
@@ -110,6 +111,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones.
         texts["path"].append(str(file.parent / path))
+        if not os.path.isfile(texts["path"][-1]):
+            gone.append(f"{place}: {texts['path'][-1]}")
         texts["caption"].append(caption)
         texts["image"].append(str(file.parent / image) if image else "")
         for name, missing in _NUMBERS.items():
@@ -127,6 +130,10 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
+    if gone:
+        how_many = f"{len(gone)} of {counted(len(texts['path']), 'file')} missing"
+        fix = "correct the path, which is relative to the manifest, or remove the row"
+        logger.warning("%s: %s does not exist (%s); %s", file, gone[0], how_many, fix)
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "

@@ -12,6 +12,7 @@ from PIL import Image
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
 from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
@@ -241,3 +242,14 @@ def test_other_layouts_name_the_one_that_reads_metadata(layout, tmp_path):
     message = "metadata.jsonl is read with data.target=cogfast.data.datasets.VideoManifest"
     with pytest.raises(ValueError, match=message):
         layout(tmp_path, **CLIP)
+
+
+def test_a_clip_that_does_not_exist_is_named_with_its_line(tmp_path, caplog):
+    (tmp_path / "a.mp4").write_bytes(b"")
+    (tmp_path / "data.csv").write_text("path,caption\na.mp4,one\nb.mp4,two\n")
+    assert len(read_manifest(tmp_path / "data.csv").files) == 2
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}/data.csv: line 3: {tmp_path}/b.mp4 does not exist (1 of 2 files missing); correct "
+        "the path, which is relative to the manifest, or remove the row"
+    )
