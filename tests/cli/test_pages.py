@@ -112,7 +112,9 @@ def commands(page: Path) -> Iterator[str]:
 def program(text: str) -> str:
     """Python that does what a command or program of a page does."""
     if "\n" in text:
-        return text.replace('"cuda"', '"cpu"')
+        return text.replace('"cuda"', '"cpu"').replace(
+            '").frames', '", num_inference_steps=2).frames'
+        )
     name, command, *words = shlex.split(text, comments=True)
     assert name == "cogfast", text
     words = [path for word in words for path in sorted(glob(word)) or [word]]

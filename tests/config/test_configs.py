@@ -184,7 +184,7 @@ def test_script_defaults_load() -> None:
         assert config.model.network_config.params.modules.lora_config.params.r == 128
     # and every file that a comment or a page names
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
-    texts = [*CONFIGS.glob("*.yaml"), *scripts, *(ROOT / "docs").glob("*.md")]
+    texts = [*CONFIGS.glob("*.yaml"), *scripts, *(ROOT / "docs").rglob("*.md")]
     for path in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"\bconfigs/([\w.]+)\.yaml", path.read_text()):
             assert (CONFIGS / f"{name}.yaml").is_file(), f"{path} names {name}.yaml"
@@ -202,7 +202,7 @@ def test_options_that_pages_name_exist() -> None:
         "deepspeed": set(DeepSpeedSection.model_fields),
     }
     found = 0
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
         if page.name == "options.md":  # generated; it also lists SAT's keys that nothing reads
             continue
         text = page.read_text()
