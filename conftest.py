@@ -42,6 +42,7 @@ SUBSET = ROOT / "tests" / "golden"
 
 # Files that take longest although none of their tests is slow.
 LONG = (
+    "test_pages.py",
     "test_sample_sources.py",
     "test_evaluate.py",
     "test_trainer.py",
