@@ -190,6 +190,9 @@ def _assemble(config: Config, overrides: EncodeOverrides, log: RunLog) -> Parts:
         manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
         check_changes(checkpoint, manifest, config, global_batch)
         step = manifest["step"]
+        if groups.is_main and step > num_steps:
+            text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
+            logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
     describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
     groups.on_main(describe)
     if groups.is_main:

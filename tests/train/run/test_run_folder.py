@@ -134,6 +134,8 @@ def test_a_run_writes_down_what_it_is(
     assert "the configuration" not in caplog.text
     Trainer(load_config([base], ["args.resume=latest"]))
     assert "the configuration has changed: args.train_iters: 3 -> 2" in caplog.text
+    left = "the checkpoint is at step 3, and the run ends at step 2: nothing is left to train; set"
+    assert left in caplog.text
 
 
 def test_the_log_of_a_run_has_its_error(tmp_path: Path) -> None:
