@@ -38,7 +38,7 @@ def plot(results: Sequence[Results]) -> Figure:
     """Return a figure with a panel for each machine that has cases."""
     machines = [(each.machine, bars) for each in results if (bars := bars_of(each))]
     heights = [len(bars) for _, bars in machines]
-    figure = Figure(figsize=(8, 1.5 + 0.32 * sum(heights)), layout="constrained")
+    figure = Figure(figsize=(11, 1.5 + 0.32 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(machines), sharex=True, squeeze=False, height_ratios=heights)
     for axes, (machine, bars) in zip(panels[:, 0], machines, strict=True):

@@ -144,7 +144,9 @@ class Prodigy(ShardedOptimizer):
         """Estimate d from the gradients of the whole model, then update all parameters."""
         assert closure is None, "Prodigy takes no closure"
         params = [p for group in self.param_groups for p in group["params"]]
-        first, lr = self.state_of(params[0]), float(self.param_groups[0]["lr"])
+        # A rank that owns nothing of a parameter has no counters of it after a resume.
+        owned = (p for p in params if any(piece.numel for piece in self.pieces_of(p)))
+        first, lr = self.state_of(next(owned, params[0])), float(self.param_groups[0]["lr"])
         is_skipped = first["step"] * 0 if self.found_inf is None else self.found_inf
         numbers = [first[key] for key in ("d", "d_max", "d_numerator", "step")]
         numbers.append(is_skipped.reshape(()))

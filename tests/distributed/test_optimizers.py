@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cogfast.config import load_config
-from cogfast.distributed.optimizers import Muon, Prodigy
+from cogfast.distributed.optimizers import Muon, Piece, Prodigy
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch, numbers
 from tests.support.tiny_run import run_folder, write_clips, write_config
@@ -111,6 +111,26 @@ def test_prodigy_equals_its_paper(options: dict) -> None:
     assert d > 1e-3  # far from where it began
     for p, copy in optimizer.low_precision_copies.items():
         assert torch.equal(copy, p.detach().bfloat16())
+
+
+def test_a_rank_that_owns_no_element_of_the_first_parameter_keeps_the_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a resume it has the counters of what it owns alone."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: None)  # one rank
+    absent, owned = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = Prodigy([{"params": [absent]}, {"params": [owned]}], lr=1.0)
+    pieces = {absent: Piece(0, 0, 0, absent.shape, None, True)}
+    pieces[owned] = Piece(0, 3, 0, owned.shape, None, True)
+    optimizer.pieces = {p: [piece] for p, piece in pieces.items()}
+    state = optimizer.state_of(owned)
+    for key in ("d", "d_max"):
+        state[key].fill_(0.5)
+    state["s"].fill_(1.0)
+    for p in (absent, owned):
+        p.grad = torch.full((3,), 0.1)
+    optimizer.step()
+    assert [optimizer.state_of(p)["d"].item() for p in (absent, owned)] == [0.5, 0.5]
 
 
 def muon_by_the_papers(

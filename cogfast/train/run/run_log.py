@@ -20,8 +20,11 @@ class RunLog(logging.Handler):
         self._file: LogFile | None = None
         self._is_writing = False
         self._lines = [f"\n{datetime.now():%Y-%m-%d %H:%M:%S}  {command_line()}"]
+        logger = logging.getLogger("cogfast")
+        for other in [each for each in logger.handlers if isinstance(each, RunLog)]:
+            other.end()  # of a run that was built and not trained
         if os.environ.get("RANK", "0") == "0":
-            logging.getLogger("cogfast").addHandler(self)
+            logger.addHandler(self)
 
     def open(self, folder: Path) -> None:
         """Write the lines so far, and from now on each line at once, to log.txt of the folder."""

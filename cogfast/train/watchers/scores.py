@@ -185,6 +185,9 @@ def check_scores(config: Config, args: TrainArguments) -> None:
     if best is not None and "score/" in best and command is None and args.resume is None:
         text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
         refuse(config, "args.keep_best", f"{text}; give it on the command line")
+    if best == "-valid_loss" and not args.has_evaluation and args.resume is None:
+        text = "args.keep_best=-valid_loss needs held-out losses, but there are no evaluations;"
+        refuse(config, "args.keep_best", f"{text} set args.eval_interval")
     if command is None:
         return
     try:

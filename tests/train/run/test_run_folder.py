@@ -19,6 +19,7 @@ from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
 from cogfast.train.run.folder import check_changes, describe_run, plain_sections, wandb_id
 from cogfast.train.run.folder import open_run_folder as open_folder
+from cogfast.train.run.run_log import RunLog
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     losses,
@@ -146,8 +147,14 @@ def test_the_log_of_a_run_has_its_error(tmp_path: Path) -> None:
         trainer.train()
     last = (run_folder(tmp_path / "runs") / "log.txt").read_text().splitlines()[-1]
     assert last == "cogfast: first and second"
-    handlers = logging.getLogger("cogfast").handlers
-    assert not [each for each in handlers if type(each).__name__ == "RunLog"]
+    logs = lambda: [
+        each for each in logging.getLogger("cogfast").handlers if isinstance(each, RunLog)
+    ]
+    assert not logs()
+    # A run that is built and not trained takes no line of the next one.
+    for _ in range(2):
+        Trainer(load_config([base]))
+    assert len(logs()) == 1
 
 
 def test_another_projects_git_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,3 +213,9 @@ WRONG = {
 def test_mistakes_are_found_before_training(tmp_path: Path, data: Path, word: str) -> None:
     with pytest.raises(ValueError, match=WRONG[word]):
         check_train(load_config([write_base(tmp_path, data)], [f"args.{word}"]))
+
+
+def test_a_held_out_loss_needs_evaluations(tmp_path: Path, data: Path) -> None:
+    words = ["args.keep_best=-valid_loss", "args.eval_interval=null", "args.eval_at_end=false"]
+    with pytest.raises(ValueError, match="keep_best=-valid_loss needs held-out losses, but there"):
+        check_train(load_config([write_base(tmp_path, data)], words))
