@@ -62,7 +62,7 @@ $(BIN)/pyright: $(INSTALLED)
 	@touch $@
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m soak
+	$(PYTEST) -m soak
 
 docs: $(BIN)/mkdocs
 	$(BIN)/mkdocs build --strict
