@@ -184,6 +184,8 @@ def main() -> None:
             observer.end_step()
             if step == _NUM_TIGHT and setup.choice != "auto":
                 os.environ["NULLCUDA_BYTES"] = str(_LARGE)
+                # Unmapped parts of a segment are mapped again one by one, for which each later step allocates.
+                torch.cuda.empty_cache()
 
         watchers.after_step = end
         try:
