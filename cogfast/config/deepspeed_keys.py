@@ -100,6 +100,7 @@ FOLDED = {
 }
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _AUTO = "auto"
+_OFFLOADING = ("cpu_offload", "offload_optimizer.device")
 # SAT's sft.yaml puts these at the top of the section, but DeepSpeed reads them in fp16.
 LOSS_SCALING = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -118,14 +119,25 @@ def prepare(section: dict[str, Any], origins: dict[str, str]) -> None:
                 move_origin(origins, f"deepspeed.{name}", f"deepspeed.fp16.{name}")
     zero = section.get("zero_optimization")
     if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool):
-        is_offloaded = zero.pop("cpu_offload")
-        if is_offloaded and "offload_optimizer" not in zero:
-            zero["offload_optimizer"] = {"device": "cpu"}  # DeepSpeed's replacement of the key
-            where = "deepspeed.zero_optimization"
-            move_origin(origins, f"{where}.cpu_offload", f"{where}.offload_optimizer.device")
+        _move_cpu_offload(zero, origins)
     if section.get("gradient_clipping") == _AUTO:
         section["gradient_clipping"] = 1.0
     _remove_auto(section, "deepspeed", origins)
+
+
+def _move_cpu_offload(zero: dict[str, Any], origins: dict[str, str]) -> None:
+    """Replace DeepSpeed's older key by `offload_optimizer`, which counts where files set both."""
+    old, new = (f"deepspeed.zero_optimization.{k}" for k in _OFFLOADING)
+    is_offloaded, offload = zero.pop("cpu_offload"), zero.get("offload_optimizer", {})
+    offload = offload if isinstance(offload, dict) else {"device": "none"}  # null
+    device = offload.get("device", "none")
+    here, there = (level(find_origin(origins, key)) for key in (old, new))
+    if is_offloaded and "device" not in offload:
+        zero["offload_optimizer"] = {**offload, "device": "cpu"}
+        move_origin(origins, old, new)
+    # SAT's files say cpu_offload: false, which is no wish.
+    elif is_offloaded != (device != "none") and here == there and (is_offloaded or here > 0):
+        raise KeyProblem(old, f"{old}={show(is_offloaded)}, but {new}={show(device)}; keep one")
 
 
 def _remove_auto(node: dict[str, Any], where: str, origins: dict[str, str]) -> None:

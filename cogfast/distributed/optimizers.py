@@ -208,7 +208,7 @@ class Prodigy(ShardedOptimizer):
 
 # Coefficients of x -> a x + b x^3 + c x^5, which after five steps brings singular values near 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_NUM_ITERATIONS = 5
+NUM_ITERATIONS = 5
 _RMS = 0.2  # of Adam's updates (arXiv 2502.16982, section 2.2)
 
 
@@ -219,7 +219,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = matrices.mT if is_tall else matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = x / norm.clamp(min=1e-30).to(x.dtype)
-    for _ in range(_NUM_ITERATIONS):
+    for _ in range(NUM_ITERATIONS):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return x.mT if is_tall else x

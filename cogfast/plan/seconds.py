@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cogfast.distributed.optimizers import NUM_ITERATIONS
+from cogfast.distributed.zero_engine import whole_shape
 from cogfast.plan.gpus import Gpu
 from cogfast.plan.memory import MemoryPlan, Setup
 from cogfast.plan.trace import Work, train_flops
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
+from cogfast.train.optimizer import muon_matrices
 
 _LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%
 _GPUS_PER_MACHINE = 8
@@ -84,7 +87,10 @@ def count_traffic(setup: Setup, micro_batch: Work, persistent: int = PERSISTENT_
     if rules.stage < 3:
         # DeepSpeed's ZeRO-2 all-reduces, as a bucket has gradients that several ranks own.
         gradients = (times if rules.stage == 2 else 1) * 2 * ring * trained
-        return Traffic(gradients=gradients, weights=ring * trained, inside=times * inside)
+        # Each matrix of Muon goes to the rank that orthogonalizes it, and comes back, in bf16.
+        is_cut = rules.is_muon and rules.data_size > 1
+        both = 4 * sum(p.numel() for p in muon_matrices(setup.transformer)) if is_cut else 0
+        return Traffic(gradients=gradients, weights=ring * trained + both, inside=times * inside)
     # ZeRO-3 keeps small parameters whole and gathers the rest in forward and in backward. This assumes
     # stage3_max_reuse_distance 0, and does not count gathers for recomputation.
     numels = [p.numel() for p in setup.transformer.parameters()]
@@ -103,6 +109,8 @@ def predict_step(plan: MemoryPlan, gpu: Gpu) -> StepTime | None:
     transfers = _transfers(plan, gpu, sum(of_forward.values()), sum(of_others.values()))
     times = rules.accumulation
     found = {kind: times * (of_forward[kind] + of_others[kind]) for kind in of_forward}
+    if rules.is_muon:
+        found["matmul"] += muon_flops(setup) / (gpu.shares.matmul * gpu.matmul_tflop_per_s * 1e12)
     found["memory"] += _optimizer_bytes(setup) / (gpu.shares.memory * gpu.copy_tb_per_s * 1e12)
     computed = sum(found.values())
     communication = _communication(setup, forward + others, gpu, computed)
@@ -147,6 +155,16 @@ def _optimizer_bytes(setup: Setup) -> float:
     part = rules.partition(setup.num_trained)
     numbers = part * (2 * rules.sum_bytes + rules.weight_bytes)
     return 2 * (state.master + state.moments + state.ema) + numbers
+
+
+def muon_flops(setup: Setup) -> float:
+    """Return the FLOPs by which a rank orthogonalizes its share of Muon's matrices."""
+    flops = 0
+    for parameter, num_parts in muon_matrices(setup.transformer).items():
+        rows, columns = whole_shape(parameter)
+        short, long = sorted((rows // num_parts, columns))
+        flops += num_parts * NUM_ITERATIONS * (4 * short**2 * long + 2 * short**3)
+    return flops / setup.rules.data_size
 
 
 def _communication(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -> float:

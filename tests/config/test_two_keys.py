@@ -142,3 +142,39 @@ def test_the_command_line_beats_a_key_that_a_file_sets_in_its_place(
     config = load_config([file], [word])
     assert OmegaConf.select(OmegaConf.create(config.sections()), key) == wanted
     assert "own.yaml" not in config.origins.get(key, "")
+
+
+ZERO = "deepspeed.zero_optimization"
+
+
+@pytest.mark.parametrize(
+    ("older", "device"), [("true", "none"), ("false", "cpu"), ("false", "nvme")]
+)
+def test_the_older_key_of_offloading_must_not_contradict_the_newer_one(
+    older: str, device: str, tmp_path: Path
+) -> None:
+    """DeepSpeed refuses both; a file of SAT, which has cpu_offload: false, is no contradiction."""
+    words = [f"{ZERO}.cpu_offload={older}", f"{ZERO}.offload_optimizer.device={device}"]
+    message = f"^command line: {ZERO}.cpu_offload={older}, but .*device='{device}'; keep one"
+    for both in (words, words[::-1]):
+        with pytest.raises(ValueError, match=message):
+            load_config([PLAIN], both)
+    file = tmp_path / "own.yaml"
+    file.write_text(f"deepspeed: {{zero_optimization: {{cpu_offload: {older}}}}}")
+    assert (
+        load_config([PLAIN, file], words[1:]).deepspeed.zero_optimization.offload_optimizer.device
+        == device
+    )
+    text = file.read_text().replace("}}", f", offload_optimizer: {{device: {device}}}}}}}")
+    file.write_text(text)
+    if older == "false":
+        assert load_config([file]).deepspeed.zero_optimization.offload_optimizer.device == device
+        return
+    with pytest.raises(ValueError, match="^own.yaml: .*; keep one"):
+        load_config([file])
+
+
+def test_the_older_key_of_offloading_completes_the_newer_one() -> None:
+    words = [f"{ZERO}.cpu_offload=true", f"{ZERO}.offload_optimizer.pin_memory=true"]
+    found = load_config([PLAIN], words).deepspeed.zero_optimization.offload_optimizer
+    assert found == {"pin_memory": True, "device": "cpu"}

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.tiny_run import ROOT
 
-SOURCES = ("pyproject.toml", "LICENSE", "docs", "cogfast")
+# A build reads these files, of which the last three are optional.
+SOURCES = ("pyproject.toml", "LICENSE", "docs", "cogfast", "setup.py", "setup.cfg", "MANIFEST.in")
 HIDDEN = "import sys\nsys.modules[{!r}] = None\n"
 
 
@@ -25,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     This environment has what pip would download into an isolated one.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
+    for name in filter(lambda name: (ROOT / name).exists(), SOURCES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (folder / "source").mkdir(exist_ok=True)
         copy(ROOT / name, folder / "source" / name)

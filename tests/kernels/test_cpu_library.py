@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import shlex
-import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,9 +53,12 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
     assert library.compile_library().exists() and compiler.read_text().split() == ["link"]
 
 
-def test_what_a_process_left_that_died_is_no_obstacle(compiler: Path) -> None:
+def test_a_process_that_waits_for_one_that_is_killed_compiles(
+    compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     file = library.library_file()
-    half = file.parent / f"{file.stem}-half"
+    half = file.parent / f"{file.stem}-half"  # it was left by another one
     half.mkdir(parents=True)
     lock = shlex.quote(str(file.with_suffix(".lock")))
     holder = subprocess.Popen(
@@ -63,12 +66,34 @@ def test_what_a_process_left_that_died_is_no_obstacle(compiler: Path) -> None:
         stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
-    with open(file.with_suffix(".lock"), "w") as mine, pytest.raises(BlockingIOError):
-        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    assert library.compile_library() == file
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(library.compile_library)
+        while "another process compiles" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.02)
+        holder.kill()
+        holder.communicate()
+        assert waiting.result() == file
     assert not half.exists() and left_in_cache() == [".lock", ".so"]
+
+
+def test_processes_that_wait_for_one_that_fails_fail_with_it(
+    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of their own would fail after half a minute, one after the other."""
+    caplog.set_level(logging.INFO)
+    script = f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; exit 1"
+    (tmp_path / "compiler").write_text(f"#!/bin/sh\n{script}\n")
+    with ThreadPoolExecutor(3) as pool:
+        started = [pool.submit(library.compile_library) for _ in range(3)]
+        while caplog.text.count("another process compiles") < 2:
+            assert not any(one.done() for one in started)
+            time.sleep(0.02)
+        (tmp_path / "go").touch()
+        texts = [str(one.exception()) for one in started]
+    assert texts.count("another process failed to compile the C++ kernels") == 2
+    with pytest.raises(RuntimeError, match="compiler failed: "):  # a later start tries again
+        library.compile_library()
 
 
 @pytest.mark.parametrize(

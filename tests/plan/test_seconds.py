@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cogfast.distributed.optimizers import Muon
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.encoders import Encoders
 from cogfast.plan.gpus import GPUS, Gpu, Shares
 from cogfast.plan.memory import MemoryPlan, Setup, plan_memory, setup_of
-from cogfast.plan.seconds import count_traffic, micro_batch_work, predict_step
+from cogfast.plan.seconds import count_traffic, micro_batch_work, muon_flops, predict_step
 from cogfast.plan.trace import Traces, Work, train_flops
 from cogfast.plan.zero import ZeroRules, num_trained
 from cogfast.train.memory.activation_checkpointing import LADDER, Policy, apply_policies
+from cogfast.train.optimizer import muon_matrices, parameter_groups
 from cogfast.train.video_size import LatentSize
 from tests.plan.test_memory import CACHED, config_of
 from tests.support.tiny_transformers import inputs, tiny
@@ -185,6 +187,30 @@ def test_copies_between_host_and_gpu_hide_behind_computation() -> None:
     computed = hidden.matmul + hidden.attention + hidden.memory_bound
     total = (2 * kept + blocks) / rate
     assert total - computed <= found.transfers <= total
+
+
+def test_muons_products_are_counted() -> None:
+    """PyTorch counts those of a step of one process."""
+    model = trained("all weights")
+    optimizer = Muon(parameter_groups(model, 0.0, is_for_muon=True))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    alone, four = (plan_of("all weights", "full", data_size=n, is_muon=True) for n in (1, 4))
+    assert muon_flops(alone.setup) == 4 * muon_flops(four.setup) == counter.get_total_flops() > 0
+    slow = replace(H100, copy_tb_per_s=1e6, link_gb_per_s=1e9)
+    for plan in (alone, four):
+        without = replace(
+            plan, setup=replace(plan.setup, rules=replace(plan.setup.rules, is_muon=False))
+        )
+        step, plain = predict_step(plan, slow), predict_step(without, slow)
+        assert step is not None and plain is not None
+        more = muon_flops(plan.setup) / (slow.shares.matmul * slow.matmul_tflop_per_s * 1e12)
+        assert step.matmul - plain.matmul == pytest.approx(more)
+    sent = [count_traffic(plan.setup, Work()).weights for plan in (four, without)]
+    matrices = sum(p.numel() for p in muon_matrices(model))
+    assert sent[0] - sent[1] == 2 * 2 * matrices
 
 
 def test_a_data_sheet_gives_a_prediction() -> None:

@@ -46,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_stop_and_fail_together(layout: str, base: Path, tmp_path: Path) -> None:
     processes, words = LAYOUTS[layout]
     has_model = any("parallel" in word for word in words)
-    cache = "" if has_model else str(tmp_path / "cache")
+    cache = str(tmp_path / "cache") if processes == 2 else ""
     # Two for each model: after the first, there is a video to leave out.
     videos = 2 * (processes // 2 if has_model else processes)
     words = [*words, f"args.eval_num_samples={videos}"]

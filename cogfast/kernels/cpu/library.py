@@ -71,7 +71,7 @@ def missing_compiler() -> str:
 def compile_library() -> Path:
     """Compile the library unless it exists, and return its path. RuntimeError of one line if it cannot be.
 
-    One process compiles. Those that start meanwhile, such as the other ranks, wait for it.
+    One process compiles. Those that start meanwhile, such as the other ranks, wait for it, and fail with it.
     """
     try:
         file = library_file()
@@ -81,12 +81,18 @@ def compile_library() -> Path:
             raise RuntimeError(missing)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A process that dies leaves the file, but not its lock.
-        with open(file.with_suffix(".lock"), "w") as lock:
+        with open(file.with_suffix(".lock"), "a") as lock:
             has_waited = _take(lock)
-            if has_waited and not file.exists():
+            # A process that failed has written so into it; after one that was killed, this one compiles.
+            if has_waited and not file.exists() and os.fstat(lock.fileno()).st_size:
                 raise RuntimeError("another process failed to compile the C++ kernels")
             if not file.exists():
-                _compile(file)
+                lock.truncate(0)
+                try:
+                    _compile(file)
+                except Exception:
+                    lock.write("failed")
+                    raise
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or str(error)).splitlines()
         why = next((line for line in lines if "rror" in line), lines[-1])

@@ -295,7 +295,7 @@ def assemble_watchers(
         num_steps=parts.num_steps,
         samples_per_step=parts.global_batch,
     )
-    scores = Scores(args, folder, metrics)
+    scores = Scores(args, folder, metrics, parts.step)
     parts.writer.kept = scores.kept
     # In the order of their calls; closed in the reverse order.
     watchers = [

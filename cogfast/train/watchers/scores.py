@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import brief
+from cogfast.config.json_files import brief, read_json
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import refuse
+from cogfast.core.files import WriteError, write_text
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # every command checks args.eval_command, which needs no metr
 logger = logging.getLogger(__name__)
 
 SAMPLES = "{samples}"  # in args.eval_command, stands for the folder of the videos
-_MOST_BYTES = 1 << 20  # read from the end of the command's output
+_MOST_BYTES = 1 << 20  # of a file, and read from the end of the command's output
 _BETWEEN_LOOKS = 0.1  # seconds, after the last step
 # The kernel then kills the command with the process that started it, also if that is killed itself.
 _TIE = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -58,11 +59,14 @@ _OF_RANK = (
 class Scores(Watcher):
     """Runs the commands of a run's evaluations, one after the other."""
 
-    def __init__(self, args: TrainArguments, folder: Path, metrics: Metrics) -> None:
+    def __init__(self, args: TrainArguments, folder: Path, metrics: Metrics, step: int = 0) -> None:
         self.args, self.folder, self.metrics = args, folder, metrics
         is_used = args.eval_command is not None and metrics.groups.is_main
         self.words = shlex.split(args.eval_command or "") if is_used else []
-        self.waiting: list[int] = []  # steps without scores yet; the command runs for the first one
+        self.file = folder / "waiting_scores.json"  # `waiting`, for the run that resumes this one
+        # Steps without scores yet; the command runs for the first one.
+        has_left = bool(self.words) and step > 0 and self.file.exists()
+        self.waiting = self._left(step) if has_left else []
         self.process: subprocess.Popen | None = None
         self.scratch: Path | None = None
         self.deadline = math.inf
@@ -71,6 +75,7 @@ class Scores(Watcher):
         """Score the videos that were sampled at `step`."""
         if self.words:
             self.waiting.append(step)
+            self._write_waiting()
             self.after_step(step)
 
     def after_step(self, step: int) -> None:
@@ -93,6 +98,7 @@ class Scores(Watcher):
         self._end()
         # Last, since `kept` keeps the checkpoints of these steps, and then of those with scores.
         self.waiting.pop(0)
+        self._write_waiting()
 
     def wait(self, is_asked_to_stop: Callable[[], bool]) -> None:
         """Wait for the last scores of a run that is complete."""
@@ -104,6 +110,8 @@ class Scores(Watcher):
 
     def close(self, error: BaseException | None) -> None:
         self._end()
+        if self.waiting:
+            logger.info("a resumed run will score steps %s", brief(str(self.waiting)))
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Return the checkpoints that args.keep_best keeps, as steps: the best one, and those whose
@@ -123,6 +131,21 @@ class Scores(Watcher):
         choose = min if best.startswith("-") else max
         wanted = [*self.waiting, *([choose(found, key=found.__getitem__)] if found else [])]
         return {max((s for s in steps if s <= step), default=step) for step in wanted}
+
+    def _left(self, step: int) -> list[int]:
+        """Return the steps up to `step` that the run had not scored when it was stopped."""
+        try:
+            steps: list[int] = read_json(self.file, list[int], "remove it", _MOST_BYTES)
+            return sorted({left for left in steps if 0 <= left <= step})
+        except ValueError as error:
+            logger.warning("%s", error)
+            return []
+
+    def _write_waiting(self) -> None:
+        try:
+            write_text(self.file, json.dumps(self.waiting))
+        except WriteError as error:
+            logger.warning("%s; training continues", error)
 
     def _start(self, step: int) -> None:
         videos, start = samples_place(self.folder, step, self.args.folder_layout)

@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
+from cogfast.train.watchers.scores import Scores
 from tests.support.tiny_run import run_folder, start, wait_for, write_config
 
 # Scores by step, the number of videos that the command finds, and the variables of a rank that it sees.
@@ -87,6 +91,41 @@ def test_scores_belong_to_their_step_and_the_best_is_kept_through_a_resume(
     assert {event.step: event.value for event in events.Scalars("score/clip")} == table
     assert main(["report", str(run)]) == 0
     assert '"key": "score/clip"' in (run / "index.html").read_text()
+
+
+class Stopped(Trainer):
+    """Is asked to stop in its third step, so that the evaluation of that is left out."""
+
+    def compute_loss(self, batch: dict) -> torch.Tensor:
+        if self.step == 2:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().compute_loss(batch)
+
+
+def test_what_was_not_scored_before_a_stop_is_scored_after_the_resume(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    command = write_script(tmp_path, {1: 0.75, 2: 0.5, 3: 0.25, 4: 0.125})
+    base = write_base(tmp_path, data, keep_last=1, keep_best="score/clip")
+    slow = "args.eval_command=sh -c 'sleep 600' {samples}"
+    Stopped(load_config([base], [slow])).train()
+    run = run_folder(tmp_path / "runs")
+    assert json.loads((run / "waiting_scores.json").read_text()) == [1, 2]
+    assert "a resumed run will score steps [1, 2]" in caplog.text
+    train(base, command, "args.resume=latest")
+    assert {n: found["clip"] for n, found in scores(run).items()} == {1: 0.75, 2: 0.5, 4: 0.125}
+    assert saved(run) == [1, 4]
+    assert json.loads((run / "waiting_scores.json").read_text()) == []
+
+
+@pytest.mark.parametrize("text", ["[1, 2", '["1"]', "{}", "[3, -1, 2, 2]"])
+def test_a_damaged_list_of_waiting_scores_ends_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "waiting_scores.json").write_text(text)
+    metrics: Any = SimpleNamespace(groups=SimpleNamespace(is_main=True))
+    args = TrainArguments(eval_command="true {samples}")
+    assert Scores(args, tmp_path, metrics, 2).waiting == ([2] if text.endswith("2]") else [])
+    assert Scores(args, tmp_path, metrics).waiting == []
 
 
 def test_lower_is_better_and_a_score_between_saves_is_that_of_the_last_one(
