@@ -24,8 +24,8 @@ import torch
 
 from bench.harness.machine import describe_machine
 from bench.harness.outcome import Outcome, Settings, table
+from bench.harness.timing import wait_for
 from cogfast.core.files import write_text
-from cogfast.core.timing import wait_for
 
 _TRACE_LINES = 12
 _MINUTES = 9.0

@@ -13,10 +13,10 @@ import sys
 
 from bench.harness.outcome import WRONG, Outcome, Row, Settings
 from bench.harness.rates import copy_rate
+from bench.harness.timing import spread
 from bench.kernel_ops.op_bench import OURS, OpBench, time_contestant
 from bench.kernel_ops.op_cases import OPS, SHAPES, TINY_SHAPES
 from bench.kernel_ops.optimizer_ops import OptimizerBench, optimizer_benches
-from cogfast.core.timing import spread
 
 Bench = OpBench | OptimizerBench
 _LEAST_SECONDS = 20  # time that an op with all its peers may need

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
+from bench.harness.timing import spread
 from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
-from cogfast.core.timing import spread
 from cogfast.train.trainer import Trainer
 
 _CONFIG = Path(__file__).with_suffix(".yaml")

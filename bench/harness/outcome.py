@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cogfast.core.timing import num_buffer_sets
+from bench.harness.timing import num_buffer_sets
 
 Row = Mapping[str, object]
 

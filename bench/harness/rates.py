@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.harness.outcome import Outcome, Settings
-from cogfast.core.timing import num_buffer_sets, spread, time_calls
+from bench.harness.timing import num_buffer_sets, spread, time_calls
 
 
 def copy_rate(settings: Settings) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Outcome, Row, Settings
-from cogfast.core.timing import spread, time_calls, wait_for
+from bench.harness.timing import spread, time_calls, wait_for
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     flash_attention,

@@ -17,6 +17,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from bench.harness.outcome import Row, Settings
+from bench.harness.timing import time_calls
 from bench.kernel_ops.op_cases import (
     WAYS,
     Op,
@@ -27,7 +28,6 @@ from bench.kernel_ops.op_cases import (
     draw_inputs,
     small,
 )
-from cogfast.core.timing import time_calls
 
 OURS, EAGER, COMPILED = "cogfast", "torch eager", "torch.compile"
 # {way: its calls, which use different buffers}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
-from cogfast.core.timing import spread, time_calls
+from bench.harness.timing import spread, time_calls
 from cogfast.kernels.quantized import quantized_linear as linears
 from cogfast.kernels.quantized.quantized_linear import DTYPES, FP8, dequantize_rows, quantize_rows
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
+from bench.harness.timing import spread
 from bench.steps.step_cases import make_call
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
-from cogfast.core.timing import spread
 from cogfast.model.block import MLP_RATIO
 
 CPU = torch.device("cpu")

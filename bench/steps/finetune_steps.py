@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bench.harness.outcome import Outcome, Row, table
+from bench.harness.timing import spread, wait_for
 from bench.steps.step_models import MODELS, Variant
 from bench.steps.step_sides import Theirs, free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
-from cogfast.core.timing import spread, wait_for
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, CogVideoXT2VSftTrainer
 from cogfast.model.config import TransformerConfig
 

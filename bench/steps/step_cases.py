@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 
 from bench.harness.outcome import Row
+from bench.harness.timing import spread, wait_for
 from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
-from cogfast.core.timing import spread, wait_for
 from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import xxhash
@@ -109,12 +108,7 @@ class ChecksumFile:
         if self._hashing is not None:
             self._hashing.result()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with self._file:
                 # After an error the file is unfinished, and the caller deletes it.

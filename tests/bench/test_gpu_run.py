@@ -29,9 +29,9 @@ from bench.checks.kernels_on_device import run_kernel_tests
 from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
 from bench.harness.outcome import Outcome, Settings
+from bench.harness.timing import spread, time_calls
 from bench.kernel_ops import attention_backends, quantized_linears
 from bench.kernel_ops.attention_backends import measure_backend
-from cogfast.core.timing import spread, time_calls
 from cogfast.model.weights.shard import Shard
 
 ROOT = Path(__file__).resolve().parents[2]
