@@ -1,32 +1,30 @@
-"""Writes docs/options.md, the list of all keys, and configs/cogfast.schema.json: `python -m cogfast.cli.option_table`.
+"""The list of all keys, which `--help-all` prints and scripts/write_options.py writes to docs/options.md.
 
 A key's name, type and default come from the pydantic model or the constructor that checks it. Its meaning
-is the description in the model, or the comment above the constructor's parameter. A test compares the
-file with what this module writes, and fails for a key without a meaning.
+is the description in the model, or the comment above the constructor's parameter.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
-import json
-from collections.abc import Iterable, Iterator
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from cogfast.cli.yaml_schema import parameters_of, yaml_schema
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import OWN_OPTIMIZERS, PLACES
 from cogfast.config.deepspeed_keys import DeepSpeedSection
-from cogfast.config.load import CONFIGS
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 
-FILE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
-SCHEMA = CONFIGS / "cogfast.schema.json"  # for editors
 REQUIRED = "required"
 # Place of a component -> the key of its params, without the target's part of it
 _COMPONENTS = {
@@ -49,9 +47,11 @@ _INTRODUCTION = """\
 
 All keys of a configuration, with their defaults. A key is set in a YAML file or on the command line as `key=value`
 (`args.train_iters=100`); `cogfast train --dry-run` prints every value with its origin. Upper limits of 100000 and above, which only
-catch typing errors, are left out here. `python -m cogfast.cli.option_table` writes this file from the source.
+catch typing errors, are left out here. `python -m scripts.write_options` writes this file from the source.
 """
 _NO_LIMIT = 10**5
+# Parameters that the assembly of a run fills in
+_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,49 @@ def _of_call(kind: Any, where: str = "") -> list[Option]:
     return rows
 
 
+def comments_of(kind: type) -> dict[str, str]:
+    """Return {parameter of the constructor, or field of the dataclass: the comment above it}.
+
+    Python drops comments when it compiles, so they are read from the source.
+    """
+    lines = inspect.getsource(importlib.import_module(kind.__module__)).splitlines()
+    tree = ast.parse("\n".join(lines))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    body = next(node for node in classes if node.name == kind.__name__).body
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = _above(lines, node.lineno)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            found |= {one.arg: _above(lines, one.lineno) for one in arguments}
+    return found
+
+
+def _above(lines: Sequence[str], number: int) -> str:
+    """Return the comment above a line, whose number counts from 1."""
+    first = number - 1
+    while lines[first - 1].strip().startswith("#"):
+        first -= 1
+    text = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : number - 1])
+    # Comments speak Python, and readers of the table write YAML.
+    return re.sub(r"\bNone\b", "null", text)
+
+
+def parameters_of(kind: type) -> Iterator[tuple[inspect.Parameter, dict[str, Any], str]]:
+    """Yield (parameter, JSON schema, meaning) of a constructor, or of a data set's fields."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("cogfast")]
+    meanings: dict[str, str] = {}
+    for base in reversed(bases):
+        meanings |= comments_of(base)
+    call = kind if dataclasses.is_dataclass(kind) else kind.__init__
+    # Defaults from the signature, types from the hints: strings in one, objects in the other.
+    hints = typing.get_type_hints(call, include_extras=True)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name not in _SET_BY_CODE:
+            yield parameter, json_schema(hints[name]), meanings.get(name, "")
+
+
 def render(found: Iterable[Group]) -> str:
     """Return the text of docs/options.md."""
     parts = [_INTRODUCTION]
@@ -188,18 +231,3 @@ def render(found: Iterable[Group]) -> str:
         parts += [group.text + "\n"] if group.text else []
         parts += ["".join(one.line() for one in group.options)] if group.options else []
     return "\n".join(parts)
-
-
-def main() -> None:
-    found = list(groups())
-    # A key without a meaning is worth no row: the command fails before it writes.
-    missing = [one.key for group in found for one in group.options if not one.meaning]
-    if missing:
-        raise ValueError(f"nothing describes {', '.join(missing)}; write what they mean")
-    FILE.write_text(render(found), encoding="utf-8")
-    text = json.dumps(yaml_schema(), indent=1, ensure_ascii=False) + "\n"
-    SCHEMA.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

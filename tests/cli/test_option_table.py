@@ -9,11 +9,11 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from cogfast.cli.option_table import FILE, SCHEMA, Group, groups, render
+from cogfast.cli.option_table import Group, comments_of, groups, render
 from cogfast.cli.options import parse_train
-from cogfast.cli.yaml_schema import comments_of, yaml_schema
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.data.datasets import ListedVideos
+from scripts.write_options import FILE, SCHEMA, yaml_schema
 from tests.support.tiny_run import ROOT
 
 FILES = [
@@ -28,12 +28,12 @@ def table() -> list[Group]:
 
 
 def test_the_file_is_what_the_command_writes(table):
-    text = "docs/options.md is out of date; run python -m cogfast.cli.option_table"
+    text = "docs/options.md is out of date; run python -m scripts.write_options"
     assert FILE.read_text(encoding="utf-8") == render(table), text
 
 
 def test_the_schema_for_editors_is_what_the_command_writes():
-    text = "configs/cogfast.schema.json is out of date; run python -m cogfast.cli.option_table"
+    text = "configs/cogfast.schema.json is out of date; run python -m scripts.write_options"
     assert json.loads(SCHEMA.read_text(encoding="utf-8")) == yaml_schema(), text
 
 

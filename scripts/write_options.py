@@ -1,33 +1,32 @@
-"""The JSON schema by which editors complete and check our YAML files: configs/cogfast.schema.json.
+"""Writes docs/options.md, the list of all keys, and the JSON schema by which editors complete and check our
+YAML files, configs/cogfast.schema.json: `python -m scripts.write_options`.
 
-`python -m cogfast.cli.option_table` writes it and docs/options.md. A file may hold a part of a
-configuration, so that nothing is required, and an interpolation ${...} in place of any value. The params of
-a component are completed but not checked here.
+A test compares both files with what this writes, and fails for a key without a meaning. In the schema, a
+file may hold a part of a configuration, so that nothing is required, and an interpolation ${...} in place
+of any value. The params of a component are completed but not checked there.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import importlib
-import inspect
-import re
-import typing
-from collections.abc import Iterator, Sequence
+import json
+from pathlib import Path
 from typing import Any
 
+from cogfast.cli.option_table import groups, parameters_of, render
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import PLACES
 from cogfast.config.deepspeed_keys import LOSS_SCALING, DeepSpeedSection
+from cogfast.config.load import CONFIGS
 from cogfast.config.sat_classes import NETWORKS, TARGETS
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
 from cogfast.config.values import is_component_schema, json_schema
 
+FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+SCHEMA = CONFIGS / "cogfast.schema.json"
 _REFERENCE = {"$ref": "#/$defs/reference"}
-# Parameters that the assembly of a run fills in
-_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 
 
 def yaml_schema() -> dict[str, Any]:
@@ -133,44 +132,16 @@ def _parameters(kind: Any) -> dict[str, Any]:
     return found
 
 
-def comments_of(kind: type) -> dict[str, str]:
-    """Return {parameter of the constructor, or field of the dataclass: the comment above it}.
-
-    Python drops comments when it compiles, so they are read from the source.
-    """
-    lines = inspect.getsource(importlib.import_module(kind.__module__)).splitlines()
-    tree = ast.parse("\n".join(lines))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    body = next(node for node in classes if node.name == kind.__name__).body
-    found: dict[str, str] = {}
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = _above(lines, node.lineno)
-        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            arguments = [*node.args.args, *node.args.kwonlyargs]
-            found |= {one.arg: _above(lines, one.lineno) for one in arguments}
-    return found
+def main() -> None:
+    found = list(groups())
+    # A key without a meaning is worth no row: the command fails before it writes.
+    missing = [one.key for group in found for one in group.options if not one.meaning]
+    if missing:
+        raise ValueError(f"nothing describes {', '.join(missing)}; write what they mean")
+    FILE.write_text(render(found), encoding="utf-8")
+    text = json.dumps(yaml_schema(), indent=1, ensure_ascii=False) + "\n"
+    SCHEMA.write_text(text, encoding="utf-8")
 
 
-def _above(lines: Sequence[str], number: int) -> str:
-    """Return the comment above a line, whose number counts from 1."""
-    first = number - 1
-    while lines[first - 1].strip().startswith("#"):
-        first -= 1
-    text = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : number - 1])
-    # Comments speak Python, and readers of the table write YAML.
-    return re.sub(r"\bNone\b", "null", text)
-
-
-def parameters_of(kind: type) -> Iterator[tuple[inspect.Parameter, dict[str, Any], str]]:
-    """Yield (parameter, JSON schema, meaning) of a constructor, or of a data set's fields."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("cogfast")]
-    meanings: dict[str, str] = {}
-    for base in reversed(bases):
-        meanings |= comments_of(base)
-    call = kind if dataclasses.is_dataclass(kind) else kind.__init__
-    # Defaults from the signature, types from the hints: strings in one, objects in the other.
-    hints = typing.get_type_hints(call, include_extras=True)
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in _SET_BY_CODE:
-            yield parameter, json_schema(hints[name]), meanings.get(name, "")
+if __name__ == "__main__":
+    main()
