@@ -146,19 +146,18 @@ def _kernels(torch: Any) -> Iterator[Finding]:
 def _cpu_kernels() -> Finding:
     from cogfast.kernels.cpu.library import library_file, missing_compiler
 
-    what, fix = "C++ kernels", "cogfast doctor --build-kernels"
     try:
         file, lack = library_file(), missing_compiler()
     except RuntimeError as error:
         file, lack = None, f"none: {error}"
     if file is not None and file.exists():
-        return Finding(what, "ok", str(file))
-    if not lack:
-        return Finding(
-            what, "note", "not compiled yet", "the first run on a CPU compiles them", fix
-        )
-    cost = "plain PyTorch replaces them, which is slower"
-    return Finding(what, "missing", lack, cost, "install g++" if file else "use such a machine")
+        return Finding("C++ kernels", "ok", str(file))
+    if lack:
+        cost = "plain PyTorch replaces them, which is slower"
+        fix = "install g++" if file else "use such a machine"
+        return Finding("C++ kernels", "missing", lack, cost, fix)
+    cost, fix = "the first run on a CPU compiles them", "cogfast doctor --build-kernels"
+    return Finding("C++ kernels", "note", "not compiled yet", cost, fix)
 
 
 def _optional(torch: Any) -> Iterator[Finding]:

@@ -506,8 +506,8 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     return found.runs, found.out
 
 
-def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
-    """Return the run, the repository, whether only to write its files, and whether it is private."""
+def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool]:
+    """Return the run, the repository, and whether only to write its files."""
     parser = Parser(
         prog="cogfast publish",
         description="Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four "
@@ -520,10 +520,8 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     )
     text = "write the files to RUN/hub and upload nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    text = "create a private repository; default: the owner's setting"
-    parser.add_argument("--private", action="store_const", const=True, help=text)
     found = parser.parse_args([*argv])
-    return found.run, found.repo, found.dry_run, found.private
+    return found.run, found.repo, found.dry_run
 
 
 def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:

@@ -15,10 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -37,7 +35,6 @@ _VECTORS = {
 # Some compilers link what cannot be loaded: clang++ without libomp leaves symbols undefined.
 _LOAD = "import sys, torch; torch.ops.load_library(sys.argv[1])"
 _MOST_SECONDS = 600  # of one command; all of them take half a minute on two cores
-_POLL_SECONDS = 0.2
 
 
 def cache_folder() -> Path:
@@ -82,7 +79,13 @@ def compile_library() -> Path:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A process that dies leaves the file, but not its lock.
         with open(file.with_suffix(".lock"), "a") as lock:
-            has_waited = _take(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_waited = False
+            except BlockingIOError:
+                logger.info("another process compiles the C++ kernels (half a minute)")
+                fcntl.flock(lock, fcntl.LOCK_EX)  # its commands have a time limit
+                has_waited = True
             # A process that failed has written so into it; after one that was killed, this one compiles.
             if has_waited and not file.exists() and os.fstat(lock.fileno()).st_size:
                 raise RuntimeError("another process failed to compile the C++ kernels")
@@ -109,22 +112,6 @@ def _compiler() -> list[str]:
         return shlex.split(words) or ["g++"]
     except ValueError as error:  # a quotation mark without its partner
         raise RuntimeError(f"CXX={words!r} cannot be split into words ({error})") from None
-
-
-def _take(lock: TextIO) -> bool:
-    """Lock a file, and return whether another process held it. TimeoutError if it holds it for long."""
-    end, has_waited = time.monotonic() + 2 * _MOST_SECONDS, False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return has_waited
-        except BlockingIOError:
-            if not has_waited:
-                logger.info("another process compiles the C++ kernels (half a minute)")
-            has_waited = True
-            if time.monotonic() > end:
-                raise TimeoutError(f"another process holds {lock.name} for too long") from None
-            time.sleep(_POLL_SECONDS)
 
 
 def _compile(file: Path) -> None:

@@ -86,11 +86,16 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     return name, stock_scale(joins_frames), model["scale_factor"]
 
 
-def log_difference_of_run(path: Path) -> None:
-    """Warn if files made of a run need code to be used in diffusers' pipeline."""
+def difference_of_run(path: Path) -> tuple[str, str] | None:
+    """Return how a run's scale differs from that of diffusers' pipeline, and the code for the pipeline;
+    None if it does not."""
     found = scale_of_run(path)
     text = None if found is None else difference(*found)
-    if found is not None and text is not None:
-        logger.warning(
-            "%s: %s; before sampling there: %s", path, text, pipeline_code(found[0], found[2])
-        )
+    return None if found is None or text is None else (text, pipeline_code(found[0], found[2]))
+
+
+def log_difference_of_run(path: Path) -> None:
+    """Warn if files made of a run need code to be used in diffusers' pipeline."""
+    found = difference_of_run(path)
+    if found is not None:
+        logger.warning("%s: %s; before sampling there: %s", path, *found)

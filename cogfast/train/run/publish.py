@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import brief, read_limited
@@ -28,29 +29,30 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
 )
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.image_scale import difference, pipeline_code, scale_of_run
+from cogfast.model.weights.image_scale import difference_of_run
 from cogfast.sample.prompt_files import given_prompts
 from cogfast.train.preflight.pipeline_folder import is_hub_id
 from cogfast.train.run.page.record import read_run
 
 logger = logging.getLogger(__name__)
 
+_CARD = Path(__file__).with_name("model_card.md.jinja")
 _NUM_VIDEOS = 4
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")  # in the hub client's cache
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
 _LOGIN = "no token of the hub; run `hf auth login`, or set HF_TOKEN in the environment"
 
 
-def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | None = None) -> str:
+def publish(path: Path, repo: str, is_dry_run: bool = False) -> str:
     """Run `cogfast publish`. Return where the files are.
 
     path: a run or one of its checkpoints. ValueError for user errors, RuntimeError if the hub refuses.
     """
     from huggingface_hub import HfApi, get_token
 
-    if _REPO.fullmatch(repo) is None:
-        raise ValueError(f"{brief(repo)} must be a repository of the hub, such as me/my-lora")
+    if not is_hub_id(repo):
+        text = "must be a repository of the hub, such as me/my-lora, and no path here"
+        raise ValueError(f"{brief(repo)} {text}")
     checkpoint = find_run_checkpoint(path) if path.is_dir() else None
     if checkpoint is None:
         raise ValueError(f"{path}: no run with a checkpoint; give the folder of a run")
@@ -63,7 +65,7 @@ def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | 
         folder = write_files(checkpoint, repo, Path(scratch, "files"))
         try:
             api = HfApi()
-            api.create_repo(repo, private=is_private, exist_ok=True)
+            api.create_repo(repo, exist_ok=True)
             # Files that an interrupted upload has sent are not sent again: the hub knows their hashes.
             text = f"cogfast: step {read_manifest(checkpoint)['step']}"
             info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=text)
@@ -115,7 +117,6 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     load = str(args.get("load") or "")
     base = _base_id(load, member.name)
     widget = _copy_videos(record, args, folder)
-    prompts = [item["text"] for item in widget if item["text"] != "-"]
     head = {
         "base_model": base,
         **(_license(Path(load)) if load else {"license": "other"}),
@@ -124,8 +125,8 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
         "widget": widget,
     }
-    size, frames = data.get("video_size"), data.get("max_num_frames")
-    shape = size if isinstance(size, list) and len(size) == 2 else None
+    size, frames, fps = (data.get(key) for key in ("video_size", "max_num_frames", "fps"))
+    shape = size if isinstance(size, list) and len(size) == 2 else ()
     settings = {
         "clips": manifest.get("num_samples"),
         "trained": "all weights" if adapters is None else f"LoRA, {adapters}",
@@ -134,63 +135,31 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         "global batch": manifest.get("global_batch"),
         "learning rate": args.get("lr"),
         "schedule": args.get("lr_schedule"),
-        "rows x columns": None if shape is None else "x".join(map(str, shape)),
+        "rows x columns": "x".join(map(str, shape)) or None,
         "frames": frames,
-        "frames per second": data.get("fps"),
+        "frames per second": fps,
         "precision": dtype,
         "seed": args.get("seed"),
     }
-    rows = [f"| {name} | {value} |" for name, value in settings.items() if value is not None]
-    given = {"num_frames": frames} | (dict(zip(("height", "width"), shape or (), strict=False)))
-    call = "".join(f", {key}={value}" for key, value in given.items() if isinstance(value, int))
-    code = _code(checkpoint, repo, base, is_i2v, adapters is not None)
-    prompt = json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False)
-    image = ', image=load_image("first_frame.png")' if is_i2v else ""
-    strength = "" if adapters is None else "Strength: 1 is the trained one.\n\n"
-    fps = data.get("fps") if isinstance(data.get("fps"), int) else 8
-    text = f"""\
----
-{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---
-
-# {repo.partition("/")[2]}
-
-{"A LoRA of" if adapters else "Fine-tuned weights of"} {base}, trained with cogfast on {counted(manifest.get("num_samples", 0), "clip")}.
-
-<Gallery />
-
-{strength}```python
-{code}
-video = pipe({prompt}{image}{call}).frames[0]
-export_to_video(video, "video.mp4", fps={fps})
-```
-
-| setting | value |
-| --- | --- |
-{chr(10).join(rows)}
-"""
+    prompts = [item["text"] for item in widget if item["text"] != "-"]
+    numbers = {"num_frames": frames, **dict(zip(("height", "width"), shape, strict=False))}
+    card = Template(_CARD.read_text(encoding="utf-8"), trim_blocks=True, undefined=StrictUndefined)
+    text = card.render(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        repo=repo,
+        base=base,
+        is_lora=adapters is not None,
+        is_i2v=is_i2v,
+        clips=counted(manifest.get("num_samples", 0), "clip"),
+        settings={name: value for name, value in settings.items() if value is not None},
+        prompt=json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False),
+        numbers={key: value for key, value in numbers.items() if isinstance(value, int)},
+        fps=fps if isinstance(fps, int) else 8,
+        # The pipeline would give the network the first frame at another scale.
+        scale_code=(difference_of_run(checkpoint) or ("", ""))[1],
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
     return folder
-
-
-def _code(checkpoint: Path, repo: str, base: str, is_i2v: bool, is_lora: bool) -> str:
-    """Return the lines of Python up to the call of the pipeline."""
-    kind = "CogVideoXImageToVideoPipeline" if is_i2v else "CogVideoXPipeline"
-    names = [kind] if is_lora else [kind, "CogVideoXTransformer3DModel"]
-    dtype, more, loads = "torch_dtype=torch.bfloat16", "", []
-    lines = ["import torch", f"from diffusers import {', '.join(names)}"]
-    lines.append(f"from diffusers.utils import export_to_video{', load_image' if is_i2v else ''}\n")
-    if is_lora:
-        loads = [f'pipe.load_lora_weights("{repo}")']
-    else:
-        of = f'"{repo}", subfolder="transformer", {dtype}'
-        lines.append(f"transformer = CogVideoXTransformer3DModel.from_pretrained({of})")
-        more = "transformer=transformer, "
-    lines.append(f'pipe = {kind}.from_pretrained("{base}", {more}{dtype}).to("cuda")')
-    scale = scale_of_run(checkpoint)
-    if scale is not None and difference(*scale) is not None:
-        # The pipeline would give the network the first frame at another scale.
-        loads.append(pipeline_code(scale[0], scale[2]))
-    return "\n".join([*lines, *loads])
 
 
 def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
-from typing import TYPE_CHECKING
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
@@ -68,7 +68,7 @@ class Scores(Watcher):
         has_left = bool(self.words) and step > 0 and self.file.exists()
         self.waiting = self._left(step) if has_left else []
         self.process: subprocess.Popen | None = None
-        self.scratch: Path | None = None
+        self.outputs: list[IO[bytes]] = []  # its output, and its error output
         self.deadline = math.inf
 
     def add(self, step: int) -> None:
@@ -148,55 +148,47 @@ class Scores(Watcher):
             logger.warning("%s; training continues", error)
 
     def _start(self, step: int) -> None:
-        videos, start = samples_place(self.folder, step, self.args.folder_layout)
-        scratch = self.scratch = Path(mkdtemp(prefix="cogfast-scores-"))
-        if start:  # a folder with the videos of all steps
-            links = scratch / "samples"
-            links.mkdir()
-            for path in videos.glob(f"{start}*"):
-                name = path.name.replace(f"{start}prompts.json", "prompts.json")
-                (links / name).symlink_to(path.absolute())
-            videos = links
+        videos, _ = samples_place(self.folder, step, self.args.folder_layout)
         words = [word.replace(SAMPLES, str(videos.absolute())) for word in self.words]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_RANK)}
         # cogfast has set it for its own processes; a script may import what lies beside it.
         kept.pop("PYTHONSAFEPATH", None)
         self.deadline = time.monotonic() + self.args.eval_command_timeout
-        with open(scratch / "stdout", "wb") as out, open(scratch / "stderr", "wb") as errors:
-            self.process = subprocess.Popen(
-                [*_TIED, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                env=kept,
-                start_new_session=True,  # a group, so that it can be killed with its children
-            )
+        self.outputs = [TemporaryFile() for _ in range(2)]  # noqa: SIM115 - `_end` closes them
+        self.process = subprocess.Popen(
+            [*_TIED, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self.outputs[0],
+            stderr=self.outputs[1],
+            env=kept,
+            start_new_session=True,  # a group, so that it can be killed with its children
+        )
 
     def _result(self) -> dict[str, float] | None:
         """Return the scores of the command that runs, None until it ends. ValueError says why there are
         none."""
-        assert self.process is not None and self.scratch is not None, "it was started"
+        assert self.process is not None, "it was started"
         status = self.process.poll()
         if status is None and time.monotonic() < self.deadline:
             return None
         if status is None:
             limit = self.args.eval_command_timeout
             raise ValueError(f"killed after args.eval_command_timeout={limit} s")
+        output, errors = map(_tail, self.outputs)
         if status != 0:
-            lines = _tail(self.scratch / "stderr").strip().splitlines()
+            lines = errors.strip().splitlines()
             raise ValueError(f"exit status {status} ({lines[-1] if lines else 'no message'})")
-        return scores_of(_tail(self.scratch / "stdout"))
+        return scores_of(output)
 
     def _end(self) -> None:
-        """Kill the command if it still runs, and remove what it has written."""
+        """Kill the command if it still runs."""
         if self.process is not None and self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        if self.scratch is not None:
-            # The command may leave what this user cannot remove, such as files of a container's root.
-            shutil.rmtree(self.scratch, ignore_errors=True)
-        self.process = self.scratch = None
+        for file in self.outputs:
+            file.close()
+        self.process, self.outputs = None, []
 
 
 def check_scores(config: Config, args: TrainArguments) -> None:
@@ -221,6 +213,8 @@ def check_scores(config: Config, args: TrainArguments) -> None:
         problem = f"must contain {SAMPLES}, which becomes the folder of the videos"
     if problem is None and shutil.which(words[0]) is None:
         problem = "begins with no program that is found here; correct its path"
+    if problem is None and args.folder_layout != "cogfast":
+        problem = "scores a folder of videos, but args.folder_layout=finetune has one for all steps; use cogfast"
     if problem is None and not args.has_evaluation:
         problem = "scores the videos of evaluations, but there are none; set args.eval_interval"
     if problem is not None:
@@ -239,7 +233,6 @@ def scores_of(output: str) -> dict[str, float]:
     raise ValueError('no line of its output is a JSON object with numbers, such as {"clip": 0.3}')
 
 
-def _tail(path: Path) -> str:
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
-        return file.read().decode(errors="replace")
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
+    return file.read().decode(errors="replace")

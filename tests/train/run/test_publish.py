@@ -171,7 +171,11 @@ def test_a_lora_is_published_and_an_interrupted_upload_is_repeated(
         assert item == {"text": listed[video.name], "output": {"url": f"videos/{i}.mp4"}}
         assert hub.files[f"videos/{i}.mp4"] == video.read_bytes()
     assert {item["text"] for item in head["widget"]} == set(prompts)
-    assert "LoRA, rank 4" in body and "| clips | 6 |" in body and "height=32, width=32" in body
+    assert (
+        "LoRA, rank 4" in body
+        and "| clips | 6 |" in body
+        and "    height=32,\n    width=32,\n" in body
+    )
     code = body.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert 'pipe.load_lora_weights("me/my-lora")' in code
@@ -226,7 +230,10 @@ def test_mistakes(
     assert main(["publish", str(tmp_path), "my-lora"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("no run with a checkpoint; give the folder of a run")
-    assert lines[1] == "cogfast: my-lora must be a repository of the hub, such as me/my-lora"
+    assert (
+        lines[1]
+        == "cogfast: my-lora must be a repository of the hub, such as me/my-lora, and no path here"
+    )
 
 
 def test_the_licence_is_the_base_s(tmp_path: Path, data: Path) -> None:
