@@ -108,12 +108,11 @@ class Evaluator:
         """
         self.is_asked_to_stop = lambda: stop is not None and stop.is_asked
         self.report_videos = partial(report_videos, step)
-        has_ema = self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
         losses: dict[str, float] | None = None
         # This switches the blocks back to their calls without checkpointing, too.
         self.engine.transformer.eval()
         # The master weights come back at the end, also after an error.
-        with self.engine.weights("shadow" if has_ema else "master"), self.encoder.visit():
+        with self.engine.weights("shadow" if self.shows_ema else "master"), self.encoder.visit():
             if self.dataset is not None and self.diffusion.loss is not None:
                 losses = self._attempt("the held-out loss", step, self._held_out_loss)
             if self._has_prompts() and self.diffusion.sampler is not None:
@@ -173,6 +172,11 @@ class Evaluator:
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
         return {"valid_loss": sum(bands) / NUM_BANDS, **named}
+
+    @property
+    def shows_ema(self) -> bool:
+        """Whether evaluations use the averaged weights."""
+        return self.args.eval_with_ema and "shadow" in self.engine.state_kinds()
 
     @property
     def network_ranks(self) -> dist.ProcessGroup | None:

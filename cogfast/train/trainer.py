@@ -273,6 +273,7 @@ class Trainer:
                 num_steps=self.num_steps,
                 global_batch=self.parts.global_batch,
                 num_trained=self.parts.num_trained,
+                shows_ema=self.evaluator.shows_ema,
             )
 
     def _log_end(self, stop: StopRequest) -> None:
@@ -282,8 +283,8 @@ class Trainer:
             path = self.writer.path(self.step)
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
             log_results(self.metrics.history, self.evaluator.samples)
-            is_lora = config.lora_rank is not None
-            log_commands(self.config, self.folder, self.num_steps, is_lora)
+            is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
+            log_commands(self.config, self.folder, self.num_steps, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
         reason = (

@@ -110,6 +110,7 @@ def test_start_and_end_are_a_fact_a_line(tmp_path: Path, data: Path, caplog) -> 
         f"videos: {run}/samples/step-00000001"
     )
     commands = [shlex.split(facts[name]) for name in ("to sample", "to convert", "to train on")]
+    assert commands[1][-1] == "--ema", "the videos are of the averaged weights"
     assert parse_sample(commands[0][2:]).weights == str(run)
     out = str(tmp_path / "converted")
     assert main([out if word == "DIR" else word for word in commands[1][1:]]) == 0

@@ -49,10 +49,13 @@ def resume_words(config: Config, folder: Path) -> str:
     return f"{option} {shlex.quote(str(folder))}"
 
 
-def log_commands(config: Config, folder: Path, num_steps: int, is_lora: bool) -> None:
+def log_commands(
+    config: Config, folder: Path, num_steps: int, is_lora: bool, shows_ema: bool
+) -> None:
     """Log the commands that users need after a run, a line for each.
 
-    num_steps: of the run; the command that resumes names twice as many.
+    num_steps: of the run; the command that resumes names twice as many. shows_ema: the run's samples are
+    made with the averaged weights.
     """
     run, epochs = shlex.quote(str(folder)), config.args.get("epochs")
     key, value = ("train_iters", num_steps) if epochs is None else ("epochs", epochs)
@@ -60,10 +63,11 @@ def log_commands(config: Config, folder: Path, num_steps: int, is_lora: bool) ->
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
     image = " --image PNG" if config.model.get("noised_image_input") else ""
+    to = "peft" if is_lora else "diffusers"
     log_facts(
         {
             "to sample": f"cogfast sample {run} --prompt TEXT{image} --out DIR",
-            "to convert": f"cogfast convert {run} DIR --to {'peft' if is_lora else 'diffusers'}",
+            "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
             "to train on": f"the same command with {resume_words(config, folder)} {more}",
         }
     )

@@ -53,23 +53,21 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> MetricsFile:
     try:
-        # The last newline is followed by nothing, or by a line that a crash has cut.
-        *whole, last = read_limited(path, _MOST_BYTES).split(b"\n")
+        texts = read_limited(path, _MOST_BYTES).split(b"\n")
     except ValueError as error:
         return MetricsFile([], [str(error)])
     lines, problems, cut = [], [], None
-    for number, text in enumerate(whole, 1):
+    for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             lines.append(parse_json(text, _LINE, f"line {number}"))
         except ValueError as error:
-            problems.append(str(error))
-    if last.strip():
-        try:
-            lines.append(parse_json(last, _LINE, f"line {len(whole) + 1}"))
-        except ValueError as error:
-            cut = str(error)
+            # The last newline is followed by nothing, or by a line that a crash has cut.
+            if number == len(texts):
+                cut = str(error)
+            else:
+                problems.append(str(error))
     return MetricsFile(lines, problems, cut)
 
 

@@ -93,7 +93,7 @@ def write_facts(
     """Write the facts of a run that its page shows and no other file has; a full disk is logged.
 
     attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
-    global_batch, num_samples and num_trained.
+    global_batch, num_samples, num_trained and shows_ema.
     """
     used = asdict(args)
     used["attention_backend"] = attention_backend or args.attention_backend
@@ -312,8 +312,9 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         prompt = f'--prompt "A PROMPT OF YOUR OWN"{image}'
         yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
-        yield "Convert to diffusers", f"cogfast convert {run} {to}"
-        yield "Convert to SAT", f"cogfast convert {run} sat --to sat"
+        ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""
+        yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
+        yield "Convert to SAT", f"cogfast convert {run} sat --to sat{ema}"
     yield "Write this page again", f"cogfast report {run}"
     yield "Compare with another run", f"cogfast report {run} OTHER_RUN --out comparison.html"
 

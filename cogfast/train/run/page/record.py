@@ -49,6 +49,7 @@ class Facts:
     global_batch: _Count
     num_samples: _Count
     num_trained: _Count
+    shows_ema: bool = False  # whether samples are made with the averaged weights
     allow_import: list[str]
     origins: dict[str, str]  # of the keys that are not at their default
     effective: dict[str, Any]

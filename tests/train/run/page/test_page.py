@@ -486,7 +486,7 @@ def test_a_run_writes_its_page(trained: tuple[Path, list[Page | None]]) -> None:
     assert "Step 3 of 3" in page.text("head")
     assert page.data["reload"] is None  # the run has ended
     assert "Train on from checkpoint 00000003" in page.text("commands")
-    assert any("lora --to peft" in line for line in commands(page))
+    assert any(line.endswith("lora --to peft --ema") for line in commands(page))
     chosen = {row[0].rpartition(".")[2]: row[1:] for row in page.tables["settings"][1:]}
     assert "(LoRA rank 2, alpha 3, strength 1.5, on q v out)" in page.text("head")
     assert chosen["r"] == ["2", "", "base.yaml"]
