@@ -254,17 +254,8 @@ def publish(argv: Sequence[str]) -> None:
     sys.stdout.write(f"{printable(publish_run(*arguments))}\n")
 
 
-_COMMANDS = {
-    "train": train,
-    "cache": cache,
-    "sample": sample,
-    "convert": convert,
-    "finetune": finetune,
-    "doctor": doctor,
-    "plan": plan,
-    "report": report,
-    "publish": publish,
-}
+_ALL = (train, cache, sample, convert, finetune, doctor, plan, report, publish)
+_COMMANDS = {command.__name__: command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ each column-parallel linear's input again, for the gradient of its weight.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,41 +208,27 @@ def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:
         # The kernels expect the parameters' dtype; float32 is for the sum of the gradients.
         return [copy.to(v.dtype) for copy, v in zip(copies, given, strict=True)]
 
+    # The arguments are those of the kernels; `rest` ends in num_text and eps.
     def adaptive_layernorm(
-        hidden: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        shift: Tensor,
-        scale: Tensor,
-        num_text: int,
-        eps: float,
+        hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        count, (weight, bias) = own_text(hidden, num_text), shared(weight, bias)
-        return kernels.adaptive_layernorm(hidden, weight, bias, shift, scale, count, eps)
+        *modulation, num_text, eps = rest
+        count = own_text(hidden, num_text)
+        return kernels.adaptive_layernorm(hidden, *shared(weight, bias), *modulation, count, eps)
 
     def residual_adaptive_layernorm(
-        hidden: Tensor,
-        branch: Tensor,
-        branch_bias: Tensor | None,
-        gate: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        shift: Tensor,
-        scale: Tensor,
-        num_text: int,
-        eps: float,
+        hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
-        weight, bias = shared(weight, bias)
-        return kernels.residual_adaptive_layernorm(
-            hidden, branch, branch_bias, gate, weight, bias, shift, scale, count, eps
-        )
+        weight, bias, *modulation, num_text, eps = rest
+        residual = (branch, *shared(branch_bias), gate)
+        norm, count = (*shared(weight, bias), *modulation), own_text(hidden, num_text)
+        return kernels.residual_adaptive_layernorm(hidden, *residual, *norm, count, eps)
 
     def gated_residual(
         hidden: Tensor, branch: Tensor, branch_bias: Tensor | None, gate: Tensor, num_text: int
     ) -> Tensor:
-        count, (branch_bias,) = own_text(hidden, num_text), shared(branch_bias)
-        return kernels.gated_residual(hidden, branch, branch_bias, gate, count)
+        residual = (branch, *shared(branch_bias), gate)
+        return kernels.gated_residual(hidden, *residual, own_text(hidden, num_text))
 
     return replace(
         kernels,

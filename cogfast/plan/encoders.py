@@ -9,9 +9,9 @@ from cogfast.config import Config, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.core.shapes import num_latent_frames
-from cogfast.data.datasets import ListedVideos
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
+from cogfast.train.assembly import text_entry, video_data
 
 _FLOAT32 = 4
 # google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
@@ -116,7 +116,9 @@ def find_encoders(
 ) -> Encoders:
     """Return what the encoders of a configuration take; files that are missing need not exist."""
     model = ModelArguments.from_config(config)
-    reads_clips = _reads_clips(config) and not model.latent_input
+    # A data section that is still to come counts as one of clips.
+    is_of_clips = "target" not in config.data or video_data(config) is not None
+    reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     encodes_clips = reads_clips and not is_cached
     encodes_images = model.noised_image_input and not (is_cached and args.cached_noised_images)
@@ -143,13 +145,6 @@ def find_encoders(
     )
 
 
-def _reads_clips(config: Config) -> bool:
-    if "target" not in config.data:
-        return True  # the data section is still to come
-    target, _ = resolve(config.data, config.allow_import)
-    return isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels
-
-
 def _first_stage(config: Config) -> tuple[bool, str]:
     """Return whether the first stage is the VAE of CogVideoX, and its encode_chunks."""
     node = config.model.get("first_stage_config")
@@ -171,19 +166,12 @@ def _text_encoder(
     config: Config, args: TrainArguments, length: int, number_bytes: int, batch: int
 ) -> tuple[int, int]:
     """Return the bytes of the text encoder's weights, and the peak of its activations."""
-    conditioner = config.model.get("conditioner_config")
-    entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
-    for entry in entries:
-        if entry.get("input_key", "txt") != "txt" or is_none(entry):
-            continue
-        node = {"target": entry.target, "params": entry.get("params")}
-        target, _ = resolve(node, config.allow_import)
-        if target is not T5TextEncoder:
-            return 0, 0
-        weights = T5_NUMEL * number_bytes
-        if args.precision == "fp16":
-            weights += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
-        scores = 2 * _T5_HEADS * length**2 * (_FLOAT32 + number_bytes)
-        rows = length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
-        return weights, batch * (scores + rows)
-    return 0, 0
+    node, _ = text_entry(config)
+    if node is None or is_none(node) or resolve(node, config.allow_import)[0] is not T5TextEncoder:
+        return 0, 0
+    weights = T5_NUMEL * number_bytes
+    if args.precision == "fp16":
+        weights += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
+    scores = 2 * _T5_HEADS * length**2 * (_FLOAT32 + number_bytes)
+    rows = length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
+    return weights, batch * (scores + rows)

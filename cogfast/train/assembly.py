@@ -20,7 +20,7 @@ from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
-from cogfast.data.datasets import CaptionedVideos, SizedDataset
+from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
@@ -197,6 +197,14 @@ def assemble_encoder(
         device=device if device.type != "cpu" else None,
         is_brief=args.offload_encoders,
     )
+
+
+def video_data(config: Config) -> type[ListedVideos] | None:
+    """Return the class of the data set if it reads pixels of video files, else None."""
+    target, _ = resolve(config.data, config.allow_import)
+    if isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels:
+        return target
+    return None
 
 
 def text_entry(config: Config) -> tuple[dict | None, float]:

@@ -23,7 +23,6 @@ from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_d
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, one_line, show
-from cogfast.data.datasets import ListedVideos
 from cogfast.data.video.clip import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.weights.adapters import check_config, open_adapter
@@ -35,6 +34,7 @@ from cogfast.model.weights.open import open_source
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.prompt_files import given_prompts
 from cogfast.sample.sizes import open_image
+from cogfast.train.assembly import video_data
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
@@ -306,7 +306,7 @@ def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
 def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
-    videos = _video_data(config)
+    videos = video_data(config)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
         used = ["train_data", *(["valid_data"] if args.has_evaluation else [])]
@@ -318,14 +318,6 @@ def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing
-
-
-def _video_data(config: Config) -> type[ListedVideos] | None:
-    """Return the class of the data set if it reads pixels of video files, else None."""
-    target, _ = resolve(config.data, config.allow_import)
-    if isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels:
-        return target
-    return None
 
 
 def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
@@ -527,20 +519,16 @@ def _check_data(
             if value:
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
                 refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
-    _check_noised_images(config, args, model)
-    if _video_data(config) is not None:
+    key, number = "args.cached_noised_images", args.cached_noised_images
+    if number and not model.noised_image_input:
+        text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
+        refuse(config, key, text)
+    if video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:
         text = f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
         text += "replaces video files; use a data set of video files, or set args.latent_cache=null"
         refuse(config, "args.latent_cache", text)
-
-
-def _check_noised_images(config: Config, args: TrainArguments, model: ModelArguments) -> None:
-    key, number = "args.cached_noised_images", args.cached_noised_images
-    if number and not model.noised_image_input:
-        text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
-        refuse(config, key, text)
 
 
 def _check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -> None:

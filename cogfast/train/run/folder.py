@@ -383,17 +383,6 @@ def describe_run(
     checkpoint, manifest: the one that the run resumes from; None and {} for a new run. A resumed run
     writes new files beside the first ones and logs the config keys that differ from the checkpoint's.
     """
-    try:
-        _write_description(folder, checkpoint, manifest, config, world_size)
-    except (OSError, WriteError) as error:
-        raise ValueError(
-            f"{error}; free space, or set args.save or args.run_folder to another folder"
-        ) from None
-
-
-def _write_description(
-    folder: Path, checkpoint: Path | None, manifest: dict, config: Config, world_size: int
-) -> None:
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     of_resume = ("args.resume", "args.accept_changes")
@@ -401,20 +390,30 @@ def _write_description(
     changed = [text for key, text in changes.items() if key not in of_resume]
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
-    if changed or not (folder / _CONFIG).is_file():
-        name = f"training_config{mark if changed else ''}.yaml"
-        write_text(folder / name, config.to_yaml())
     changes_of_code = git("diff", "HEAD")
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
-    write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
-    if changes_of_code:
-        write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")
+    try:
+        if changed or not (folder / _CONFIG).is_file():
+            name = f"training_config{mark if changed else ''}.yaml"
+            write_text(folder / name, config.to_yaml())
+        write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
+        if changes_of_code:
+            write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")
+    except (OSError, WriteError) as error:
+        raise ValueError(
+            f"{error}; free space, or set args.save or args.run_folder to another folder"
+        ) from None
 
 
 def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
     """Return {key: "key: old -> new"} of the keys that differ from a checkpoint's, {} without one."""
     before = _completed(manifest.get("config", {}))
-    return _changes(before, plain_sections(config)) if before else {}
+    if not before:
+        return {}
+    old, new = leaves(before), leaves(plain_sections(config))
+    # A key that is absent and one that is null count as equal.
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
 
 
 def _completed(sections: dict) -> dict:
@@ -428,14 +427,6 @@ def _completed(sections: dict) -> dict:
     whole = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
     fold(whole, {})
     return whole
-
-
-def _changes(before: dict, after: dict) -> dict[str, str]:
-    """Return {key: "key: old -> new"} of the keys that differ between two plain configurations."""
-    old, new = leaves(before), leaves(after)
-    # A key that is absent and one that is null count as equal.
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
 
 
 def _environment(world_size: int) -> dict[str, object]:

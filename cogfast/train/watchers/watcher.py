@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 from torch import Tensor
 
@@ -58,12 +57,7 @@ class Watchers:
     def __enter__(self) -> Watchers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with ExitStack() as stack:
             for watcher in self.watchers:
                 stack.callback(watcher.close, error)
