@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.merged_config import DEFAULT, find_origin, level, to_dict
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import (
@@ -377,9 +377,7 @@ def fold_lora(config: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _set_lora(model: dict[str, Any], given: Mapping[str, Any], origins: dict[str, str]) -> None:
     validated(given, TrainArguments, "args")
-    network: Any = model.get("network_config")
-    for name in ("params", "modules"):
-        network = network.get(name) if isinstance(network, dict) else None
+    network = select(model, "network_config.params.modules")
     first, value = next(iter(given.items()))
     key = f"args.{first}"
     if not isinstance(network, dict):

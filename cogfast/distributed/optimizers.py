@@ -18,8 +18,6 @@ from torch import Tensor
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.shard import Shard, join
 
-_CHUNK = 1 << 24  # elements whose float32 gradients are in memory at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -181,17 +179,15 @@ class Prodigy(ShardedOptimizer):
             (g, p, x) for g in self.param_groups for p in g["params"] for x in self.pieces_of(p)
         ]
         for group, p, piece in owned:
-            state, end = self.state_of(p), piece.offset + piece.numel
-            for start in range(piece.offset, end, _CHUNK):
-                here = slice(start, min(start + _CHUNK, end))
-                weights, s, p0 = (x.view(-1)[here] for x in (p, state["s"], state["p0"]))
-                g = self.gradient(p, here)
-                if not self.adam_w_mode:
-                    g = g + group["weight_decay"] * weights
-                s.mul_(self.beta3).add_(g, alpha=weight)
-                if piece.is_counted:
-                    sums[0] += ((p0 - weights) * g).sum(dtype=torch.float64)
-                    sums[1] += s.abs().sum(dtype=torch.float64)
+            state, here = self.state_of(p), slice(piece.offset, piece.offset + piece.numel)
+            weights, s, p0 = (x.view(-1)[here] for x in (p, state["s"], state["p0"]))
+            g = self.gradient(p, here)
+            if not self.adam_w_mode:
+                g = g + group["weight_decay"] * weights
+            s.mul_(self.beta3).add_(g, alpha=weight)
+            if piece.is_counted:
+                sums[0] += ((p0 - weights) * g).sum(dtype=torch.float64)
+                sums[1] += s.abs().sum(dtype=torch.float64)
         if self.pieces is not None:
             # All ranks read the same sums, so that their d is the same.
             dist.all_reduce(sums)

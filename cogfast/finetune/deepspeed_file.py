@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cogfast.config.arguments import select
 from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import show
@@ -135,7 +136,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
     for key, name in _SAME.items():
-        found = _select(section, key)
+        found = select(section, key)
         if found not in (None, "auto", getattr(args, name)):
             _refuse(args, name, file, key, found)
     optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
@@ -149,7 +150,7 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
         _refuse(args, "beta1", file, "optimizer.params.betas", betas)
     # Both sections must agree with the one option: a file may switch on one and leave out the other.
     for name in ("bf16", "fp16"):
-        is_on = _select(section, f"{name}.enabled")
+        is_on = select(section, f"{name}.enabled")
         if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
             _refuse(args, "mixed_precision", file, f"{name}.enabled", is_on)
     settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
@@ -187,10 +188,3 @@ def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) 
         f"--{option} {given}, but {file} has {key}={show(value)}; change one of "
         "them, or set it to auto"
     )
-
-
-def _select(section: Mapping, key: str) -> Any:
-    node: Any = section
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node

@@ -14,7 +14,6 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import counted
-from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
@@ -28,6 +27,7 @@ from cogfast.sample.generate import Prompt, VideoMaker, write_samples
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.sample.sizes import read_image, sampled_sizes
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
+from cogfast.train.caching.encode_choice import memory_for_clips
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
@@ -119,10 +119,18 @@ def sample(
     if args.negative_prompt is not None:
         settings["negative_prompt"] = args.negative_prompt
     settings |= _settings(config, args, maker, plan)
-    rows = [_prompt_settings(prompt, images[p // num_copies]) for p, prompt in enumerate(wanted)]
+    rows = []
+    for prompt in wanted:
+        assert prompt.size is not None, "every prompt gets a size"
+        height, width = prompt.size.pixels
+        row = {"text": prompt.text, "seed": prompt.seed, "height": height, "width": width}
+        image = images[prompt.index // num_copies]
+        rows.append(row if image is None else row | {"image": str(image)})
+    text = json.dumps(settings | {"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
     try:
         # Before the first video, so that a run that fails has its settings, too.
-        groups.on_main(lambda: _write_settings(out, settings | {"prompts": rows}))
+        groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))
+        groups.on_main(lambda: write_text(out / "settings.json", text))
         files = write_samples(
             out,
             maker,
@@ -186,9 +194,7 @@ def _limit_decoding(
     same tiles.
     """
     asked = args.vae_memory_gib
-    budget = (
-        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
-    )
+    budget = min(groups.gather(memory_for_clips(args, groups)))
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
 
@@ -239,16 +245,3 @@ def _settings(
             "commit": git("rev-parse", "HEAD"),
         },
     }
-
-
-def _prompt_settings(prompt: Prompt, image: Path | None) -> dict[str, Any]:
-    assert prompt.size is not None, "every prompt gets a size"
-    rows, columns = prompt.size.pixels
-    found = {"text": prompt.text, "seed": prompt.seed, "height": rows, "width": columns}
-    return found if image is None else found | {"image": str(image)}
-
-
-def _write_settings(out: Path, settings: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(settings, indent=2, ensure_ascii=False)
-    write_text(out / "settings.json", text + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import select
 from cogfast.config.merged_config import refuse
 from cogfast.config.sat_network import POSITION_KEY, transformer_arguments
 from cogfast.core.shapes import (
@@ -129,11 +130,9 @@ def warn_of_other_positions(
     model: TransformerConfig, sizes: Sequence[LatentSize], manifest: dict[str, Any]
 ) -> None:
     """Warn if videos of these sizes have different positions than in the run of `manifest`."""
-    trained: Any = manifest.get("config")
     # The manifest has the run's YAML as plain mappings; a run before the key existed lacks it.
-    for part in (*POSITION_KEY.split("."), "positions"):
-        trained = trained.get(part) if isinstance(trained, dict) else None
-    trained = "pipeline" if trained == "pipeline" else "integer"
+    found = select(manifest.get("config"), f"{POSITION_KEY}.positions")
+    trained: Any = "pipeline" if found == "pipeline" else "integer"
     as_trained = dataclasses.replace(model, rotary_positions=trained)
     both = (model, as_trained)
     if len({has_pipeline_positions(one, sizes) for one in both}) > 1:

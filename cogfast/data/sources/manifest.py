@@ -49,22 +49,21 @@ _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
 
-def has_table(folder: Path) -> bool:
-    """Return whether a folder has a metadata file."""
-    return any((folder / name).is_file() for name in _TABLES)
+def tables_in(folder: Path) -> list[Path]:
+    """Return the metadata files of a folder."""
+    return [folder / name for name in _TABLES if (folder / name).is_file()]
 
 
 def table_hint(folder: Path) -> str:
     """Return what an error about another layout adds for a folder with a metadata file, else ""."""
-    found = next((name for name in _TABLES if (folder / name).is_file()), None)
-    if found is None:
-        return ""
-    return f"; its {found} is read with data.target=cogfast.data.datasets.VideoManifest"
+    found = tables_in(folder)
+    text = "is read with data.target=cogfast.data.datasets.VideoManifest"
+    return f"; its {found[0].name} {text}" if found else ""
 
 
 def table_in(folder: Path) -> Path | None:
     """Find the metadata file of a folder; None if there is none, ValueError if there are several."""
-    found = [folder / name for name in _TABLES if (folder / name).is_file()]
+    found = tables_in(folder)
     if len(found) > 1:
         raise ValueError(
             f"{folder}: has {found[0].name} and {found[1].name}; give one of them in place of the "
@@ -100,7 +99,10 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if row.get("type") == "image":
             num_pictures += 1
             continue
-        path, caption, image = (_text(_value_of(row, _NAMES[n]), f"{where}: {n}") for n in texts)
+        path, caption, image = (
+            _text(next((row[name] for name in _NAMES[n] if name in row), None), f"{where}: {n}")
+            for n in texts
+        )
         if not path:
             raise ValueError(
                 f"{where} has no path; write the path of its video into column path (or one of "
@@ -151,11 +153,6 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         weights=None if (weights == 1).all() else weights,
         splits=numbered.astype(np.int8) if numbered.any() else None,
     )
-
-
-def _value_of(row: Mapping, names: Sequence[str]) -> object:
-    """The value of the first of `names` that the row has; None if it has none of them."""
-    return next((row[name] for name in names if name in row), None)
 
 
 def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from cogfast.config import Config, data_arguments
 from cogfast.config.merged_config import COMMAND_LINE, refuse
 from cogfast.data.sources.folders import find_videos, label_of, named
-from cogfast.data.sources.manifest import TABLE_ENDINGS, has_table
+from cogfast.data.sources.manifest import TABLE_ENDINGS, tables_in
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _layouts_of(source: str) -> list[str]:
     first = next(find_videos(path), None)
     found = {
         "VideoFolder": first is not None and label_of(first, path) is not None,
-        "VideoManifest": has_table(path) or has_table(path / "train"),
+        "VideoManifest": bool(tables_in(path) or tables_in(path / "train")),
         "VideoList": all((path / name).is_file() for name in _LISTS),
         "VideoShards": next(path.glob("*.tar"), None) is not None,
     }

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
+from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
@@ -205,8 +206,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
                 refuse(config, _SCALE, f"{text}; set the same, or use the file of the model")
             model["scale_factor"] = factor
             found.append(_SCALE)
-    conditioner = model.get("conditioner_config") or {}
-    for i, entry in enumerate((conditioner.get("params") or {}).get("emb_models") or []):
+    for i, entry in enumerate(select(model, "conditioner_config.params.emb_models") or []):
         if _is_placeholder(entry, "model_dir") and (folder / "text_encoder").is_dir():
             entry["params"]["model_dir"] = str(folder)
             found.append(f"{_ENCODERS}.{i}.params.model_dir")
@@ -220,7 +220,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
 
 
 def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:
-    value = ((node or {}).get("params") or {}).get(key)
+    value = select(node, f"params.{key}")
     return isinstance(value, str) and PLACEHOLDER.search(value) is not None
 
 
@@ -229,9 +229,7 @@ def _fill_schedules(model: dict[str, Any], scheduler: dict[str, Any]) -> list[st
     defaults = inspect.signature(ZeroSNRDDPMDiscretization).parameters
     found = []
     for path in _SCHEDULES:
-        node: Any = model
-        for name in path.split("."):
-            node = (node or {}).get(name)
+        node = select(model, path)
         if node is None or not node["target"].endswith("ZeroSNRDDPMDiscretization"):
             continue
         params = node["params"] = node.get("params") or {}

@@ -238,7 +238,11 @@ class Metrics(Watcher):
         if not self.groups.is_main:
             return
         self.history.append(line)
-        text = json.dumps({k: _plain(v) for k, v in line.items()})
+        # JSON has no NaN and no infinities.
+        plain = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+        }
+        text = json.dumps(plain)
         is_written = self.lines.append(text.encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
         assert self.tensorboard is not None, "rank 0 opens the writers"
@@ -278,11 +282,6 @@ class Metrics(Watcher):
         if self.groups.is_main:
             self.page.write(self.history, is_active)
         self.next_page = time.perf_counter() + _PAGE_SECONDS
-
-
-def _plain(value: object) -> object:
-    """Replace NaN and infinities by None: JSON does not have them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _history_until(step: int, path: Path) -> list[dict]:

@@ -168,13 +168,16 @@ def open_run(
         return values.view(shape)
 
     facts = _config_of_run(checkpoint_dir, manifest)  # {}: the run has no config of a network
+    # Known if all videos of the run had one size.
+    sizes = manifest.get("video_sizes") or []
+    trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
     which = "EMA weights" if ema else "weights"
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
         shapes=files.shapes,
         read=read,
         dtypes=dict.fromkeys(files.shapes, torch.float32),
-        facts=facts | _trained_size(manifest),
+        facts=facts | trained_size,
         is_partial=True,
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
     )
@@ -195,10 +198,3 @@ def _config_of_run(checkpoint_dir: Path, manifest: dict) -> dict[str, Any]:
         raise ValueError(
             f"{checkpoint_dir / 'manifest.json'}: damaged, its config has no network; copy it again"
         ) from None
-
-
-def _trained_size(manifest: dict) -> dict[str, Any]:
-    """Return TransformerConfig.trained_size if all videos of the run had one size; empty if there were
-    several or the manifest does not list them."""
-    sizes = manifest.get("video_sizes") or []
-    return {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
