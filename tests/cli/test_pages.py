@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
-from glob import glob
 from pathlib import Path
 
 import pytest
@@ -117,7 +116,6 @@ def program(text: str) -> str:
         )
     name, command, *words = shlex.split(text, comments=True)
     assert name == "cogfast", text
-    words = [path for word in words for path in sorted(glob(word)) or [word]]
     argv = [command, *words, *ADDED.get(command, [])]
     return f"import sys\nfrom cogfast.__main__ import main\nsys.exit(main({argv}))"
 
