@@ -393,11 +393,6 @@ class ZeroEngine:
         """Return the optimizer's state of one partition: flat float32 tensors and counters."""
         return self.optimizer.state[self.parts[part]]
 
-    def group_of(self, part: int) -> dict:
-        """Return the optimizer's parameter group of one partition: its rates and other settings."""
-        number = self.zero.sub_group_to_group_id[part] if self.stage == 3 else part
-        return self.optimizer.param_groups[number]
-
     def state_kinds(self) -> list[str]:
         """Return the names of the optimizer's per-element state, such as exp_avg and shadow; Muon's
         matrices have no exp_avg_sq.
