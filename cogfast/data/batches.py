@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -25,8 +24,6 @@ from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers import Reads, read_ahead
-
-logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 

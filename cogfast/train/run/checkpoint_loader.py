@@ -13,7 +13,6 @@ full fine-tune), not if they are the larger part (the base of a LoRA run).
 
 from __future__ import annotations
 
-import logging
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -27,8 +26,6 @@ from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.formats.checkpoint_manifest import refusal, verify_files
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
-
-logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
