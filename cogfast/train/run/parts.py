@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +40,6 @@ from cogfast.plan.out_of_memory import MemoryWatch
 from cogfast.sample.evaluate import Evaluator
 from cogfast.train.assembly import (
     DTYPES,
-    Datasets,
-    Diffusion,
     assemble_datasets,
     assemble_diffusion,
     assemble_encoder,
@@ -53,7 +49,7 @@ from cogfast.train.assembly import (
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
-from cogfast.train.encode import EncodeOverrides, Encoder
+from cogfast.train.encode import EncodeOverrides
 from cogfast.train.optimizer import (
     build_learning_rate,
     build_optimizer,
@@ -93,183 +89,147 @@ from cogfast.train.watchers.watcher import Watchers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Parts:
     """All that the training loop uses. step: completed optimizer steps, of the run that it resumes.
 
     learning_rate: by step, from 0. num_trained: parameters. num_steps: of the whole run.
     """
 
-    config: Config
-    args: TrainArguments
-    groups: ProcessGroups
-    folder: Path
-    lock: AbstractContextManager
-    log: RunLog
-    step: int
-    num_steps: int
-    global_batch: int
-    num_trained: int
-    attention_backend: str | None
-    diffusion: Diffusion
-    datasets: Datasets
-    order: GlobalOrder
-    learning_rate: Callable[[int], float]
-    encode_choice: EncodeChoice
-    encoder: Encoder
-    engine: ZeroEngine
-    size: SampleSize
-    bands: BandLosses
-    evaluator: Evaluator
-    exporter: Exporter
-    writer: CheckpointWriter
-    gradient_check: GradientCheck
-    memory: MemoryWatch
+    def __init__(self, config: Config, overrides: EncodeOverrides, log: RunLog) -> None:
+        """Check the configuration, start the processes, build the run, and load what it resumes from."""
+        args = TrainArguments.from_config(config)
+        if not args.compile:
+            run_without_dynamo()
+        # Before process groups and GPU memory, so that a mistake ends the run in seconds.
+        check_train(config)
+        groups = start_processes(
+            args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+        )
+        if args.fit == "auto":
+            fitted, args = fit_to_device(config, args, groups)
+            if fitted is not config:
+                check_train(fitted)
+            config = fitted
+        diffusion = assemble_diffusion(config)
+        if groups.is_main:
+            log_unused(config)
+            warn_of_missing_token(args)
+            warn_of_different_schedules(diffusion)
+            warn_of_pipeline_positions(config)
+            warn_of_image_scale(config)
+        if args.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+        if args.encode_first:
+            # Encoding may take hours: the folder that the run needs then is created before.
+            groups.on_main(lambda: create_folder(args))
+            encode_first(config, args, groups, overrides)
+        global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
+        # Before the model is built: headers determine buckets and order, and unreadable data should
+        # fail early.
+        videos, bad = survey_datasets(assemble_datasets(config, args), args, groups, global_batch)
+        datasets = read_from_cache(videos, config, args, groups, overrides)
+        order = assemble_order(datasets.train, args.seed, global_batch)
+        num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
+        assert num_steps is not None, "from_config sets a default"
+        learning_rate = build_learning_rate(args, num_steps)
+        if groups.is_main:
+            warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
+        folder, checkpoint, lock = open_run_folder(args, groups)
+        step, manifest = 0, {}
+        if checkpoint is not None:
+            adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
+            if adapters is not None:
+                checkpoint = None
+                step, args = _take_adapters(adapters, args, groups)
+        if checkpoint is not None:
+            manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
+            check_changes(checkpoint, manifest, config, global_batch)
+            step = manifest["step"]
+            if groups.is_main and step > num_steps:
+                text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
+                logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
+        describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
+        groups.on_main(describe)
+        if groups.is_main:
+            log.open(folder)
+            # The headers were read before the folder existed.
+            record_bad(folder, bad, len(datasets.train))
+
+        transformer = assemble_transformer(config, args, groups, allow_missing=args.force_train)
+        _check_lora(transformer, args, groups)
+        exporter = Exporter(
+            args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
+        )
+        # A resumed run keeps its attention backend.
+        stored = manifest.get("attention_backend")
+        backend = choose_for_training(config, args, transformer.config, groups, stored)
+        transformer.use_kernels(choose_kernels(args.kernels, backend))
+        encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
+        encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
+        num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
+        section = config.deepspeed.get("optimizer") or {}
+        is_muon = own_optimizer(section) == "muon"
+        optimizer = build_optimizer(
+            section,
+            parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon),
+            args.kernels,
+            config.allow_import,
+            args.optimizer_moments,
+            args.ema_device,
+            args.lr,
+        )
+        # Before ZeRO-3 divides the parameters.
+        memory = MemoryWatch(config, args, groups, self.how_to_resume)
+        mpu = None if groups.tensor is None else ModelParallelUnit(groups)
+        # Last, because DeepSpeed copies the loaded weights into its flat partitions.
+        settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
+        engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
+        size = SampleSize(config, transformer.config, args.sampling_fps)
+        memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
+        resize = data_arguments(config).get("resize", "crop")
+        evaluator = Evaluator(
+            engine, diffusion, encoder, datasets.valid, args, groups, folder, resize
+        )
+        layout = args.folder_layout
+        checkpoints = checkpoints_folder(folder, layout)
+        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, manifest, engine, groups)
+            _log_changes(manifest, args, order, len(datasets.train))
+            # A run that ends before its first step need not save this one again.
+            writer.saved_step, writer.saved = step, checkpoint
+            logger.info("resumed %s at step %d", checkpoint, step)
+        self.config, self.args, self.groups, self.log = config, args, groups, log
+        self.folder, self.lock, self.step, self.num_steps = folder, lock, step, num_steps
+        self.global_batch, self.num_trained = global_batch, num_trained
+        self.attention_backend = backend
+        self.diffusion, self.datasets, self.order = diffusion, datasets, order
+        self.learning_rate, self.size, self.memory = learning_rate, size, memory
+        self.encode_choice, self.encoder, self.engine = encode_choice, encoder, engine
+        self.bands = BandLosses(diffusion.loss, groups.device)
+        self.evaluator, self.exporter, self.writer = evaluator, exporter, writer
+        self.gradient_check = gradient_check
 
     def how_to_resume(self) -> str:
-        return _how_to_resume(self.config, self.folder, self.writer)
+        """Describe the last checkpoint and the command that resumes from it."""
+        path, folder = self.writer.saved, self.folder
+        if path is None:
+            return f"nothing is saved in {folder}; run the same command to start again"
+        # A run that continues another one in a folder of its own may not have saved yet.
+        is_own = run_of(path).absolute() == folder.absolute()
+        resume = resume_words(self.config, folder if is_own else path)
+        return f"the last checkpoint is {path}; run the same command with {resume} to resume"
 
 
 def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
-    """Check a configuration, start the processes, build the run, and load what it resumes from."""
+    """Build a run. Its log ends with the error if that fails."""
     log = RunLog()
     try:
-        return _assemble(config, overrides, log)
+        return Parts(config, overrides, log)
     except BaseException as error:
         log.end(error)
         raise
-
-
-def _assemble(config: Config, overrides: EncodeOverrides, log: RunLog) -> Parts:
-    args = TrainArguments.from_config(config)
-    if not args.compile:
-        run_without_dynamo()
-    # Before process groups and GPU memory, so that a mistake ends the run in seconds.
-    check_train(config)
-    groups = start_processes(
-        args.model_parallel_size, args.context_parallel_size, args.collective_timeout
-    )
-    if args.fit == "auto":
-        fitted, args = fit_to_device(config, args, groups)
-        if fitted is not config:
-            check_train(fitted)
-        config = fitted
-    diffusion = assemble_diffusion(config)
-    if groups.is_main:
-        log_unused(config)
-        warn_of_missing_token(args)
-        warn_of_different_schedules(diffusion)
-        warn_of_pipeline_positions(config)
-        warn_of_image_scale(config)
-    if args.deterministic:
-        torch.use_deterministic_algorithms(True)
-
-    if args.encode_first:
-        # Encoding may take hours: the folder that the run needs then is created before.
-        groups.on_main(lambda: create_folder(args))
-        encode_first(config, args, groups, overrides)
-    global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
-    # Before the model is built: headers determine buckets and order, and unreadable data should
-    # fail early.
-    videos, bad = survey_datasets(assemble_datasets(config, args), args, groups, global_batch)
-    datasets = read_from_cache(videos, config, args, groups, overrides)
-    order = assemble_order(datasets.train, args.seed, global_batch)
-    num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
-    assert num_steps is not None, "from_config sets a default"
-    learning_rate = build_learning_rate(args, num_steps)
-    if groups.is_main:
-        warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
-    folder, checkpoint, lock = open_run_folder(args, groups)
-    step, manifest = 0, {}
-    if checkpoint is not None:
-        adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
-        if adapters is not None:
-            checkpoint = None
-            step, args = _take_adapters(adapters, args, groups)
-    if checkpoint is not None:
-        manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-        check_changes(checkpoint, manifest, config, global_batch)
-        step = manifest["step"]
-        if groups.is_main and step > num_steps:
-            text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
-            logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
-    describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
-    groups.on_main(describe)
-    if groups.is_main:
-        log.open(folder)
-        # The headers were read before the folder existed.
-        record_bad(folder, bad, len(datasets.train))
-
-    transformer = assemble_transformer(config, args, groups, allow_missing=args.force_train)
-    _check_lora(transformer, args, groups)
-    exporter = Exporter(
-        args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
-    )
-    # A resumed run keeps its attention backend.
-    stored = manifest.get("attention_backend")
-    backend = choose_for_training(config, args, transformer.config, groups, stored)
-    transformer.use_kernels(choose_kernels(args.kernels, backend))
-    encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
-    encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
-    num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
-    section = config.deepspeed.get("optimizer") or {}
-    is_muon = own_optimizer(section) == "muon"
-    optimizer = build_optimizer(
-        section,
-        parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon),
-        args.kernels,
-        config.allow_import,
-        args.optimizer_moments,
-        args.ema_device,
-        args.lr,
-    )
-    # Before ZeRO-3 divides the parameters.
-    how_to_resume = lambda: _how_to_resume(config, folder, writer)
-    memory = MemoryWatch(config, args, groups, how_to_resume)
-    mpu = None if groups.tensor is None else ModelParallelUnit(groups)
-    # Last, because DeepSpeed copies the loaded weights into its flat partitions.
-    settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
-    engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
-    size = SampleSize(config, transformer.config, args.sampling_fps)
-    memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
-    resize = data_arguments(config).get("resize", "crop")
-    evaluator = Evaluator(engine, diffusion, encoder, datasets.valid, args, groups, folder, resize)
-    layout = args.folder_layout
-    checkpoints = checkpoints_folder(folder, layout)
-    writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, manifest, engine, groups)
-        _log_changes(manifest, args, order, len(datasets.train))
-        # A run that ends before its first step need not save this one again.
-        writer.saved_step, writer.saved = step, checkpoint
-        logger.info("resumed %s at step %d", checkpoint, step)
-    return Parts(
-        config=config,
-        args=args,
-        groups=groups,
-        folder=folder,
-        lock=lock,
-        log=log,
-        step=step,
-        num_steps=num_steps,
-        global_batch=global_batch,
-        num_trained=num_trained,
-        attention_backend=backend,
-        diffusion=diffusion,
-        datasets=datasets,
-        order=order,
-        learning_rate=learning_rate,
-        encode_choice=encode_choice,
-        encoder=encoder,
-        engine=engine,
-        size=size,
-        bands=BandLosses(diffusion.loss, groups.device),
-        evaluator=evaluator,
-        exporter=exporter,
-        writer=writer,
-        gradient_check=gradient_check,
-        memory=memory,
-    )
 
 
 def assemble_watchers(
@@ -312,17 +272,6 @@ def assemble_watchers(
     if args.profiling is not None and args.profiling >= 0:
         watchers.append(Profiler(folder / "profile", groups, args.profiling))
     return Watchers(watchers), metrics, scores
-
-
-def _how_to_resume(config: Config, folder: Path, writer: CheckpointWriter) -> str:
-    """Describe the last checkpoint and the command that resumes from it."""
-    path = writer.saved
-    if path is None:
-        return f"nothing is saved in {folder}; run the same command to start again"
-    # A run that continues another one in a folder of its own may not have saved yet.
-    is_own = run_of(path).absolute() == folder.absolute()
-    resume = resume_words(config, folder if is_own else path)
-    return f"the last checkpoint is {path}; run the same command with {resume} to resume"
 
 
 def _check_lora(
