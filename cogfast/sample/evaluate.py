@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.core.slot_random import SlotRandom
-from cogfast.data.batches import BatchLoader, in_unit_range
+from cogfast.data.batches import in_unit_range
 from cogfast.data.cache.entries import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
@@ -46,7 +47,7 @@ from cogfast.sample.generate import (
 )
 from cogfast.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.sample.sizes import read_image
-from cogfast.train.assembly import Diffusion, assemble_order
+from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
 from cogfast.train.run.folder import samples_place
 from cogfast.train.video_size import LatentSize
@@ -150,7 +151,7 @@ class Evaluator:
         order = self._order()
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         groups, encoder = self.groups, self.encoder
-        with groups.on_all(lambda: self._batches(order, num_steps)) as batches:
+        with groups.on_all(lambda: self._batches(num_steps)) as batches:
             for number in range(num_steps):
                 if groups.decide(self.is_asked_to_stop()):
                     left = counted(num_steps - number, "batch", "batches")
@@ -191,24 +192,15 @@ class Evaluator:
     def _order(self) -> GlobalOrder:
         return assemble_order(self._held_out, _SEED, self.batch_size * self.groups.data_size)
 
-    def _batches(self, order: GlobalOrder, num_steps: int) -> ModelBatches:
-        if not self.groups.is_first_of_model:
-            return ModelBatches(None, self.groups)
-        args = self.args
-        loader = BatchLoader(
-            self._held_out,
-            order,
-            micro_batch=self.batch_size,
-            dp_rank=self.groups.data_rank,
-            dp_size=self.groups.data_size,
-            num_steps=num_steps,
-            # The workers of training stay alive meanwhile.
-            num_workers=min(1, args.num_workers),
-            timeout=args.decode_timeout,
-            bad_samples_path=self.folder / "bad_samples_valid.jsonl",
-            max_bad_fraction=args.max_bad_fraction,
+    def _batches(self, num_steps: int) -> ModelBatches:
+        args, size = self.args, self.batch_size
+        # The workers of training stay alive meanwhile.
+        given = {"seed": _SEED, "num_workers": min(1, args.num_workers)}
+        args = replace(args, batch_size=size, gradient_accumulation_steps=1, **given)
+        name = "bad_samples_valid.jsonl"
+        return assemble_batches(
+            self._held_out, args, self.groups, self.folder, num_steps=num_steps, list_name=name
         )
-        return ModelBatches(loader, self.groups)
 
     def _encoded(
         self, batch: dict, order: GlobalOrder

@@ -313,9 +313,14 @@ def assemble_batches(
     args: TrainArguments,
     groups: ProcessGroups,
     folder: Path,
-    start_step: int,
+    start_step: int = 0,
+    num_steps: int | None = None,
+    list_name: str = "bad_samples.jsonl",
 ) -> ModelBatches:
-    """Return the training micro-batches of this rank from `start_step` on."""
+    """Return the micro-batches of this rank from `start_step` on, of `num_steps` steps or without an end.
+
+    list_name: of the file in `folder` that lists bad samples.
+    """
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
@@ -329,10 +334,11 @@ def assemble_batches(
         dp_rank=groups.data_rank,
         dp_size=groups.data_size,
         start_step=start_step,
+        num_steps=num_steps,
         num_workers=args.num_workers,
         prefetch_factor=args.prefetch_factor,
         timeout=args.decode_timeout,
-        bad_samples_path=folder / "bad_samples.jsonl",
+        bad_samples_path=folder / list_name,
         max_bad_fraction=args.max_bad_fraction,
     )
     return ModelBatches(loader, groups)
