@@ -35,12 +35,13 @@ from quickstart_clips import (
     score,
     write_clips,
 )
+from quickstart_wavelet import fit_wavelet, save_wavelet
 
 from cogfast.config import load_config
 from cogfast.core.shapes import num_latent_frames
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import build_transformer
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -64,7 +65,7 @@ def prepare(folder: Path) -> None:
     pixels = torch.from_numpy(np.stack(frames)).permute(0, 4, 1, 2, 3)  # [B, 3, F, H, W]
     video = pixels.float() / 127.5 - 1
     wavelet_path = folder / "wavelet.safetensors"
-    WaveletState.fit(video.split(FIT_BATCH), NUM_BANDS).save(wavelet_path)
+    save_wavelet(fit_wavelet(video.split(FIT_BATCH), NUM_BANDS), wavelet_path)
 
     wavelet = WaveletAutoencoder(wavelet_path)
     decoded = wavelet.decode(wavelet.encode(video).mean).clamp(-1, 1)

@@ -3,12 +3,13 @@
 A block of 4 frames x 8 rows x 8 columns x 3 colours is transformed to 768 bands: an orthonormal
 luma-chroma matrix for colour, Haar wavelets in time, rows and columns. The bands with the most
 energy on a set of clips are kept, shifted to mean 0 and divided by a power of their standard
-deviation. The wavelet replaces the 3D VAE, with the same interface, in the quickstart and in tests.
+deviation (scripts/quickstart_wavelet.py). The wavelet replaces the 3D VAE, with the same interface, in
+the quickstart and in tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,7 @@ from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
 
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
-_FORMAT = "cogfast-wavelet-1"
-# Exponent of the standard deviation. With 1 weak bands count as much in the loss as strong ones, and
-# samples are noisy; with 0 a few bands dominate the loss. 0.5 gave the best samples.
-_SPREAD_POWER = 0.5
+FORMAT = "cogfast-wavelet-1"
 
 
 def haar_matrix(size: int) -> Tensor:
@@ -52,7 +50,7 @@ def band_matrix() -> Tensor:
     )
 
 
-def _to_blocks(video: Tensor) -> Tensor:
+def to_blocks(video: Tensor) -> Tensor:
     """Video [B, 3, 4(T-1)+1, 8h, 8w] -> blocks [B, T, h, w, 768]; frame 0 fills block 0."""
     num_frames, height, width = video.shape[2:]
     if (num_frames - 1) % TEMPORAL_COMPRESSION:
@@ -100,41 +98,8 @@ class WaveletState:
     scale: Tensor  # float32, divided by
 
     @classmethod
-    def fit(cls, videos: Iterable[Tensor], num_bands: int) -> WaveletState:
-        """Keep the `num_bands` bands with the most energy on `videos` [B, 3, F, H, W] in [-1, 1]."""
-        if not 1 <= num_bands <= NUM_BANDS:
-            raise ValueError(f"num_bands={num_bands} must be 1 to {NUM_BANDS}")
-        matrix = band_matrix()
-        count, total, energy = 0, torch.zeros(NUM_BANDS).double(), torch.zeros(NUM_BANDS).double()
-        for video in videos:
-            # float64: the variance below is a difference of two large sums.
-            values = _to_blocks(video.double()).flatten(0, 3) @ matrix.T  # [blocks, 768]
-            count += values.shape[0]
-            total += values.sum(dim=0)
-            energy += values.square().sum(dim=0)
-        if count == 0:
-            raise ValueError("the wavelet needs at least one clip to choose its bands; got none")
-        # A stable sort, so that equal energies give the same bands on every machine.
-        bands = torch.sort(energy, descending=True, stable=True).indices[:num_bands]
-        mean = total[bands] / count
-        std = (energy[bands] / count - mean.square()).clamp_min(0).sqrt()
-        # A lower bound keeps bands without variance invertible.
-        spread = std.clamp_min(std.mean() * 1e-3).clamp_min(1e-6) ** _SPREAD_POWER
-        overall = (std / spread).square().mean().sqrt().clamp_min(1e-6)
-        return cls(bands, mean.float(), (spread * overall).float())
-
-    def save(self, path: str | Path) -> None:
-        """Write the state as safetensors, with its format in the metadata."""
-        from safetensors.torch import save
-
-        tensors = {"bands": self.bands, "mean": self.mean, "scale": self.scale}
-        metadata = {"format": _FORMAT, "num_bands": str(NUM_BANDS)}
-        # safetensors' save_file ignores the umask.
-        Path(path).write_bytes(save(tensors, metadata))
-
-    @classmethod
     def load(cls, path: str | Path) -> WaveletState:
-        """Read a file that `save` wrote."""
+        """Read a file that scripts/quickstart_wavelet.py wrote."""
         if not Path(path).is_file():
             raise ValueError(
                 f"first_stage_config.params.ckpt_path={path} does not exist (a relative path starts at "
@@ -143,9 +108,9 @@ class WaveletState:
             )
         files = SafetensorsFiles(Path(path))
         found, tensors = files.metadata.get("format"), {n: files.read(n) for n in files.names()}
-        if found != _FORMAT:
+        if found != FORMAT:
             raise ValueError(
-                f"ckpt_path={path} has format {found!r} instead of {_FORMAT!r}; "
+                f"ckpt_path={path} has format {found!r} instead of {FORMAT!r}; "
                 "write it with scripts/quickstart.py prepare FOLDER"
             )
         bands = tensors.get("bands", torch.zeros(0))
@@ -207,7 +172,7 @@ class WaveletAutoencoder(nn.Module):
     @torch.no_grad()
     def encode(self, video: Tensor) -> Moments:
         """Video [B, 3, 4(T-1)+1, 8h, 8w] in [-1, 1] -> mean [B, C, T, h, w]."""
-        bands = _to_blocks(video.float()) @ self.analysis.T  # [B, T, h, w, C]
+        bands = to_blocks(video.float()) @ self.analysis.T  # [B, T, h, w, C]
         latents = (bands - self.mean) / self.scale
         return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), logvar=None)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder, WaveletState
+from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
 from scripts.quickstart_clips import (
     COLOURS,
     DIRECTIONS,
@@ -31,6 +31,7 @@ from scripts.quickstart_clips import (
     score,
     write_clips,
 )
+from scripts.quickstart_wavelet import fit_wavelet
 from tests.support.ranks.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,7 @@ def test_reconstructions_are_recognized(clips) -> None:
     frames, captions = clips
     pixels = torch.from_numpy(np.stack(frames)).permute(0, 4, 1, 2, 3)
     video = pixels.float() / 127.5 - 1
-    wavelet = WaveletAutoencoder(state=WaveletState.fit(video.split(16), 48))
+    wavelet = WaveletAutoencoder(state=fit_wavelet(video.split(16), 48))
     decoded = wavelet.decode(wavelet.encode(video).mean).clamp(-1, 1)
     # The prototype's 48 Haar bands: 27.7 dB.
     assert -10 * (decoded - video).div(2).square().mean().log10() == pytest.approx(27.7, abs=0.3)

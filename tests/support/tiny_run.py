@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.data.video.writer import write_video
-from cogfast.model.wavelet_autoencoder import WaveletState
 from cogfast.model.weights.formats.run_checkpoint import open_run
+from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
 from tests.support.ranks.forked import ROOT, Forked, run_forked
 
 CHANNELS = 8  # latent channels of the tiny first stage
@@ -41,7 +41,7 @@ def write_clips(folder: Path, num_clips: int = 6, num_frames: int = 17) -> Path:
         label.parent.mkdir(parents=True, exist_ok=True)
         label.write_text(f"bar number {i} moves\n")
         videos.append(torch.from_numpy(frames).permute(3, 0, 1, 2)[None].float() / 127.5 - 1)
-    WaveletState.fit(videos, CHANNELS).save(folder / "wavelet.safetensors")
+    save_wavelet(fit_wavelet(videos, CHANNELS), folder / "wavelet.safetensors")
     return folder
 
 
