@@ -72,8 +72,9 @@ def load_config(
         loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
-            merged = _merge(merged, loaded)
-            check_interpolations(merged)
+            whole = OmegaConf.merge(merged, loaded)
+            assert isinstance(whole, DictConfig), "two mappings merge to a mapping"
+            check_interpolations(merged := whole)
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
@@ -178,12 +179,6 @@ def _ignored_of_files(merged: DictConfig, origins: dict[str, str]) -> dict[str, 
     names = [each for each in origins if f"{each}.".startswith(f"{key}.")]
     file = [origins.pop(each) for each in names][-1]
     return {key: f"{file} sets it, but a command runs only if the command line gives it"}
-
-
-def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    merged = OmegaConf.merge(below, above)
-    assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
-    return merged
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:

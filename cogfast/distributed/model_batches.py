@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,11 +75,11 @@ class ModelBatches:
         return value
 
 
-class _Outline:
+class _Outline(NamedTuple):
     """Shape and dtype of a tensor, sent in its place with the other values of a batch."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
     @staticmethod
     def of(value: object) -> object:

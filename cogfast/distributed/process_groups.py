@@ -362,7 +362,7 @@ def start_processes(
             time_collectives()
         else:
             # torch warns of a group that still exists at the end of the process.
-            atexit.register(_end_lone_process)
+            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None
     heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
     groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeat)
@@ -381,10 +381,8 @@ def _take_cpu_kernels(groups: ProcessGroups) -> None:
     reasons = groups.gather(torch_library.compile_cpu_kernels())
     torch_library.use_cpu_kernels(not any(reasons))
     if any(reasons) and groups.is_main:
-        text = (
-            "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer: %s"
-        )
-        logger.warning(text, next(filter(None, reasons)))
+        text = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer"
+        logger.warning("%s: %s", text, next(filter(None, reasons)))
 
 
 def _decision_group() -> dist.ProcessGroup:
@@ -428,11 +426,6 @@ def _with_shared_models(
         model_control=control,
         replicas=replicas,
     )
-
-
-def _end_lone_process() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class StopRequest:

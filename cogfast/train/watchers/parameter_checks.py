@@ -57,13 +57,8 @@ class GradientCheck(Watcher):
         self.is_lora = all("lora" in name or "matrix_" in name for name in trainable)
         self.waiting = set(trainable)
         # Hooks, because ZeRO moves gradients away from the parameters as they arrive.
-        self.hooks = [p.register_hook(self._seen(name)) for name, p in trainable.items()]
-
-    def _seen(self, name: str):
-        def hook(gradient: Tensor) -> None:
-            self.waiting.discard(name)
-
-        return hook
+        seen = lambda name: lambda gradient: self.waiting.discard(name)
+        self.hooks = [p.register_hook(seen(name)) for name, p in trainable.items()]
 
     def after_step(self, step: int) -> None:
         """Check the first step."""
