@@ -74,7 +74,8 @@ def load_config(
         try:
             whole = OmegaConf.merge(merged, loaded)
             assert isinstance(whole, DictConfig), "two mappings merge to a mapping"
-            check_interpolations(merged := whole)
+            merged = whole
+            check_interpolations(merged)
         except _OMEGACONF_ERRORS as error:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
