@@ -14,6 +14,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import counted
+from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
@@ -27,7 +28,6 @@ from cogfast.sample.generate import Prompt, VideoMaker, write_samples
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.sample.sizes import read_image, sampled_sizes
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
-from cogfast.train.caching.encode_choice import memory_for_clips
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
@@ -194,7 +194,9 @@ def _limit_decoding(
     same tiles.
     """
     asked = args.vae_memory_gib
-    budget = min(groups.gather(memory_for_clips(args, groups)))
+    budget = (
+        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
+    )
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
 

@@ -83,7 +83,7 @@ class EncodeChoice:
 
 
 def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
-    """Return the bytes that the first stage may take on this rank."""
+    """Return the bytes that encoding may take on this rank."""
     if args.vae_memory_gib is not None:
         return int(args.vae_memory_gib * _GIB)
     return free_memory(groups.device)[0]
