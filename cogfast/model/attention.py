@@ -56,7 +56,6 @@ class Attention(nn.Module):
         norms = (self.query_norm, self.key_norm)
         # The norms' weights go into the fused op: it norms and rotates in one pass over q and k.
         query_norm, key_norm = (None if n is None else n.affine() for n in norms)
-        q, k, v = self.kernels.qk_norm_rope3d(
-            qkv, query_norm, key_norm, rotation, num_text
-        )  # [B, S, H, D]
+        # q, k, v: [B, S, H, D]
+        q, k, v = self.kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, num_text)
         return self.out(self.kernels.flash_attention(q, k, v).flatten(2))

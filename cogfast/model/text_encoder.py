@@ -40,10 +40,8 @@ _ADDED_TOKEN = re.compile(r"<pad>|</s>|<unk>|▁?<extra_id_\d{1,3}>")
 _AGAIN = "copy the folder again"
 _TABLES = ("shared.weight", "encoder.embed_tokens.weight")
 _PADDING_ID, _END = 0, 1  # of T5's tokens and of ByT5's
-_FIRST_BYTE, _NUM_IDS = (
-    3,
-    384,
-)  # ByT5: three special tokens, the 256 bytes, 125 tokens that nothing uses
+# ByT5: three special tokens, the 256 bytes, 125 tokens that nothing uses
+_FIRST_BYTE, _NUM_IDS = 3, 384
 _Tokenizer = Literal[
     "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
 ]

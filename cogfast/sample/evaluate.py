@@ -323,9 +323,8 @@ class Evaluator:
                 pixels = item["images"] if "images" in item else item["video"][0]
             # DALI's frames are on the GPU in the reader's memory; uint8 pixels are scaled on the CPU.
             pixels = pixels.cpu()  # sync: a picture of an evaluation
-            if (
-                pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8
-            ):  # from a different bucket
+            # The sample may be of another bucket.
+            if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
             image = in_unit_range(pixels)
         embedding = None if text else item.get("prompt_embedding")

@@ -244,9 +244,8 @@ class Encoder:
         elif self.latent_input:
             pixels, latents = None, batch["mp4"].transpose(1, 2).float() * self.scale_factor
         else:
-            pixels = batch["mp4"].transpose(
-                1, 2
-            )  # [B, 3, F, H, W]: the only permute from file to network
+            # [B, 3, F, H, W]: the only permute from file to network
+            pixels = batch["mp4"].transpose(1, 2)
             latents = self.encode_clips(pixels, rng)
         return pixels, latents
 

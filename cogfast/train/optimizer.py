@@ -111,10 +111,8 @@ def build_optimizer(
             )
         # DeepSpeed's Adam is AdamW by default, and its AdamW ignores adam_w_mode.
         is_decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
-        for key in (
-            "torch_adam",
-            "set_grad_none",
-        ):  # choice of kernel, and torch's default behaviour
+        # A choice of kernel, and torch's default behaviour
+        for key in ("torch_adam", "set_grad_none"):
             params.pop(key, None)
         kind = "torch.optim.AdamW" if is_decoupled else "torch.optim.Adam"
     if kind in ("torch.optim.Adam", "torch.optim.AdamW") and params.get("foreach") is None:

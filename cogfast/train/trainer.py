@@ -200,10 +200,9 @@ class Trainer:
 
     def _is_complete(self, stop: StopRequest) -> bool:
         """Return whether the last step is trained and saved. Call it when the writer has ended."""
-        is_saved = self.writer.saved_step == self.step == self.num_steps
-        return (
-            is_saved and self.writer.saved == self.writer.path(self.step) and not stop.is_stopping
-        )
+        path, is_last = self.writer.path(self.step), self.step == self.num_steps
+        is_saved = self.writer.saved_step == self.step and self.writer.saved == path
+        return is_last and is_saved and not stop.is_stopping
 
     def _is_end_evaluated(self) -> bool:
         """Return whether args.eval_at_end asks for an evaluation that eval_interval has not made."""
