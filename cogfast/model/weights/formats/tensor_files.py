@@ -22,7 +22,7 @@ from cogfast.core.files import ChecksumFile, is_disk_full
 _INDEX = keys({"weight_map": InsideNames})
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Of a safetensors file; the default limit of diffusers and transformers, 5 GB
+# The size of a safetensors file: the default limit of diffusers and transformers, 5 GB
 MOST_BYTES = 5 * 10**9
 _SPARE_BYTES = 64 << 20  # of disk space: headers, config files, what other processes write
 # Bytes of a tensor whose rows share numbers: a file of a few bytes must not fill the memory.
