@@ -13,12 +13,14 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
+_SECONDS_TO_STORE = 10.0
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -83,6 +85,29 @@ def end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def check_store() -> None:
+    """Raise RuntimeError if torchrun's store, where ranks find each other, cannot be reached.
+
+    It listens before torchrun starts a rank. If torchrun was killed while a rank started, before
+    `end_with_torchrun`, PyTorch would try to connect for the timeout of the collectives.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    end = time.monotonic() + _SECONDS_TO_STORE
+    while True:
+        try:
+            socket.create_connection(address, timeout=_SECONDS_TO_STORE).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"torchrun's store at {address[0]}:{address[1]} cannot be reached ({error}): torchrun "
+                    "has ended; start the run again"
+                ) from None
+        time.sleep(0.2)
 
 
 class Heartbeat:

@@ -29,7 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cogfast.distributed.lost_ranks import Heartbeat, UnsharedError, is_lost_connection
+from cogfast.distributed.lost_ranks import (
+    Heartbeat,
+    UnsharedError,
+    check_store,
+    is_lost_connection,
+)
 from cogfast.distributed.step_clock import CLOCK, time_collectives
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
@@ -355,6 +360,7 @@ def start_processes(
         backend = "nccl" if device.type == "cuda" else "gloo"
         # One process needs no TCP store, whose port another run could have taken.
         store = dist.HashStore() if world_size == 1 else None
+        check_store()
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )

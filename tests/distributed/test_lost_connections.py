@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cogfast.distributed import lost_ranks
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from tests.support.ranks.forked import start_ranks
 from tests.support.tiny_run import ROOT, free_port, launch_ranks
@@ -25,6 +26,26 @@ def train(arguments):
 command._COMMANDS["train"] = train
 command.main(["train"])
 """
+
+
+def test_a_rank_that_starts_without_its_torchrun_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may be killed before the rank asks to end with it: no store listens any more."""
+    from torch.distributed import TCPStore
+
+    monkeypatch.setattr(lost_ranks, "_SECONDS_TO_STORE", 0.3)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    lost_ranks.check_store()  # not started by torchrun
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(
+        RuntimeError, match=r"torchrun's store at 127.0.0.1:\d+ .*: torchrun has ended"
+    ):
+        lost_ranks.check_store()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    lost_ranks.check_store()
+    store.set("rank", "0")  # it serves others as before
+    assert store.get("rank") == b"0"
 
 
 def test_a_rank_ends_when_its_torchrun_is_gone_before_it_joined(tmp_path: Path) -> None:
