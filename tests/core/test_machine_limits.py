@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import sys
 import tempfile
 from pathlib import Path
 
@@ -76,16 +77,31 @@ class Tensors(Reads):
         return f"sample {key}"
 
 
-def read_all() -> int:
+class Handed(Tensors):
+    """Does as Python's thread that hands tensors over, when it cannot accept a connection."""
+
+    def __getitem__(self, key: int) -> torch.Tensor:
+        if key == 20:
+            sys.excepthook(OSError, OSError(errno.EMFILE, "Too many open files"), None)
+        return torch.ones(2)
+
+
+class Full(Tensors):
+    def __getitem__(self, key: int) -> torch.Tensor:
+        raise RuntimeError(SHARED_MEMORY)
+
+
+def read_all(reads: Reads) -> int:
     with pytest.raises(
         RuntimeError, match=r"at or after sample \d+; if memory, .*\(ulimit -n\) ran"
     ):
-        list(read_ahead(Tensors(), range(50), dali=None, num_workers=1, prefetch_factor=8))
+        list(read_ahead(reads, range(50), dali=None, num_workers=1, prefetch_factor=8))
     return 0
 
 
 @pytest.mark.forks
-def test_a_reading_process_that_cannot_send_ends() -> None:
+@pytest.mark.parametrize("kind", [Tensors, Handed])
+def test_a_reading_process_that_cannot_send_ends(kind: type[Reads]) -> None:
     """Python's threads would print why and drop the tensors, and the trainer would wait for ever."""
     # The paths of sockets are short, and pytest's folders may be too long for them.
     with tempfile.TemporaryDirectory() as root:
@@ -93,6 +109,11 @@ def test_a_reading_process_that_cannot_send_ends() -> None:
             Path(root) / "r"
         )  # what others write beside it in the folder of temporary files is no fault
         inner.mkdir()
-        outcome = run_case(read_all, inner, max_wait=20)
+        outcome = run_case(lambda: read_all(kind()), inner, max_wait=20)
     assert outcome.status == 0 and not faults(outcome), outcome.output
     assert "cogfast: a reading process ends: too many open files" in outcome.output
+
+
+def test_a_full_shared_memory_names_the_batch() -> None:
+    with pytest.raises(RuntimeError, match="^batches cannot be read .* after sample 0: /dev/shm, "):
+        next(read_ahead(Full(), range(2), dali=None, num_workers=0, prefetch_factor=1))

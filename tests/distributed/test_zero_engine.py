@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,22 @@ def test_the_users_setting_of_the_allocator_stays(
     monkeypatch.setattr(ctypes, "CDLL", pytest.fail)  # the driver is not asked
     use_expandable_segments(0)
     assert os.environ == {name: ""}
+
+
+@pytest.mark.parametrize("has_them", [True, False])
+def test_expandable_segments_are_the_default_where_the_driver_has_them(
+    monkeypatch: pytest.MonkeyPatch, has_them: bool
+) -> None:
+    def attribute(found: Any, number: int, handle: object) -> None:
+        assert number == 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        found._obj.value = int(has_them)
+
+    calls = {"cuInit": lambda _: 0, "cuDeviceGet": lambda *_: 0, "cuDeviceGetAttribute": attribute}
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(**calls))
+    monkeypatch.setattr(os, "environ", {})
+    use_expandable_segments(0)
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if has_them else {}
+    assert os.environ == wanted
 
 
 @pytest.mark.parametrize(

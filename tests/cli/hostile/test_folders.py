@@ -116,3 +116,30 @@ def test_a_number_that_is_not_finite_is_refused(name: str, made: Make, tmp_path:
         assert faults(outcome) == [] and outcome.status == 2, outcome.output
         assert re.search("has 1 of .* NaN or infinite; copy it again", outcome.last_line)
         assert re.search(r"\bin[:/]", outcome.last_line) and "out" not in os.listdir(case)
+
+
+@pytest.mark.parametrize("name", ["sat", "diffusers", "diffusers in shards", "peft", "vae", "t5"])
+def test_files_without_rights_are_named_with_the_cause(
+    name: str, made: Make, tmp_path: Path
+) -> None:
+    shutil.copytree(made(name), tmp_path / "case" / "in")
+    for file in files_of(tmp_path / "case" / "in", ".safetensors", ".pt"):
+        file.chmod(0)
+    outcome = read_in(tmp_path / "case", FORMATS[name].reads[0])
+    assert faults(outcome) == [] and outcome.status == 2, outcome.output
+    assert "Permission denied" in outcome.last_line, outcome.last_line
+    assert "out" not in os.listdir(tmp_path / "case")
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/00000004"])
+def test_folders_of_a_run_without_rights_end_in_one_line(
+    folder: str, made: Make, tmp_path: Path
+) -> None:
+    for i, read in enumerate(FORMATS["run"].reads[1:3]):  # convert and sample
+        case = tmp_path / str(i)
+        shutil.copytree(made("run"), case / "in")
+        (case / "in" / "run" / folder).chmod(0)
+        outcome = read_in(case, read)
+        (case / "in" / "run" / folder).chmod(0o755)
+        assert faults(outcome) == [] and outcome.status == 2, outcome.output
+        assert f"{folder}/" in outcome.last_line and "Permission denied" in outcome.last_line

@@ -2,7 +2,7 @@
 `python tests/support/ranks/evaluation_ranks.py BASE OUT CACHE WORD ...`.
 
 OUT gets {case: [[names of losses, number of videos] of each rank]}. CACHE: a folder for `cogfast cache`,
-where rank 1 finds other files changed than rank 0; "" leaves it out.
+where rank 1 finds all files changed at the second time, and rank 0 none; "" leaves it out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from cogfast.train.encode import Encoder
 from cogfast.train.trainer import Trainer
 
 STOP = SimpleNamespace(is_asked=False)
-# Name: where it happens, and whether it is an error or a stop. The first one comes before the run has
+# Name: where it happens, and whether it is an error or a stop. The first two come before the run has
 # chosen how it encodes clips.
 CASES: dict[str, tuple[Any, str, str]] = {
     "error in the first batch": (BatchLoader, "__next__", "error"),
+    "error in an encoder": (Encoder, "build", "error"),
     "stop in the held-out loss": (Evaluator, "_encoded", "stop"),
     "stop in the samples": (VideoMaker, "condition", "stop"),
     "error in a caption": (Encoder, "encode_text", "error"),
@@ -78,10 +79,9 @@ def main() -> None:
             case = f"{name} on {rank}"
             seen[case] = groups.gather(evaluate(trainer, case))
     if cache:
-        changed = Sources.changed
-        if groups.rank == 1:
-            changed = lambda sources, files: list(files)[1:]
-        for _ in range(2):
+        as_new = lambda sources, files: list(files)
+        of_second = as_new if groups.rank == 1 else Sources.changed
+        for changed in (Sources.changed, of_second):
             with patch.object(Sources, "changed", changed):
                 cache_latents(load_config([base], [f"args.latent_cache={cache}"]))
     if groups.is_main:

@@ -117,10 +117,10 @@ class SafetensorsFiles:
                 # Maps the file into memory and parses its header; no tensor is read yet.
                 opened = self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                reason = brief(str(error))
-                raise ValueError(
-                    f"{file}: truncated or damaged ({reason}); copy it again"
-                ) from None
+                why = f"truncated or damaged ({brief(str(error))}); copy it again"
+                if not os.access(file, os.R_OK):  # safetensors says that there is no such file
+                    why = "cannot be read (Permission denied); check its rights"
+                raise ValueError(f"{file}: {why}") from None
             # Files of one folder have the same header entries; a LoRA is one file.
             self.metadata |= opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - not a dict
