@@ -23,8 +23,8 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
@@ -55,12 +55,12 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report,publish} 
 
   train   train a CogVideoX transformer: cogfast train FOLDER --data PATH [--lora RANK] [key=value ...]
           or cogfast train --base model.yaml sft.yaml [key=value ...]
-  cache   encode the videos once: cogfast cache --base model.yaml sft.yaml args.latent_cache=PATH
+  cache   encode the videos once: cogfast cache FOLDER --data PATH args.latent_cache=PATH
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
   convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
   doctor  list what this machine lacks for training: cogfast doctor
-  plan    predict a run's memory on a GPU: cogfast plan --base model.yaml sft.yaml --gpu h100-80 --gpus 8
+  plan    predict a run's memory on a GPU: cogfast plan FOLDER [--lora RANK] --gpu h100-80 --gpus 8
   report  write the page of a run again, or one that compares runs: cogfast report RUN [RUN ...]
   publish upload a run to the Hugging Face hub: cogfast publish RUN me/my-lora [--dry-run]
 
@@ -85,8 +85,10 @@ _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 _GRACE_SECONDS = 3
 
 
-def _load(request: Request, *more: Any) -> Config:
-    """Read the configuration of a command, and start logging."""
+def _load(
+    request: Request, is_of_run: bool = False, own: Mapping[str, tuple[object, str]] | None = None
+) -> Config:
+    """Read the configuration of a command, and start logging. own: settings of the command itself."""
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
     from cogfast.config import load_config
 
@@ -94,7 +96,10 @@ def _load(request: Request, *more: Any) -> Config:
     # takes a tenth of a start.
     gc.disable()
     try:
-        config = load_config(request.base, request.overrides, request.allow_import, *more)
+        settings = {**request.settings, **(own or {})}
+        config = load_config(
+            request.base, request.overrides, request.allow_import, is_of_run, settings
+        )
     finally:
         gc.enable()
     start_logging()
@@ -113,7 +118,7 @@ def train(argv: Sequence[str]) -> None:
     from cogfast.train.preflight.data_layout import infer_layout
     from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
-    config = infer_layout(_load(request, False, request.settings))
+    config = infer_layout(_load(request))
     config = fill_from_pipeline(config, may_download=not request.dry_run)
     if request.dry_run:
         _print(config.describe())
@@ -149,8 +154,7 @@ def sample(argv: Sequence[str]) -> None:
     # A run may have been downloaded: its file must not say what is read as prompts or where to write.
     defaults = TrainArguments()
     own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
-    settings = {**request.settings, **own}
-    config = _load(request, is_of_run, settings)
+    config = _load(request, is_of_run, own)
     # A run's file must not start a download, either.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
@@ -176,7 +180,7 @@ def sample(argv: Sequence[str]) -> None:
 
 
 def convert(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_convert
+    from cogfast.cli.folder_options import parse_convert
 
     arguments = parse_convert(argv)
     start_logging()
@@ -207,7 +211,7 @@ def finetune(argv: Sequence[str]) -> None:
 
 
 def doctor(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_doctor
+    from cogfast.cli.folder_options import parse_doctor
 
     folder, builds_kernels, writes_json = parse_doctor(argv)
     from cogfast.cli.doctor import examine, to_json, to_text
@@ -236,7 +240,7 @@ def plan(argv: Sequence[str]) -> None:
 
 
 def report(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_report
+    from cogfast.cli.folder_options import parse_report
 
     runs, out = parse_report(argv)
     from cogfast.cli.report import report as write_report
@@ -245,7 +249,7 @@ def report(argv: Sequence[str]) -> None:
 
 
 def publish(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_publish
+    from cogfast.cli.folder_options import parse_publish
 
     arguments = parse_publish(argv)
     start_logging()

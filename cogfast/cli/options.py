@@ -1,27 +1,26 @@
-"""Parses the command lines of the commands, including SAT's own flags."""
+"""Parses the command lines of the commands that read a configuration, including SAT's own flags."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
 
 from cogfast.cli import start
+from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, number_up_to, refuse_cut
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import counted, nearest
+from cogfast.config.values import counted
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
 from cogfast.sample.flags import SamplingFlags
 from cogfast.sample.prompt_files import split_prompts, utf8_lines
@@ -43,8 +42,6 @@ _SWITCHES = (
 )
 # SAT's flags that have a legal value here but no field in TrainArguments.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
-_RUN_CONFIG = "training_config.yaml"
 
 
 _MOST_COLUMNS = 135
@@ -70,21 +67,6 @@ class Request:
     sampling: SamplingFlags = SamplingFlags()
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one-line ValueErrors, as all of cogfast's errors are."""
-
-    def error(self, message: str) -> NoReturn:
-        text = message
-        # argparse lists the unknown options, but does not suggest a known one.
-        if message.startswith("unrecognized arguments: -"):
-            flag_given = message.split()[2].partition("=")[0]
-            # All options have the dashes in common, so that these are not compared.
-            known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-            hint = nearest(flag_given.lstrip("-"), known).replace("mean ", "mean --")
-            text = f"{self.prog} has no option {flag_given}{hint or '; --help lists the options'}"
-        raise ValueError(text)
-
-
 class _HelpAll(argparse.Action):
     """An option like --help that prints every key of the configuration and ends the command."""
 
@@ -102,65 +84,66 @@ class _HelpAll(argparse.Action):
 
 def parse_train(argv: Sequence[str]) -> Request:
     parser = _new_parser("train", "Train a CogVideoX transformer.")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the merged configuration and stop"
-    )
+    text = "print the merged configuration and stop"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     shown = {
         "seed": "same as args.seed=N",
         "resume": "latest: the newest checkpoint; auto: the same, or a new run if there is none; or "
         "the path of a run or checkpoint",
         "accept_changes": "resume even if keys changed that affect training",
     }
-    start.add_options(parser, rank=_number_up_to(int, 4096))
-    found, request = _parse_with_base(parser, argv, "args.train_iters=100", shown, "FOLDER")
-    base, settings = request.base, start.settings_of(found)
-    if not base:
-        has_data = any(word.startswith("args.train_data=") for word in request.overrides)
-        base, settings = start.find_model(found.folder, settings, has_data, not found.dry_run)
-    return dataclasses.replace(request, base=base, dry_run=found.dry_run, settings=settings)
+    found, request = _parse_run(parser, argv, "args.train_iters=100", shown)
+    return dataclasses.replace(request, dry_run=found.dry_run)
 
 
-def _parse_with_base(
-    parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str], model: str = ""
+def _parse_run(
+    parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str]
 ) -> tuple[argparse.Namespace, Request]:
-    """Parse the words of a command that needs --base and takes key=value arguments.
-
-    model: metavar of a model's folder, which the command takes in place of --base; "": it takes none.
-    """
-    text = f"set a key of the configuration, such as {example}"
-    text = f"a pipeline's folder or hub id, in place of --base; {text}" if model else text
-    metavar = " | ".join(filter(None, (model, "key=value")))
-    parser.add_argument("overrides", nargs="*", metavar=metavar, help=text)
+    """Parse the words of a command about a run: a model's folder or --base, and key=value."""
+    start.add_options(parser, rank=number_up_to(int, 4096))
+    text = "a pipeline's folder or hub id, in place of --base; set a key of the configuration, such as "
+    parser.add_argument("words", nargs="*", metavar="FOLDER | key=value", help=text + example)
     found = _parse_words(parser, argv, shown)
-    folders = [word for word in found.overrides if "=" not in word] if model else []
-    found.folder = folders[0] if folders else None
-    if found.folder is not None:
-        if found.base:
-            text = f"{folders[0]!r} and --base are both given; give the folder as args.load={folders[0]}"
-            raise ValueError(f"{text}, since files go after --base")
-        found.overrides.remove(folders[0])
-    elif not found.base:
-        raise ValueError(
-            "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
-            "configs/sft.yaml"
-            + (", or a pipeline: cogfast train FOLDER --data PATH" if model else "")
-        )
     # `--base a.yaml b.yaml key=value`: nargs="+" also takes the overrides that follow.
     base, moved = _split_overrides(found.base or [])
-    for override in found.overrides:
-        if "=" not in override:
-            raise ValueError(
-                f"{override!r} is neither an option nor key=value; files go after --base"
-            )
-    overrides = _all_overrides(found, [*moved, *found.overrides])
-    return found, Request(base=base, overrides=overrides, allow_import=found.allow_import)
+    names, overrides = _split_overrides(found.words)
+    others = [word for word in base if not word.endswith((".yaml", ".yml"))]
+    refuse_cut(argv, [word for word in others + names if not os.path.exists(word)])
+    is_model = [os.path.isfile(os.path.join(name, "model_index.json")) for name in names]
+    model = names.pop(is_model.index(True) if any(is_model) else 0) if names else None
+    example = f"{parser.prog} {model or ('--base ...' if base else 'FOLDER')} --data"
+    for word in [*names, *filter(os.path.isdir, others)]:
+        if os.path.exists(word):
+            raise ValueError(f"--data is missing before {word!r}; write {example} {word}")
+        text = f"{word!r} is neither an option nor key=value; files go after --base"
+        raise ValueError(f"{text}, and videos after --data")
+    if model is not None and base:
+        text = f"{model!r} and --base are both given; give the folder as args.load={model}"
+        raise ValueError(f"{text}, since files go after --base")
+    if model is None and not base:
+        raise ValueError(
+            "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
+            f"configs/sft.yaml, or a pipeline: {example} PATH"
+        )
+    overrides = _all_overrides(found, [*moved, *overrides])
+    settings = start.settings_of(found)
+    if model is not None:
+        # A plan reads no data and no weights, and a dry run should not take long.
+        is_plan = parser.prog.endswith("plan")
+        has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
+        may_download = not (is_plan or getattr(found, "dry_run", False))
+        base, settings = start.find_model(model, settings, has_data, may_download)
+    request = Request(
+        base=base, overrides=overrides, allow_import=found.allow_import, settings=settings
+    )
+    return found, request
 
 
 def parse_cache(argv: Sequence[str]) -> Request:
     parser = _new_parser(
         "cache", "Encode a run's videos and captions once, into args.latent_cache."
     )
-    return _parse_with_base(parser, argv, "args.latent_cache=PATH", {})[1]
+    return _parse_run(parser, argv, "args.latent_cache=PATH", {})[1]
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[Request, str | None, int | None]:
@@ -173,48 +156,28 @@ def parse_plan(argv: Sequence[str]) -> tuple[Request, str | None, int | None]:
     )
     parser.add_argument("--gpu", metavar="NAME|GIB", help=text)
     text = "number of GPUs of the run; default: those of this launch"
-    parser.add_argument("--gpus", metavar="N", type=_number_up_to(int, 2**20), help=text)
-    found, request = _parse_with_base(parser, argv, "args.batch_size=2", {})
+    parser.add_argument("--gpus", metavar="N", type=number_up_to(int, 2**20), help=text)
+    found, request = _parse_run(parser, argv, "args.batch_size=2", {})
     return request, found.gpu, found.gpus
 
 
 def parse_sample(argv: Sequence[str]) -> Request:
-    parser = _new_parser(
-        "sample",
-        "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load.",
-    )
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="prompt of a video; may be repeated"
-    )
+    text = "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load."
+    parser = _new_parser("sample", text)
+    text = "prompt of a video; may be repeated"
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     parser.add_argument("--prompt-file", metavar="FILE", help="text file with a prompt per line")
-    parser.add_argument(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="first frame for an image-to-video model; once for all prompts, or once per prompt",
-    )
-    parser.add_argument(
-        "--ema",
-        action=argparse.BooleanOptionalAction,
-        help="use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, "
-        "where they have any, and the plain weights of args.load",
-    )
-    parser.add_argument(
-        "--lora",
-        action="append",
-        metavar="PATH[:SCALE]",
-        help="merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the merged configuration and stop"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="output folder, without samples of an earlier call; default: args.output_dir, with a run the "
-        "folder samples",
-    )
+    text = "first frame for an image-to-video model; once for all prompts, or once per prompt"
+    parser.add_argument("--image", action="append", metavar="FILE", help=text)
+    text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
+    text += "they have any, and the plain weights of args.load"
+    parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
+    text = "merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be repeated"
+    parser.add_argument("--lora", action="append", metavar="PATH[:SCALE]", help=text)
+    text = "print the merged configuration and stop"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
+    parser.add_argument("--out", metavar="DIR", help=text + "samples")
     _add_sampling_flags(parser)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
@@ -225,8 +188,12 @@ def parse_sample(argv: Sequence[str]) -> Request:
     found = _parse_words(parser, argv, shown)
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
+    if len(sources) + bool(base) > 1:
+        _refuse_words(parser.prog, argv, sources, found.prompt or [])
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
+    if sources:
+        check_run(parser.prog, argv, sources)
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     if sources and not Path(sources[0]).exists():
@@ -266,46 +233,46 @@ def parse_sample(argv: Sequence[str]) -> Request:
     )
 
 
+def _refuse_words(
+    prog: str, argv: Sequence[str], words: Sequence[str], prompts: Sequence[str]
+) -> None:
+    """Raise ValueError for a key=value or a prompt that its spaces have cut, and for several runs."""
+    # A word with a slash may be an id of the hub.
+    missing = [word for word in words if "/" not in word and not os.path.exists(word)]
+    refuse_cut(argv, missing)
+    behind = argv[argv.index("--prompt") :] if "--prompt" in argv else argv
+    loose = [word for word in missing if word in behind]
+    if loose:
+        whole = " ".join([*prompts[:1], *loose] if len(prompts) < 2 else ["TEXT"])
+        text = f"{loose[0]!r} is neither an option nor key=value"
+        raise ValueError(f'{text}; put quotes around a prompt: --prompt "{whole}"')
+    if len(words) > 1:
+        check_run(prog, argv, words)
+
+
 def _add_sampling_flags(parser: Parser) -> None:
-    """Add the options that stand for keys of the configuration, those of `args` with the key's `dest`."""
+    """Add the options of SamplingFlags."""
     own = "; default: the configuration's"
-    count, number = _number_up_to(int, 10**5), _number_up_to(int, 1000)
-    for name, key, metavar, kind, text in (
-        ("steps", "", "N", number, "sampling steps" + own),
-        ("guidance", "", "X", _number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
-        ("frames", "", "N", count, "number of frames: 8k+1" + own),
-        ("num_videos", "", "N", count, "videos per prompt, each with a different seed; default: 1"),
-        ("size", "sampling_image_size", "HxW", _size, "rows and columns, such as 480x720" + own),
-        ("fps", "sampling_fps", "N", number, "frames per second of the video files" + own),
+    count, number = number_up_to(int, 10**5), number_up_to(int, 1000)
+    for name, metavar, kind, text in (
+        ("steps", "N", number, "sampling steps" + own),
+        ("guidance", "X", number_up_to(float, 1000), "guidance scale; 1: no guidance" + own),
+        ("frames", "N", count, "number of frames: 8k+1" + own),
+        ("num-videos", "N", count, "videos per prompt, each with a different seed; default: 1"),
+        ("size", "HxW", _size, "rows and columns, such as 480x720" + own),
+        ("fps", "N", number, "frames per second of the video files" + own),
     ):
-        flag, target = f"--{name.replace('_', '-')}", f"args.{key}" if key else name
-        parser.add_argument(flag, dest=target, metavar=metavar, type=kind, help=text)
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=text)
 
 
-def _number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
-    """Return a function that reads a number from 1 to `most`."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not 1 <= value <= most:  # true for nan
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from 1 to {most}")
-        return value
-
-    return read
-
-
-def _size(text: str) -> str:
+def _size(text: str) -> tuple[int, int]:
     # Rows first, as in data.params.video_size.
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
             f"{text[:80]!r} must be rows x columns in pixels, such as 480x720"
         )
-    return f"[{match[1]},{match[2]}]"
+    return int(match[1]), int(match[2])
 
 
 def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Path | None]]:
@@ -349,30 +316,15 @@ def _new_parser(command: str, what: str) -> Parser:
         "Each key of args is an option, too, as in SAT: --train-iters 100 is args.train_iters=100."
     )
     parser = Parser(prog=f"cogfast {command}", description=what, epilog=more, allow_abbrev=False)
-    parser.add_argument(
-        "--base",
-        nargs="+",
-        action="extend",
-        metavar="YAML",
-        help="configuration files; a key in a later file replaces that in an earlier one",
-    )
-    parser.add_argument(
-        "--allow-import",
-        action="append",
-        default=[],
-        metavar="PKG",
-        help="allow `target` in the configuration to name classes of this package, which is installed or "
-        "on PYTHONPATH; may be repeated",
-    )
-    parser.add_argument(
-        "--traceback", action="store_true", help="print the Python traceback of an error"
-    )
-    parser.add_argument(
-        "--help-all",
-        action=_HelpAll,
-        nargs=0,
-        help="list all keys that key=value can set, and stop",
-    )
+    text = "configuration files; a key in a later file replaces that in an earlier one"
+    parser.add_argument("--base", nargs="+", action="extend", metavar="YAML", help=text)
+    text = "allow `target` in the configuration to name classes of this package, which is installed or on "
+    text += "PYTHONPATH; may be repeated"
+    parser.add_argument("--allow-import", action="append", default=[], metavar="PKG", help=text)
+    text = "print the Python traceback of an error"
+    parser.add_argument("--traceback", action="store_true", help=text)
+    text = "list all keys that key=value can set, and stop"
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
     return parser
 
 
@@ -457,142 +409,8 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 def _run_config(folder: Path) -> Path | None:
     """Find the configuration of a run or of a checkpoint's run; None if `folder` is neither."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        text = "give the folder of a run or of a model, or the id of a model of the hub"
+        raise ValueError(f"{folder}: no such folder; {text}")
     # A checkpoint has its run's configuration, in the folder of the run.
-    places = (folder / _RUN_CONFIG, run_of(folder) / _RUN_CONFIG)
+    places = (folder / RUN_CONFIG, run_of(folder) / RUN_CONFIG)
     return next((path for path in places if path.is_file()), None)
-
-
-def parse_doctor(argv: Sequence[str]) -> tuple[Path, bool, bool]:
-    """Return the folder of the runs, and whether to compile the C++ kernels and to write JSON."""
-    parser = Parser(
-        prog="cogfast doctor",
-        description="List what this machine has and lacks for training, what each gap costs, and the "
-        "command that closes it. The exit status is 1 if training cannot work.",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="where runs will be written; default: the current folder",
-    )
-    parser.add_argument(
-        "--build-kernels",
-        action="store_true",
-        help="compile the C++ kernels of training on a CPU now, instead of at the first run",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for reports of errors")
-    found = parser.parse_args([*argv])
-    return found.folder, found.build_kernels, found.json
-
-
-def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
-    """Return the folders of the runs, and the file to write; None: the default."""
-    parser = Parser(
-        prog="cogfast report",
-        description="Write the page of a run again: index.html in its folder. With several runs, "
-        "write one page that compares them.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the page; default: RUN/index.html, or report.html for several runs",
-    )
-    found = parser.parse_args([*argv])
-    return found.runs, found.out
-
-
-def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool]:
-    """Return the run, the repository, and whether only to write its files."""
-    parser = Parser(
-        prog="cogfast publish",
-        description="Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four "
-        "videos of its last evaluation. Captions and paths of the data stay here.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run or one of its checkpoints")
-    parser.add_argument(
-        "repo", metavar="OWNER/NAME", help="the repository; created if it is missing"
-    )
-    text = "write the files to RUN/hub and upload nothing"
-    parser.add_argument("--dry-run", action="store_true", help=text)
-    found = parser.parse_args([*argv])
-    return found.run, found.repo, found.dry_run
-
-
-def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
-    """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
-    parser = Parser(
-        prog="cogfast convert",
-        allow_abbrev=False,
-        description="Convert weights from one format to another. The format of SRC is detected: a SAT "
-        "folder or .pt file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or "
-        "one of its checkpoints, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder).",
-    )
-    parser.add_argument("src", metavar="SRC", help="the weights to convert")
-    parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("sat", "diffusers", "peft"),
-        help="format of DST; peft: adapters alone, as a LoRA file",
-    )
-    parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
-    parser.add_argument(
-        "--merge-lora",
-        nargs="?",
-        const="",
-        metavar="LORA",
-        help="merge these adapters into the weights; without LORA: SRC's own adapters",
-    )
-    parser.add_argument(
-        "--add-lora",
-        metavar="LORA",
-        help="keep these adapters separate beside SRC's weights, as in SAT's LoRA checkpoints",
-    )
-    parser.add_argument(
-        "--lora-alpha",
-        type=float,
-        metavar="X",
-        help="alpha used in training, for files that do not store it (SAT: 1 unless configured; "
-        "CogVideo's diffusers trainer: 64)",
-    )
-    parser.add_argument(
-        "--model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of mp_rank files to write (--to sat)",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=lambda name: _DTYPES.get(name, name),
-        choices=tuple(_DTYPES.values()),
-        metavar="{fp32,fp16,bf16}",
-        help="dtype of the written weights; default: that of the source",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read the written weights back and compare each tensor with the source's",
-    )
-    parser.add_argument(
-        "--allow-unexpected", action="store_true", help="leave out tensors with unknown names"
-    )
-    parser.add_argument(
-        "--scaling-factor",
-        type=float,
-        default=None,
-        metavar="X",
-        help="scaling_factor in the diffusers config of a VAE: 1.15258426 for 2B, 0.7 (default) else",
-    )
-    parser.add_argument(
-        "--traceback", action="store_true", help="print the Python traceback of an error"
-    )
-    found = vars(parser.parse_args(list(argv)))
-    del found["traceback"]
-    return found

@@ -1,4 +1,4 @@
-"""`cogfast train FOLDER --data PATH --lora RANK`: the configuration of a run without a YAML file."""
+"""`cogfast train FOLDER --data PATH --lora RANK`, and so `plan` and `cache`: a run without a YAML file."""
 
 from __future__ import annotations
 

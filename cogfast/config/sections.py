@@ -30,6 +30,7 @@ from cogfast.config.values import (
     check_keys,
     check_mapping,
     join,
+    nearest,
     show,
     unknown_key,
     validated,
@@ -271,11 +272,10 @@ def _check_optimizer(
         params = {k: v for k, v in params.items() if k not in _DEEPSPEED_ADAM_KEYS}
     elif "." not in kind and kind.lower() not in OWN_OPTIMIZERS:
         own = " with args.optimizer_moments=8bit" if "8bit" in kind.lower() else ""
-        raise KeyProblem(
-            f"{where}.type",
-            f"{where}.type={kind}: use sat.ops.FusedEmaAdam{own}, Prodigy, Muon, Adam, AdamW or a class of "
-            "torch.optim",
-        )
+        known = f"sat.ops.FusedEmaAdam{own}, Prodigy, Muon, Adam, AdamW or a class of torch.optim"
+        names = ("sat.ops.FusedEmaAdam", "Prodigy", "Muon", "Adam", "AdamW")
+        near = "" if own else nearest(kind, names)
+        raise KeyProblem(f"{where}.type", f"{where}.type={kind}: use {known}{near}")
     target = OWN_OPTIMIZERS.get(kind.lower(), kind)
     if kind.lower() in _DEEPSPEED_ADAM:
         target = "torch.optim.AdamW"

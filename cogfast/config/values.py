@@ -224,10 +224,13 @@ def problem_of(
     if own:  # the message of a check of cogfast's
         return KeyProblem(key, own)
     rule = describe(node, schema)
+    # A value that may be null has its words one level below.
+    words = [word for part in node.get("anyOf", [node]) for word in part.get("enum", ())]
+    near = nearest(value, map(str, words)) if isinstance(value, str) else ""
     if not rule:  # the type of another package, which pydantic describes
         return KeyProblem(key, f"{key}={show(value)}: {first['msg'][:1].lower()}{first['msg'][1:]}")
     if is_option:
-        return KeyProblem(key, f"--{key} {printable(cut(str(value)))}: must be {rule}")
+        return KeyProblem(key, f"--{key} {printable(cut(str(value)))}: must be {rule}{near}")
     shown = f"{key}={show(value)}" if key else show(value)
     only = _only(node)
     if only:
@@ -235,7 +238,7 @@ def problem_of(
     parts = re.findall(r"[^\s,x*]+", value) if isinstance(value, str) else []
     is_list = node.get("type") == "array" and len(parts) > 1
     hint = f"; write [{', '.join(map(printable, parts))}]" if is_list else ""
-    return KeyProblem(key, f"{shown} must be {rule}{hint}")
+    return KeyProblem(key, f"{shown} must be {rule}{near or hint}")
 
 
 def describe(node: dict, whole: dict | None = None, most: float = math.inf) -> str:

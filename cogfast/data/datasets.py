@@ -32,6 +32,7 @@ from cogfast.data.sources.folders import (
     data_sources,
     find_videos,
     first_line,
+    in_place_of_videos,
     label_of,
     named,
     other_videos,
@@ -40,6 +41,7 @@ from cogfast.data.sources.folders import (
 )
 from cogfast.data.sources.lists import read_lists
 from cogfast.data.sources.manifest import (
+    TABLE_ENDINGS,
     manifest_of,
     read_manifest,
     table_hint,
@@ -266,8 +268,10 @@ class ListedVideos(CaptionedVideos, ABC):
 
 def _missing_folder(key: str, source: str) -> str | None:
     if source and Path(source).is_file():
-        text = "is a file; give folders of videos, or set data.target=cogfast.data.datasets.VideoManifest"
-        return f"{key}: {cut(source, 160)} {text}, which reads .csv and .jsonl files"
+        is_table = source.lower().endswith(TABLE_ENDINGS)
+        fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
+        fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
+        return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
     return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
 
 
@@ -314,11 +318,11 @@ class VideoFolder(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
         for folder in data_folders(data_dir):
-            found, others = list(find_videos(folder)), other_videos(folder)
+            found = list(find_videos(folder))
             if not found:
-                text = "no .mp4 file in it" + (f", but {others}" if others else "")
-                raise SourceError(f"{folder}: {text}{table_hint(folder)}")
-            if others:
+                more = table_hint(folder) or in_place_of_videos(folder)
+                raise SourceError(f"{folder}: no .mp4 file in it{more}")
+            if others := other_videos(folder):
                 logger.warning("%s: not read: %s", folder, others)
             captions, longer = [], []
             for path in found:

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from cogfast.cli.options import Parser
+from cogfast.cli.parser import Parser
 from cogfast.config.arguments import DiffusersSchedule, TrainArguments
 from cogfast.config.values import Range, cut, json_schema, problem_of, show
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
+from cogfast.config.values import counted, show
 from cogfast.core.files import WriteError
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import in_unit_range
@@ -92,8 +92,10 @@ class Evaluator:
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
-            text = "there is nothing to evaluate with; set args.valid_data or %s"
-            logger.warning(text, prompts)
+            keys = ("eval_interval", "eval_at_start", "eval_at_end")
+            given = [f"args.{k}={show(getattr(args, k))}" for k in keys if getattr(args, k)]
+            text = "%s has nothing to evaluate; set args.valid_data or args.split=9,1,0, or %s"
+            logger.warning(text, ", ".join(given), prompts)
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class SamplingFlags:
     guidance: float | None = None
     frames: int | None = None  # of the video, not of its latents
     num_videos: int | None = None  # per prompt
+    size: tuple[int, int] | None = None  # rows, columns
+    fps: int | None = None  # of the files
 
     def apply(self, config: Config) -> Config:
         """Return the configuration with the keys that the options stand for, and their origins.
@@ -67,6 +70,16 @@ class SamplingFlags:
             if args["mode"] != "inference":
                 put(args, "args.mode", "inference", "--num-videos")
             put(args, "args.batch_size", self.num_videos, "--num-videos")
+        if self.size is not None:
+            from cogfast.train.video_size import size_problem
+
+            network = transformer_arguments(config.model.network_config.params)
+            problem = size_problem(network, *self.size, "--size")
+            if problem is not None:
+                raise ValueError(re.sub(r"\[(\d+), (\d+)\]", r"\1x\2", problem))
+            put(args, "args.sampling_image_size", [*self.size], "--size")
+        if self.fps is not None:
+            put(args, "args.sampling_fps", self.fps, "--fps")
         return dataclasses.replace(
             config,
             model=OmegaConf.create(model),

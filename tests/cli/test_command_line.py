@@ -103,6 +103,77 @@ def test_commands_without_files_or_with_wrong_names(capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
 
 
+CUT = {
+    "train model args.train_iters 5": "write args.train_iters=5",
+    "train model args.lr : 1e-4": "write args.lr=1e-4",
+    "train --base m.yaml s.yaml train_iters --data x": "write args.train_iters=VALUE",
+    "plan args.batch_size 2 model": "write args.batch_size=2",
+    "cache model args.latent_cache= folder": "leave out the space: args.latent_cache=folder",
+    "train model data.params.video_size=[480, 720]": (
+        'quote it, "data.params.video_size=[480, 720]", or leave out the spaces'
+    ),
+    "train --base m.yaml data.params.x=[1, 2, 3]": 'quote it, "data.params.x=[1, 2, 3]"',
+    "sample model --prompt x args.sampling_image_size=[32, 48]": '=[32, 48]", or leave out',
+    "sample model args.seed 3": "write args.seed=3",
+    "train model my_videos": "--data is missing before 'my_videos'; write cogfast train model --data my_",
+    "train my_videos model": "write cogfast train model --data my_videos",
+    "cache --base m.yaml my_videos": "write cogfast cache --base ... --data my_videos",
+    "train model fast": "'fast' is neither an option nor key=value; files go after --base, and videos",
+    "sample model --prompt a red ball --out x": 'quotes around a prompt: --prompt "a red ball"',
+    "sample --prompt a red ball model": 'quotes around a prompt: --prompt "a red ball"',
+    "sample model a red ball": 'quotes around a prompt: --prompt "a red ball"',
+    "convert model out --to difusers": (
+        "--to difusers: must be one of sat, diffusers, peft; did you mean diffusers?"
+    ),
+    "convert model out": "cogfast convert needs --to; --help lists the options",
+}
+
+
+@pytest.mark.parametrize("words", CUT)
+def test_words_that_spaces_have_cut(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").touch()
+    (tmp_path / "my_videos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert CUT[words] in line
+
+
+OF_ONE_RUN = {
+    "sample {} --prompt x": "cogfast sample runs/b --prompt x",
+    "convert {} out --to peft": "cogfast convert runs/b out --to peft",
+    "publish {} me/my-lora": "cogfast publish runs/b me/my-lora",
+    "report {} --out page.html": "cogfast report runs/b --out page.html",
+}
+NO_RUN = {
+    "runs": "runs is a folder of runs, and no run",
+    "runs/missing": "runs/missing: no such file or folder",
+    "missing": "missing: no such file or folder",
+    "runs/a runs/b runs/c": "takes one run, but 3 are given",
+}
+
+
+# A report takes several runs.
+PAIRS = [(c, g) for c in OF_ONE_RUN for g in NO_RUN if not (c.startswith("report") and " " in g)]
+
+
+@pytest.mark.parametrize(("command", "given"), PAIRS)
+def test_a_run_that_is_none_is_answered_with_the_newest(
+    command, given, tmp_path, monkeypatch, capsys
+):
+    for name, time in (("a", 2), ("b", 3), ("c", 1)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        file = tmp_path / "runs" / name / "training_config.yaml"
+        file.touch()
+        os.utime(file, (time, time))
+    monkeypatch.chdir(tmp_path)
+    assert main(command.format(given).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{NO_RUN[given]}; the runs, newest first, are runs/b, runs/a, runs/c; " in line
+    assert line.endswith(f"for the newest write {OF_ONE_RUN[command]}")
+
+
 def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
     arguments = train_arguments(sat_configs, "--dry-run", "args.train_iters=7")
     assert main(["train", *arguments]) == 0

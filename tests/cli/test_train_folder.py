@@ -1,4 +1,4 @@
-"""cogfast train FOLDER --data PATH: runs without a YAML file, compared with those of the printed ones."""
+"""cogfast train, plan and cache FOLDER --data PATH: compared with the YAML files that a dry run prints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
+from cogfast.cli.options import parse_cache, parse_plan, parse_train
 from tests.support.pipelines import Pipelines
 from tests.support.tiny_run import run_folder
 
@@ -52,6 +53,30 @@ def test_a_run_without_yaml_is_that_of_the_printed_configuration(
     assert (trained in (run_folder(tmp_path / "runs") / "log.txt").read_text()) == bool(lora)
 
 
+def test_plan_and_cache_take_the_words_of_train(
+    tmp_path: Path,
+    pipelines: Pipelines,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(pipelines.path("5b")), "--data", str(data), "--lora", "4", "args.batch_size=2"]
+    assert main(["train", *words, "--dry-run"]) == 0
+    Path("kept.yaml").write_text(capsys.readouterr().out)
+    plans = []
+    for given in (words, ["--base", "kept.yaml"]):
+        assert main(["plan", *given, "--gpu", "h100-80", "--gpus", "2"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] and "on: 2 GPUs" in plans[0]
+    assert parse_cache(words) == parse_plan(words)[0] == parse_train(words)
+    assert main(["cache", *words, "args.latent_cache=cache"]) == 0
+    assert "cache: 6 samples, 0 bad" in capsys.readouterr().err
+    # A plan reads no data, so that they may be left out.
+    request, *_ = parse_plan([*words[:1], *words[3:]])
+    assert request.settings.items() < parse_train(words).settings.items()
+
+
 MISTAKES = {
     "nowhere --data {data}": "nowhere: no such folder; give the folder of a CogVideoX pipeline",
     "{data} --data {data}": "has no model_index.json; give the folder of a CogVideoX pipeline",
@@ -61,14 +86,27 @@ MISTAKES = {
     "{5b} --data {data} --lora 0": "--lora: '0' must be a whole number from 1 to 4096",
     "{5b} --data {data} --base sft.yaml": "and --base are both given; give the folder as args.load=",
     "--data {data}": "or a pipeline: cogfast train FOLDER --data PATH",
+    "{5b} --data {data} --resume lastest": "args.resume=lastest does not exist; did you mean latest?",
+    "{5b} --data pictures": "no .mp4 file in it, but 1 picture; training needs clips, also for image-to",
+    "{5b} --data none.csv": "2/2 videos unreadable (>5%), args.max_bad_fraction=0.05; repair or remove",
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_end_in_one_line(
-    words: str, pipelines: Pipelines, data: Path, capsys: pytest.CaptureFixture
+    words: str,
+    pipelines: Pipelines,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pictures").mkdir()
+    Path("pictures", "a.png").touch()
+    Path("none.csv").write_text("path,caption\na.mp4,x\nb.mp4,y\n")
     given = words.replace("{5b}", str(pipelines.path("5b"))).replace("{data}", str(data)).split()
     assert main(["train", *given]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *logged, line = capsys.readouterr().err.splitlines()
     assert MISTAKES[words] in line
+    assert not logged or "none.csv: 2 of 2 rows name a file that does not exist" in logged[-1]

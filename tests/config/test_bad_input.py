@@ -45,6 +45,8 @@ UNKNOWN = {
 WRONG = {
     "args.save_interval=often": "args.save_interval='often' must be a whole number from 1 to 1e+09 or null",
     "args.wandb=1": "args.wandb=1 must be true or false",
+    "args.lr_schedule=cosin": "cosine_with_restarts, polynomial; did you mean cosine?",
+    "args.activation_checkpointing=ful": "; did you mean full?",
     "args.mode=sft": "args.mode='sft' must be one of pretrain, finetune, inference",
     "model.use_pd=true": "model.use_pd=true: progressive distillation is not in this version",
     f"{MODEL}.num_attention_heads=7": "num_attention_heads=7 must divide hidden_size=1920",
@@ -73,6 +75,8 @@ WRONG = {
     "deepspeed.amp.enabled=true": "deepspeed.amp: apex mixed precision is not used; enable bf16 or",
     "deepspeed.bf16.enabled=1": "deepspeed.bf16.enabled=1 must be true or false",
     "deepspeed.optimizer.type=Lion": "type=Lion: use sat.ops.FusedEmaAdam, Prodigy, Muon, Adam",
+    "deepspeed.optimizer.type=Adamm": "AdamW or a class of torch.optim; did you mean Adam?",
+    "deepspeed.optimizer.type=prodgy": "AdamW or a class of torch.optim; did you mean Prodigy?",
     "deepspeed.optimizer.type=adamw8bit": (
         "type=adamw8bit: use sat.ops.FusedEmaAdam with args.optimizer_moments=8bit, Prodigy, Muon"
     ),

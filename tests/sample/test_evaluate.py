@@ -413,5 +413,5 @@ def test_an_evaluation_of_nothing_is_logged(
     tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, data, "5b_i2v", valid_data=[], eval_prompts=["no image for it"])
-    text = "nothing to evaluate with; set args.valid_data or args.eval_prompt_file with args.eval_images"
+    text = "has nothing to evaluate; set args.valid_data or args.split=9,1,0, or args.eval_prompt_file with "
     assert text in caplog.text

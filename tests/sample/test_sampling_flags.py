@@ -133,23 +133,39 @@ def test_options_are_read_from_the_command_line(tmp_path: Path) -> None:
     words = ["--steps", "20", "--guidance", "4.5", "--frames", "49", "--num-videos", "2"]
     given = ["--size", "480x720", "--fps", "8", "--negative-prompt", "a=b", "--seed", "5"]
     request = parsed(tmp_path, *words, *given)
-    assert request.sampling == SamplingFlags(steps=20, guidance=4.5, frames=49, num_videos=2)
-    keys = ("sampling_image_size=[480,720]", "sampling_fps=8", 'negative_prompt="a=b"', "seed=5")
+    values = {
+        "steps": 20,
+        "guidance": 4.5,
+        "frames": 49,
+        "num_videos": 2,
+        "size": (480, 720),
+        "fps": 8,
+    }
+    assert request.sampling == SamplingFlags(**values)
+    keys = ('negative_prompt="a=b"', "seed=5")
     assert {f"args.{key}" for key in keys} <= set(request.overrides)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--steps", "0"], "argument --steps: '0' must be a whole number from 1 to 1000"),
-        (["--steps", "2.5"], "argument --steps: '2.5' must be a whole number"),
-        (["--guidance", "nan"], "argument --guidance: 'nan' must be a number from 1 to 1000"),
-        (["--guidance", "0.5"], "argument --guidance: '0.5' must be a number from 1"),
+        (["--steps", "0"], "--steps: '0' must be a whole number from 1 to 1000"),
+        (["--steps", "2.5"], "--steps: '2.5' must be a whole number"),
+        (["--guidance", "nan"], "--guidance: 'nan' must be a number from 1 to 1000"),
+        (["--guidance", "0.5"], "--guidance: '0.5' must be a number from 1"),
         (["--size", "480*720"], "'480\\*720' must be rows x columns in pixels, such as 480x720"),
-        (["--fps", "x"], "argument --fps: 'x' must be a whole number from 1 to 1000"),
+        (["--fps", "x"], "--fps: 'x' must be a whole number from 1 to 1000"),
         (["--step", "3"], "cogfast sample has no option --step; did you mean --steps?"),
     ],
 )
 def test_wrong_values_are_named(words: list[str], text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^{text}" if text.startswith("-") else text):
         parsed(tmp_path, *words)
+
+
+def test_a_size_that_does_not_fit_is_named_as_it_was_typed() -> None:
+    with pytest.raises(ValueError, match=r"^--size=33x48: rows must be a multiple of 16 and"):
+        SamplingFlags(size=(33, 48)).apply(load())
+    config = SamplingFlags(size=(480, 720), fps=8).apply(load())
+    assert (config.args.sampling_image_size, config.args.sampling_fps) == ([480, 720], 8)
+    assert config.origins["args.sampling_image_size"] == "--size"

@@ -18,6 +18,7 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 # str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".gif")
 
 
 class SourceError(ValueError):
@@ -83,6 +84,18 @@ def other_videos(folder: Path) -> str:
         return ""
     number = counted(len(others), "video")
     return f"{number} not in .mp4 format: {named(others)}; convert to .mp4"
+
+
+def in_place_of_videos(folder: Path) -> str:
+    """Return what an error about a folder without a video adds: what it has, and what training needs."""
+    others = other_videos(folder)
+    if others:
+        return f", but {others}"
+    number = sum(file.lower().endswith(_PICTURES) for file in _find_files(folder))
+    if number:
+        text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
+        return f"{text} takes their first frames, or the pictures of a manifest's column image"
+    return "; give a folder of .mp4 clips, each with its caption in a .txt file beside it"
 
 
 def sat_label(path: str) -> str:

@@ -133,9 +133,9 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     if gone:
-        how_many = f"{len(gone)} of {counted(len(texts['path']), 'file')} missing"
-        fix = "correct the path, which is relative to the manifest, or remove the row"
-        logger.warning("%s: %s does not exist (%s); %s", file, gone[0], how_many, fix)
+        text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
+        text += "the manifest, or remove the row"
+        logger.warning(text, file, len(gone), counted(len(texts["path"]), "row"), gone[0])
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "

@@ -22,7 +22,7 @@ from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
-from cogfast.config.values import Problems, counted, cut, one_line, show
+from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
 from cogfast.data.video.clip import checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.weights.adapters import check_config, open_adapter
@@ -344,7 +344,8 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
         path, key = getattr(args, name), f"args.{name}"
         is_word = name == "resume" and path in ("auto", "latest")
         if path is not None and not is_word and not (path and Path(path).exists()):
-            yield key, f"{key}={cut(path, 160)} does not exist; set it to {fix}"
+            near = nearest(path.lower(), ("latest", "auto")) if name == "resume" else ""
+            yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:

@@ -30,16 +30,20 @@ def infer_layout(config: Config) -> Config:
     is_given = config.origins.get("data.target") == COMMAND_LINE
     if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):
         return config
-    each = [found for source in sources if (found := _layouts_of(source))]
-    if all("VideoFolder" in found for found in each):
+    # A source without a layout is refused later, with the reason.
+    each = {source: found for source in sources if (found := _layouts_of(source))}
+    if all("VideoFolder" in found for found in each.values()):
         return config
-    fits = [name for name in each[0] if all(name in found for found in each)]
+    fits = [name for name in [*each.values()][0] if all(name in of for of in each.values())]
     if len(fits) > 1:
         choices = " or ".join(f"data.target={_MODULE}.{name}" for name in fits)
         text = f"{key}={named(sources)}: has the layouts of several data sets; set {choices}"
         refuse(config, key, text)
     if not fits:
-        return config
+        # Each can be read, but not by one data set.
+        shown = ", ".join(f"{source} ({found[0]})" for source, found in each.items())
+        text = f"{key}: a run reads one layout, but these have several: {shown}; list all clips in one "
+        refuse(config, key, f"{text}manifest, or give sources of one layout")
     # With the defaults of SAT's class.
     params = dict(data_arguments(config))
     section = OmegaConf.create({"target": f"{_MODULE}.{fits[0]}", "params": params})

@@ -121,7 +121,11 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
         if not missing:
             return Path(found)
         why = f" ({found} has no {missing[0]})"
-    download = "" if may_download else "; --dry-run and a run's configuration download nothing"
+    download = (
+        ""
+        if may_download
+        else "; --dry-run and a run's configuration download nothing, nor does cogfast plan"
+    )
     raise ValueError(
         f"{key}={name}: no such folder, and no complete CogVideoX pipeline of this name in the hub's "
         f"cache {constants.HF_HUB_CACHE}{why}{download}; correct it (a relative path starts at the "

@@ -55,7 +55,8 @@ def publish(path: Path, repo: str, is_dry_run: bool = False) -> str:
         raise ValueError(f"{brief(repo)} {text}")
     checkpoint = find_run_checkpoint(path) if path.is_dir() else None
     if checkpoint is None:
-        raise ValueError(f"{path}: no run with a checkpoint; give the folder of a run")
+        what = "no run with a checkpoint" if path.is_dir() else "no such folder"
+        raise ValueError(f"{path}: {what}; give the folder of a run")
     if is_dry_run:
         shutil.rmtree(run_of(checkpoint) / "hub", ignore_errors=True)
         return str(write_files(checkpoint, repo, run_of(checkpoint) / "hub"))

@@ -28,6 +28,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import brief, read_json
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import refuse
+from cogfast.config.values import nearest
 from cogfast.core.files import WriteError, write_text
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
@@ -195,8 +196,9 @@ def check_scores(config: Config, args: TrainArguments) -> None:
     """Check args.eval_command and args.keep_best."""
     command, best, problem = args.eval_command, args.keep_best, None
     if best is not None and not re.fullmatch(r"-?score/.+|-valid_loss", best):
-        text = f"args.keep_best={brief(best)} must be score/NAME, -score/NAME if lower is better,"
-        refuse(config, "args.keep_best", f"{text} or -valid_loss")
+        text = f"args.keep_best={brief(best)} must be score/NAME, -score/NAME if lower is better, or -valid_loss"
+        text += " (a minus sign in front means that lower is better)"
+        refuse(config, "args.keep_best", f"{text}{nearest(best, ['-valid_loss'])}")
     if best is not None and "score/" in best and command is None and args.resume is None:
         text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
         refuse(config, "args.keep_best", f"{text}; give it on the command line")

@@ -250,6 +250,6 @@ def test_a_clip_that_does_not_exist_is_named_with_its_line(tmp_path, caplog):
     assert len(read_manifest(tmp_path / "data.csv").files) == 2
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}/data.csv: line 3: {tmp_path}/b.mp4 does not exist (1 of 2 files missing); correct "
-        "the path, which is relative to the manifest, or remove the row"
+        f"{tmp_path}/data.csv: 1 of 2 rows name a file that does not exist, first line 3: {tmp_path}/b.mp4; "
+        "correct the path, which is relative to the manifest, or remove the row"
     )

@@ -58,6 +58,16 @@ def test_a_source_of_several_layouts_is_refused(clips: Path) -> None:
         infer_layout(config)
 
 
+def test_sources_that_no_class_can_read_together_are_refused(clips: Path) -> None:
+    base = write_config(clips / "base.yaml", clips)
+    words = [f"args.train_data=[{clips / 'clips.csv'},{clips / 'lists'}]"]
+    message = (
+        r"several: \S+clips.csv \(VideoManifest\), \S+lists \(VideoList\); list all clips in one m"
+    )
+    with pytest.raises(ValueError, match=message):
+        infer_layout(load_config([base], words))
+
+
 def test_a_layout_of_the_command_line_stays(clips: Path) -> None:
     base = write_config(clips / "base.yaml", clips)
     words = [f"args.train_data=[{clips / 'clips.csv'}]", "data.target=data_video.SFTDataset"]

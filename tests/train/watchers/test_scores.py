@@ -221,7 +221,7 @@ WRONG = {
     "eval_command=no-such-program {samples}": "begins with no program that is found here",
     "eval_command=true {samples}": "but args.folder_layout=finetune has one for all steps; use cogfast",
     "keep_best=clip": "args.keep_best=clip must be score/NAME, -score/NAME if lower is better",
-    "keep_best=valid_loss": "args.keep_best=valid_loss must be .* or -valid_loss",  # not the worst
+    "keep_best=valid_loss": r"must be .* or -valid_loss \(a minus .* did you mean -valid_loss\?",
     "keep_best=score/clip": "args.keep_best=score/clip needs args.eval_command",
 }
 

@@ -166,7 +166,8 @@ def commands(page: Page) -> list[str]:
 
 
 def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path: Path) -> None:
-    from cogfast.cli.options import parse_convert, parse_report, parse_sample, parse_train
+    from cogfast.cli.folder_options import parse_convert, parse_report
+    from cogfast.cli.options import parse_sample, parse_train
 
     assert "No checkpoint is saved yet" in whole.text("commands")
     saved = tmp_path / "a run"

@@ -1,0 +1,109 @@
+"""The argument parser of the commands, whose errors say what the user probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import SECTIONS
+from cogfast.config.values import nearest
+
+RUN_CONFIG = "training_config.yaml"
+_MOST_NAMED = 3  # runs that an error lists
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one-line ValueErrors, as all of cogfast's errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        # argparse lists the unknown options and the choices, but does not suggest a known one.
+        if message.startswith("unrecognized arguments: -"):
+            flag_given = message.split()[2].partition("=")[0]
+            # All options have the dashes in common, so that these are not compared.
+            known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+            hint = nearest(flag_given.lstrip("-"), known).replace("mean ", "mean --")
+            text = f"{self.prog} has no option {flag_given}{hint or '; --help lists the options'}"
+        elif match := re.match(r"(\S+): invalid choice: '(.*)' \(choose from (.*)\)$", text):
+            flag, value, choices = match[1], match[2], match[3].replace("'", "")
+            text = f"{flag} {value}: must be one of {choices}{nearest(value, choices.split(', '))}"
+        elif text.startswith("the following arguments are required: "):
+            text = f"{self.prog} needs {text.partition(': ')[2]}; --help lists the options"
+        raise ValueError(text)
+
+
+def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
+    """Return a function that reads a number from 1 to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not 1 <= value <= most:  # true for nan
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from 1 to {most}")
+        return value
+
+    return read
+
+
+def refuse_cut(argv: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ValueError if one of `words`, which are neither options nor key=value, is a part of a key=value
+    that a space has cut."""
+    names = {field.name for field in fields(TrainArguments)}
+    for word in words:
+        at = [*argv].index(word)
+        if word in names or re.fullmatch(rf"({'|'.join(SECTIONS)})(\.\w+)+", word):
+            behind = [text for text in (w.lstrip("=:") for w in argv[at + 1 : at + 3]) if text]
+            is_value = behind and not behind[0].startswith("--") and "=" not in behind[0]
+            fix = f"{'args.' * (word in names)}{word}={behind[0] if is_value else 'VALUE'}"
+            text = f"{word!r} is a key, whose = and value must follow without a space"
+            raise ValueError(f"{text}; write {fix}")
+        for start in range(at):
+            key, equals, value = argv[start].partition("=")
+            if equals and value.count("[") > value.count("]"):
+                last = next((i for i in range(at, len(argv)) if argv[i].endswith("]")), at)
+                fix = f'quote it, "{" ".join(argv[start : last + 1])}", or leave out the spaces'
+                raise ValueError(
+                    f"{key}={value} ends at a space, where a shell splits words; {fix}"
+                )
+        if at and argv[at - 1].endswith("="):
+            fix = f"leave out the space: {argv[at - 1]}{word}"
+            raise ValueError(f"{argv[at - 1]} has no value, since a space is behind it; {fix}")
+
+
+def check_run(prog: str, argv: Sequence[str], given: Sequence[str]) -> None:
+    """Raise ValueError, with the runs that are there and the command for the newest, unless `given` is one
+    path that exists and is no folder of runs.
+
+    prog: the name of the command. given: the words of `argv` that name a run.
+    """
+    path = Path(given[0])
+    if len(given) > 1:
+        text, files = f"{prog} takes one run, but {len(given)} are given", [*map(Path, given)]
+        files = [run / RUN_CONFIG for run in files if (run / RUN_CONFIG).is_file()]
+    elif path.is_file() or (path / RUN_CONFIG).is_file():
+        return
+    elif path.is_dir():
+        text, files = f"{path} is a folder of runs, and no run", [*path.glob(f"*/{RUN_CONFIG}")]
+    else:
+        # A name without a folder may be that of a run in the default of args.save.
+        folders = [path.parent, *([Path("runs")] if path.parent == Path() else [])]
+        found = (folder.glob(f"*/{RUN_CONFIG}") for folder in folders)
+        text, files = f"{path}: no such file or folder", [*chain(*found)]
+    if files:
+        runs = [str(f.parent) for f in sorted(files, key=os.path.getmtime, reverse=True)]
+        named = ", ".join(runs[:_MOST_NAMED]) + (", ..." if len(runs) > _MOST_NAMED else "")
+        words = [runs[0] if w == given[0] else w for w in argv if w not in given[1:]]
+        fix = f"for the newest write {prog} {shlex.join(words)}"
+        raise ValueError(f"{text}; the runs, newest first, are {named}; {fix}")
