@@ -162,7 +162,7 @@ def sample(argv: Sequence[str]) -> None:
         _print(config.describe())
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
-    prompts, images = read_prompts(request, config.args)
+    prompts, images, controls = read_prompts(request, config.args)
     from pathlib import Path
 
     from cogfast.sample.command import sample as sample_videos
@@ -172,6 +172,7 @@ def sample(argv: Sequence[str]) -> None:
         config,
         prompts,
         images,
+        controls,
         Path(request.out or config.args.output_dir),
         request.weights,
         request.ema,

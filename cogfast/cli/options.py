@@ -20,10 +20,9 @@ from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, number_up_to, refu
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import counted
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
 from cogfast.sample.flags import SamplingFlags
-from cogfast.sample.prompt_files import split_prompts, utf8_lines
+from cogfast.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
 _SWITCHES = (
@@ -58,6 +57,7 @@ class Request:
     prompts: list[str] | None = None
     prompt_file: str | None = None
     images: list[str] | None = None
+    controls: list[str] | None = None
     out: str | None = None
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
@@ -169,6 +169,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument("--prompt-file", metavar="FILE", help="text file with a prompt per line")
     text = "first frame for an image-to-video model; once for all prompts, or once per prompt"
     parser.add_argument("--image", action="append", metavar="FILE", help=text)
+    text = "control video, for a control model; once for all prompts, or once per prompt"
+    parser.add_argument("--control", action="append", metavar="FILE", help=text)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
     text += "they have any, and the plain weights of args.load"
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
@@ -223,6 +225,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         prompts=found.prompt,
         prompt_file=found.prompt_file,
         images=found.image,
+        controls=found.control,
         out=found.out,
         weights=sources[0] if sources else None,
         ema=found.ema,
@@ -275,8 +278,11 @@ def _size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Path | None]]:
-    """Return prompts and first frames from the command line, standard input or args.input_file.
+def read_prompts(
+    request: Request, args: typing.Any
+) -> tuple[list[str], list[Path | None], list[Path | None]]:
+    """Return prompts from the command line, standard input or args.input_file, with their first frames
+    and control videos.
 
     A line of a file may be prompt@@image, as in SAT.
     """
@@ -299,16 +305,8 @@ def read_prompts(request: Request, args: typing.Any) -> tuple[list[str], list[Pa
         raise ValueError(f"{key}: there is no prompt; give --prompt TEXT or a file of prompts")
     prompts = [prompt for prompt, _ in pairs]
     names = request.images if request.images is not None else [image for _, image in pairs]
-    if len(names) not in (1, len(prompts)):
-        raise ValueError(
-            f"--image names {counted(len(names), 'image')} for {counted(len(prompts), 'prompt')}; give "
-            "one image for all prompts, or one for each"
-        )
-    images = [Path(name) if name else None for name in names] * (len(prompts) // len(names))
-    for image in images:
-        if image is not None and not os.path.isfile(image):
-            raise ValueError(f"--image {str(image)[:200]}: no such file; correct the path")
-    return prompts, images
+    images = files_of_prompts("--image", names, len(prompts))
+    return prompts, images, files_of_prompts("--control", request.controls or [""], len(prompts))
 
 
 def _new_parser(command: str, what: str) -> Parser:

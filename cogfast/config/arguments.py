@@ -29,6 +29,8 @@ Hours = Annotated[float, Range(1e-6, 10**6)]
 Gibibytes = Annotated[float, Range(1e-6, 10**6)]
 Moments = Literal["fp32", "8bit"]
 ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
+# Inputs of the network beside the noised latents: a first frame, or a second video
+Condition = Literal["image", "control"]
 EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
 DiffusersSchedule = Literal[
@@ -346,6 +348,16 @@ class ModelArguments:
     """concatenate the image latents to every frame, not only the first"""
     noised_image_dropout: Share = 0.0
     """fraction of samples trained without the image"""
+    conditions: list[Condition] | None = None
+    """inputs beside the noised latents, in the order of their channels. image: the first frame;
+    control: a second video through the same autoencoder, such as poses, depth or edges
+    (docs/conditions.md); null: image with noised_image_input, else none"""
+    condition_dropout: Share = 0.0
+    """fraction of samples trained without a condition, drawn for each condition; noised_image_dropout
+    is that of the image"""
+    new_channels: Literal["zero"] | None = None
+    """zero: weights of args.load for fewer input channels get zeros for the others, so that a
+    text-to-video model begins as itself and learns new conditions"""
     image_latent_scale: ImageLatentScale = "trainer"
     """scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as
     both upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'
@@ -362,6 +374,13 @@ class ModelArguments:
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in to_dict(config.model).items() if k in known}
         return validated(values, cls, "model")
+
+    @property
+    def inputs(self) -> tuple[Condition, ...]:
+        """The conditions, in the order of their channels."""
+        if self.conditions is not None:
+            return tuple(self.conditions)
+        return ("image",) if self.noised_image_input else ()
 
 
 def select(node: Any, key: str) -> Any:

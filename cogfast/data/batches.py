@@ -136,7 +136,8 @@ class BatchLoader:
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    """Move the tensors of a batch to `device`; "mp4" becomes [B, F, 3, H, W] float32 in [-1, 1].
+    """Move the tensors of a batch to `device`; "mp4" and "control" become [B, F, 3, H, W] float32 in
+    [-1, 1].
 
     Videos are copied as uint8 and scaled on the device. Other tensors (latents, embeddings) keep
     their dtype.
@@ -145,7 +146,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and value.device != torch.device(device):
             value = value.to(device, non_blocking=True)
-        if key == "mp4":
+        if key in ("mp4", "control"):
             value = in_unit_range(value).float()
         out[key] = value
     return out

@@ -9,18 +9,21 @@ repeats the fewest frames.
 
 from __future__ import annotations
 
+import filecmp
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
 
-from cogfast.config.values import printable
+from cogfast.config.values import counted, printable
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 
+_SAME = 0.02  # by which the rates and shapes of a clip and its control may differ
 _SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -40,15 +43,23 @@ class Survey:
 
 
 def survey(dataset: CaptionedVideos) -> Survey:
-    """Read the headers of all videos of a data set and choose a bucket for each sample."""
+    """Read the headers of all videos of a data set and choose a bucket for each sample. A sample whose
+    control video does not fit its clip gets none."""
     clips, sizes = dataset.clips, dataset.settings.sizes
     reasons: dict[int, str] = {}
     buckets = np.full(len(clips), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
     slow = []
-    for i, header in enumerate(read_headers(clips)):
-        if header.reason:
-            reasons[i] = header.reason
+    headers, controls = read_headers(clips), dataset.controls
+    of_controls = repeat(None) if controls is None else read_headers(controls.clips)
+    for i, (header, of_control) in enumerate(
+        zip(headers, of_controls, strict=controls is not None)
+    ):
+        problem = header.reason
+        if not problem and of_control is not None:
+            problem = control_problem(dataset, i, header, of_control)
+        if problem:
+            reasons[i] = problem
             continue
         span = None if clips.spans is None else tuple(clips.spans[i].tolist())
         settings = dataset.settings_at_own_rate(i)
@@ -63,6 +74,33 @@ def survey(dataset: CaptionedVideos) -> Survey:
             if settings.frame_selection == "timestamp" and header.fps < _SLOW * settings.fps:
                 slow.append(i)
     return Survey(buckets, reasons, slow)
+
+
+def control_problem(dataset: CaptionedVideos, index: int, clip: Header, control: Header) -> str:
+    """Say why the control video of a sample does not fit its clip; "" if it does."""
+    assert dataset.controls is not None, "asked of samples with controls"
+    name = dataset.controls.paths[index]
+    shapes = [f"{one.height}x{one.width}" for one in (clip, control)]
+    if control.reason:
+        problem = control.reason
+    elif abs(control.num_frames - clip.num_frames) > 1 or abs(control.fps / clip.fps - 1) > _SAME:
+        numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (control, clip)]
+        problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
+    elif abs(control.width * clip.height / (control.height * clip.width) - 1) > _SAME:
+        problem = f"is {shapes[1]}, the clip {shapes[0]}; give one of the same shape"
+    elif control == clip and _is_equal(dataset.paths[index], name):
+        # The loss would fall, and the model would learn to copy its input.
+        problem = "is the clip itself; give a video that is made of it, such as its edges or depth"
+    else:
+        return ""
+    return f"its control {name} {problem}"
+
+
+def _is_equal(one: str, other: str) -> bool:
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:  # members of tar shards
+        return one == other
 
 
 def _times(header: Header, span: Span | None) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Data sets of captioned videos: SAT's folders, lists, manifests and tar shards.
 
 Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
-"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame. Each
+"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame, and
+"control" uint8 [F, 3, H, W] if it gives a control video, whose frames are those of the clip. Each
 raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
 the constructor.
 """
@@ -48,6 +49,7 @@ from cogfast.data.sources.manifest import (
 )
 from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
 from cogfast.data.video.clip import (
+    Bucket,
     ClipSettings,
     FramesPerSecond,
     Mebibytes,
@@ -60,11 +62,12 @@ from cogfast.data.video.clip import (
     read_image,
 )
 from cogfast.data.video.dali import VideoBackend, on_readers_device
-from cogfast.data.video.transform import FrameSelection, Resize
+from cogfast.data.video.transform import FrameSelection, Resize, Selection
 
 logger = logging.getLogger(__name__)
 
 Buckets = list[list[Side]]
+OTHER_FRAMES = "has other frames than the clip; give one of the same length and frame rate"
 _LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
 
 
@@ -79,6 +82,7 @@ class SizedDataset(Protocol):
 class Sample(TypedDict):
     video: Tensor  # uint8 [F, 3, H, W]
     images: NotRequired[Tensor]  # uint8 [3, H, W]
+    control: NotRequired[Tensor]  # uint8 [F, 3, H, W]
     txt: str
     fps: float
     num_frames: int  # before padding
@@ -100,6 +104,10 @@ class CaptionedVideos(Dataset):
         self.source_sizes = tuple(source_sizes)
         # True if at least one sample has its own conditioning image for image-to-video.
         self.has_images = clips.images is not None
+        # The control videos, which are read as the clips are; None if the samples have none.
+        self.controls = (
+            None if clips.controls is None else CaptionedVideos(_controls(clips), settings)
+        )
         # Every reading process keeps its own clips, in its copy of the data set.
         self._kept: dict[int, Sample] = {}
         self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
@@ -111,6 +119,11 @@ class CaptionedVideos(Dataset):
     @property
     def captions(self) -> PackedStrings:
         return self.clips.captions
+
+    @property
+    def streams(self) -> list[CaptionedVideos]:
+        """The clips and, where samples have them, their controls."""
+        return [self] if self.controls is None else [self, self.controls]
 
     def with_clips(self, clips: ClipList) -> CaptionedVideos:
         """Return this data set with `clips` as its samples."""
@@ -172,22 +185,31 @@ class CaptionedVideos(Dataset):
             raise BadSample(self.name(index), error.reason) from None
         # Kept clips are never replaced: every epoch reads every clip once, so a different subset
         # would not be read more often.
-        if sample["video"].nbytes <= self._budget:
-            self._budget -= sample["video"].nbytes
+        num_bytes = sum(v.nbytes for v in sample.values() if isinstance(v, Tensor))
+        if num_bytes <= self._budget:
+            self._budget -= num_bytes
             self._kept[index] = sample.copy()
         return sample
 
-    def _read(self, index: int) -> Sample:
-        clips, settings = self.clips, self.settings_of(index)
-        file = clips.files[index]
+    def read_control(self, index: int, bucket: Bucket) -> Tensor:
+        """Read the control video of a sample at another size: uint8 [F, 3, H, W]."""
+        assert self.controls is not None, "asked of samples with controls"
+        return self.controls._decode(index, self.settings_at_own_rate(index).for_bucket(bucket))[0]
+
+    def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
+        """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
+        clips, file = self.clips, self.clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
         if clips.places is None or clips.places[index, 0] < 0:
-            clip, selection = read_clip(file, settings, span)
-        else:
-            # Video libraries take paths, so the member's bytes get a temporary one.
-            data = read_member(file, *clips.places[index].tolist())
-            with named_bytes(data, os.path.splitext(file)[1]) as path:
-                clip, selection = read_clip(path, settings, span)
+            return read_clip(file, settings, span)
+        # Video libraries take paths, so the member's bytes get a temporary one.
+        data = read_member(file, *clips.places[index].tolist())
+        with named_bytes(data, os.path.splitext(file)[1]) as path:
+            return read_clip(path, settings, span)
+
+    def _read(self, index: int) -> Sample:
+        clips, settings = self.clips, self.settings_of(index)
+        clip, selection = self._decode(index, settings)
         sample: Sample = {
             "video": clip,
             "txt": clips.captions[index],
@@ -201,7 +223,22 @@ class CaptionedVideos(Dataset):
             image, size = clips.images[index], settings.video_size
             picture = read_image(image, size, settings.resize) if image else clip[0].clone()
             sample["images"] = picture.to(clip.device)
+        if self.controls is not None:
+            file = self.controls.paths[index]
+            try:
+                sample["control"], own = self.controls._decode(index, settings)
+            except BadSample as error:
+                raise BadSample(file, f"its control {file}: {error.reason}") from None
+            if not np.array_equal(own.indices, selection.indices):
+                raise BadSample(file, f"its control {file} {OTHER_FRAMES}")
         return sample
+
+
+def _controls(clips: ClipList) -> ClipList:
+    """Return the list whose files are the control videos of `clips`."""
+    assert clips.controls is not None, "asked of clips with controls"
+    other = {"images": None, "controls": None, "control_places": None}
+    return replace(clips, files=clips.controls, places=clips.control_places, **other)
 
 
 @dataclass(eq=False, repr=False)
@@ -379,6 +416,9 @@ class VideoList(ListedVideos):
     video_column: str = "videos.txt"
     # file with the path of a first frame per line, such as images.txt
     image_column: str | None = None
+    # file with the path of a control video per line, for models with model.conditions: [control]; it is
+    # read if it is there
+    control_column: str = "controls.txt"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
@@ -387,6 +427,8 @@ class VideoList(ListedVideos):
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
+        if (folder / self.control_column).is_file():
+            columns["control_column"] = self.control_column
         files = {key: folder / name for key, name in columns.items()}
         return read_lists(files, allow_empty_captions)
 

@@ -15,12 +15,12 @@ from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
 class Conditioning:
     """Inputs of the network besides the latents.
 
-    text: [B, L, E]; image_latents: [B, C', T, h, w], for image-to-video models; ofs: [B] or [1],
-    for CogVideoX1.5 image-to-video.
+    text: [B, L, E]; condition_latents: [B, C', T, h, w], the channels of model.conditions, such as the
+    first frame of image-to-video; ofs: [B] or [1], for CogVideoX1.5 image-to-video.
     """
 
     text: Tensor
-    image_latents: Tensor | None = None
+    condition_latents: Tensor | None = None
     ofs: Tensor | None = None
 
 
@@ -32,7 +32,7 @@ class Network(Protocol):
         latents: Tensor,
         timesteps: Tensor,
         text: Tensor,
-        image_latents: Tensor | None = None,
+        condition_latents: Tensor | None = None,
         ofs: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -109,7 +109,7 @@ class DiscreteDenoiser:
             noised,
             nearest if idx is None else idx,
             conditioning.text,
-            image_latents=conditioning.image_latents,
+            condition_latents=conditioning.condition_latents,
             ofs=conditioning.ofs,
         )
         # v -> x0: a * x_t - sqrt(1 - a^2) * v. In bf16 the two terms would cancel to few bits.

@@ -98,7 +98,9 @@ class VanillaCFG:
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
             text=torch.cat([unconditional.text, conditioning.text]),
-            image_latents=_joined(unconditional.image_latents, conditioning.image_latents),
+            condition_latents=_joined(
+                unconditional.condition_latents, conditioning.condition_latents
+            ),
             ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -211,17 +212,21 @@ def member_of(patch: PatchSize, has_image: bool, is_rotary: bool) -> Member:
     return next((m for m in alike if m.is_rotary == is_rotary), alike[0])
 
 
+def num_condition_channels(conditions: Sequence[str], channels: int) -> int:
+    """Return the channels of the conditions of model.conditions. channels: of the latents."""
+    return channels * len(conditions)
+
+
 def derived_models(in_channels: int, out_channels: int) -> str:
     """Name the released models, derived from CogVideoX, that have such inputs; "" if there are none."""
     found = {
         # 16 noised, 1 of the mask, 16 of the masked video
         2 * out_channels
-        + 1: "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video",
+        + 1: "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video, which cogfast does not make",
         # 16 noised, 16 of the image, 16 of the pose
-        3 * out_channels: "SkyReels-A1 has an image and a pose",
+        3 * out_channels: "SkyReels-A1 has an image and a pose: [image, control]",
     }
-    text = found.get(in_channels)
-    return "" if text is None else f"{text} beside the noised latents, which cogfast does not make"
+    return found.get(in_channels, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +252,19 @@ class Family:
         )
 
     @property
+    def has_image_part(self) -> bool:
+        """Whether a model has what only image-to-video members have beside their channels."""
+        return self.has_ofs if self.patch.joins_frames else self.has_learned_table
+
+    @property
     def member(self) -> Member:
-        return member_of(self.patch, self.in_channels > self.out_channels, self.is_rotary)
+        """The member that the model is, or is derived from."""
+        return member_of(self.patch, self.has_image_part, self.is_rotary)
 
     @property
     def is_derived(self) -> bool:
         """Whether a model has the channels of image-to-video, but lacks a part of such a member."""
-        has_part = self.has_ofs if self.patch.joins_frames else self.has_learned_table
-        return self.in_channels == 2 * self.out_channels and not has_part
+        return self.in_channels == 2 * self.out_channels and not self.has_image_part
 
     @property
     def maybe_derived(self) -> str:

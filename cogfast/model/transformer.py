@@ -147,18 +147,19 @@ class DiffusionTransformer(nn.Module):
         latents: Tensor,
         timesteps: Tensor,
         text: Tensor,
-        image_latents: Tensor | None = None,
+        condition_latents: Tensor | None = None,
         ofs: Tensor | None = None,
     ) -> Tensor:
         """Return the network's prediction, [B, C_out, T, h, w] in the model's dtype.
 
-        latents [B, C, T, h, w]; timesteps [B], 0..999; text [B, L, E]; image_latents
-        [B, C', T, h, w], appended to the latents' channels (I2V); ofs [B] or [1] (1.5-I2V).
+        latents [B, C, T, h, w]; timesteps [B], 0..999; text [B, L, E]; condition_latents
+        [B, C', T, h, w], the channels of the conditions (model.conditions), appended to those of the
+        latents; ofs [B] or [1] (1.5-I2V).
         """
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
 
-        hidden = self.embed(latents, text, image_latents, grid)  # [B, S, M]
+        hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = self.rotary(grid)
         hidden = self.run_blocks(hidden, conditioning, num_text, rotation)
@@ -166,18 +167,19 @@ class DiffusionTransformer(nn.Module):
         return self.unembed(hidden[:, num_text:], conditioning, grid)
 
     def embed(
-        self, latents: Tensor, text: Tensor, image_latents: Tensor | None, grid: TokenGrid
+        self, latents: Tensor, text: Tensor, condition_latents: Tensor | None, grid: TokenGrid
     ) -> Tensor:
-        """Return tokens [B, S, M] of text [B, L, E] and of latents with their image latents."""
+        """Return tokens [B, S, M] of text [B, L, E] and of latents with the channels of their conditions."""
         latents = latents.to(self.dtype)
-        if image_latents is not None:
-            # The order of the published weights: noised latents, then image latents.
-            latents = torch.cat([latents, image_latents.to(self.dtype)], dim=1)
+        if condition_latents is not None:
+            # The order of the published weights: noised latents, then conditions.
+            latents = torch.cat([latents, condition_latents.to(self.dtype)], dim=1)
         if latents.shape[1] != self.config.in_channels:
             raise ValueError(
-                f"latents and image latents have {latents.shape[1]} channels together, but the model "
-                f"has in_channels={self.config.in_channels}; an I2V model needs image latents "
-                "(model.noised_image_input: true), a T2V model takes none"
+                f"latents and conditions have {latents.shape[1]} channels together, but the model has "
+                f"in_channels={self.config.in_channels}; an I2V model needs image latents "
+                "(model.noised_image_input: true), a control model those of the control "
+                "(model.conditions: [control]), a T2V model takes none"
             )
         text = self.text_embedding(text.to(self.dtype))
         video = self.patch_embedding(patchify(latents, self.patch_size))

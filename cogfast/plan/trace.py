@@ -349,10 +349,12 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
         return _Boundary.apply(hidden, seed, lambda: head.append(recorder.take_events()))
 
     shape = (batch, size.channels, size.frames, size.height, size.width)
-    extra = config.in_channels - size.channels  # image latents of image-to-video
+    extra = (
+        config.in_channels - size.channels
+    )  # of the conditions, such as image-to-video's first frame
     empty = lambda *sides, **kind: torch.empty(sides, device=_META, **kind)
     text = empty(batch, config.text_length, config.text_hidden_size, dtype=transformer.dtype)
-    image = None if extra <= 0 else empty(batch, extra, *shape[2:])
+    conditions = None if extra <= 0 else empty(batch, extra, *shape[2:])
     x0, timesteps = empty(*shape), empty(batch, dtype=torch.int64)
     calls, was_training = transformer.training_calls, transformer.training
     source, transformer.block_source = transformer.block_source, None  # it has no memory here
@@ -361,7 +363,7 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
         with recorder:
             # The arithmetic of diffusion/loss.py and denoiser.py, with one number as noise level.
             noised = x0 * 0.5 + torch.empty_like(x0) * 0.5
-            out = transformer(noised, timesteps, text, image_latents=image)
+            out = transformer(noised, timesteps, text, condition_latents=conditions)
             error = out.float() * 0.5 + noised * 0.5 - x0
             del out
             loss = error.square().flatten(1).mean(dim=1).mean()

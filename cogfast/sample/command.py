@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.generate import Prompt, VideoMaker, write_samples
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
-from cogfast.sample.sizes import read_image, sampled_sizes
+from cogfast.sample.sizes import read_control, read_image, sampled_sizes
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
@@ -44,6 +44,7 @@ def sample(
     config: Config,
     prompts: Sequence[str],
     images: Sequence[Path | None],
+    controls: Sequence[Path | None],
     out: Path,
     weights: str | None,
     ema: bool | None,
@@ -59,7 +60,10 @@ def sample(
     args = TrainArguments.from_config(config)
     if not args.compile:
         run_without_dynamo()
-    check_sample(config, weights, has_images=any(image is not None for image in images))
+    given_inputs = [
+        n for n, of_prompts in (("image", images), ("control", controls)) if any(of_prompts)
+    ]
+    check_sample(config, weights, given_inputs)
     check_negative_prompt(config)
     _refuse_results(out)
     sizes = sampled_sizes(config, args, images)
@@ -97,13 +101,14 @@ def sample(
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
-    given = list(zip(prompts, images, sizes, strict=True))
+    given = list(zip(prompts, images, controls, sizes, strict=True))
     resize = data_arguments(config).get("resize", "crop")
     wanted = []
     for i in range(len(given) * num_copies):
-        text, image, size = given[i // num_copies]
+        text, image, control, size = given[i // num_copies]
         pixels = None if image is None else read_image(image, size.pixels, resize)
-        wanted.append(Prompt(i, text, args.seed + i, pixels, size=size))
+        video = None if control is None else read_control(control, size, resize)
+        wanted.append(Prompt(i, text, args.seed + i, pixels, control=video, size=size))
     maker = VideoMaker(
         transformer,
         diffusion,
@@ -124,8 +129,9 @@ def sample(
         assert prompt.size is not None, "every prompt gets a size"
         height, width = prompt.size.pixels
         row = {"text": prompt.text, "seed": prompt.seed, "height": height, "width": width}
-        image = images[prompt.index // num_copies]
-        rows.append(row if image is None else row | {"image": str(image)})
+        of_prompt = prompt.index // num_copies
+        files = {"image": images[of_prompt], "control": controls[of_prompt]}
+        rows.append(row | {name: str(path) for name, path in files.items() if path is not None})
     text = json.dumps(settings | {"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
     try:
         # Before the first video, so that a run that fails has its settings, too.
@@ -172,7 +178,7 @@ def _refuse_results(out: Path) -> None:
 def _warn_of_scale_of_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
     """Warn of adapters that were trained with another scale of the first frame than this one."""
     model = ModelArguments.from_config(config)
-    for lora in loras if model.noised_image_input else ():
+    for lora in loras if "image" in model.inputs else ():
         trained = scale_of_run(Path(lora.path))
         if trained is not None and trained[0] != model.image_latent_scale:
             logger.warning(

@@ -27,7 +27,7 @@ from cogfast.data.batches import in_unit_range
 from cogfast.data.cache.entries import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.video.clip import resize_picture
+from cogfast.data.video.clip import Bucket, resize_picture
 from cogfast.data.video.transform import Resize
 from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
@@ -270,22 +270,24 @@ class Evaluator:
 
     def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
         """Return whether there are given prompts that need no held-out data."""
-        return bool(given) and (not self.encoder.image_input or given[0].image is not None)
+        inputs = self.encoder.conditions
+        # A control video comes with held-out clips alone.
+        return bool(given) and (not inputs or (inputs == ("image",) and given[0].image is not None))
 
     def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
-        """Return the given prompts or held-out captions. For image-to-video, prompts without an image
-        get held-out first frames. start: what the names of their samples begin with."""
+        """Return the given prompts or held-out captions. Prompts without an image or control that the
+        model needs get those of held-out clips. start: what the names of their samples begin with."""
         if self._are_whole(self.given):
             return [
                 Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
                 for i, prompt in enumerate(self.given)
             ]
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
-        # For image-to-video each text gets the first frame of a held-out video.
+        # Each text gets the first frame or the control of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
         number = len(texts) or min(self.args.eval_num_samples, len(dataset))
         chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
-        captions = None if self.encoder.image_input else _captions(dataset)
+        captions = None if self.encoder.conditions else _captions(dataset)
         if captions is not None:
             prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         else:
@@ -329,9 +331,20 @@ class Evaluator:
             if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
             image = in_unit_range(pixels)
+        control = None
+        if "control" in self.encoder.conditions:
+            control = _control(dataset, sample, item, video)
         embedding = None if text else item.get("prompt_embedding")
         caption: str = text or item.get("txt", "")
-        return Prompt(index, caption, _SEED + index, image, image_latents, embedding)
+        return Prompt(
+            index,
+            caption,
+            _SEED + index,
+            image=image,
+            image_latents=image_latents,
+            control=control,
+            embedding=embedding,
+        )
 
     def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
         """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
@@ -347,6 +360,21 @@ def _captions(dataset: SizedDataset) -> Sequence[str] | None:
     if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
         return dataset.captions
     return None
+
+
+def _control(
+    dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize
+) -> Tensor:
+    """Return the control of a held-out sample at the size of the videos, [3, F, H, W] in [-1, 1]."""
+    if isinstance(dataset, Subset):
+        whole: Any = dataset.dataset
+        return _control(whole, dataset.indices[index], item, video)
+    if isinstance(dataset, CaptionedVideos):
+        pixels = dataset.read_control(index, Bucket(video.num_frames, *video.pixels))
+    else:
+        pixels = item["control"]
+    # sync: a clip of an evaluation, which DALI has decoded on the GPU
+    return in_unit_range(pixels.cpu()).transpose(0, 1)
 
 
 def _clip(dataset: SizedDataset, index: int) -> tuple[Tensor, float] | None:

@@ -27,7 +27,7 @@ from cogfast.distributed.lost_ranks import UnsharedError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.tensor_files import Outgoing, write_safetensors
 from cogfast.train.assembly import Diffusion
-from cogfast.train.encode import Encoder
+from cogfast.train.encode import Encoder, join_conditions
 from cogfast.train.video_size import LatentSize
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 class Prompt:
     """A video to sample. index: position among all prompts. seed: determines the noise.
 
-    For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled.
+    For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled. For a
+    control model, control is [3, F, H, W] in [-1, 1].
     embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
     """
 
@@ -46,6 +47,7 @@ class Prompt:
     seed: int
     image: Tensor | None = None
     image_latents: Tensor | None = None
+    control: Tensor | None = None
     embedding: Tensor | None = None
     size: LatentSize | None = None
 
@@ -87,7 +89,7 @@ class VideoMaker:
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encode prompts to text [B, L, E] and image latents [B, C, T, h, w] or None.
+        """Encode prompts to text [B, L, E] and the conditions [B, C', T, h, w] or None.
 
         Also encodes the negative prompt, at the first call.
         """
@@ -97,16 +99,17 @@ class VideoMaker:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
             text = _stack([p.embedding for p in prompts]).to(self.device)
-        image = self._image_latents(prompts) if self.encoder.image_input else None
-        return Conditioning(text=text, image_latents=image)
+        makers = {"image": self._image_latents, "control": self._control_latents}
+        found = [makers[name](prompts) for name in self.encoder.conditions]
+        return Conditioning(text=text, condition_latents=join_conditions(found))
 
     def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
         """Sample scaled latents [B, C, T, h, w] in float32, one per prompt."""
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
         text = self._unconditional_text(conditioning.text)
-        # Guidance is for the text alone: both halves see the image.
-        unconditional = Conditioning(text=text, image_latents=conditioning.image_latents)
+        # Guidance is for the text alone: both halves see the image and the control.
+        unconditional = dataclasses.replace(conditioning, text=text)
         return self.sampler(
             self.denoiser,
             self.network,
@@ -146,6 +149,15 @@ class VideoMaker:
             frames = _stack([p.image for p in prompts]).to(self.device)[:, :, None]
             latents = self.encoder.encode_image(frames, self._random(prompts))
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
+
+    def _control_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        missing = [p.text for p in prompts if p.control is None]
+        if missing:
+            raise ValueError(
+                f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
+                "none; give --control"
+            )
+        return self.encoder.encode_control(_stack([p.control for p in prompts]).to(self.device))
 
 
 def _stack(values: Sequence[Tensor | None]) -> Tensor:
@@ -285,11 +297,11 @@ def _condition(folder: Path, maker: VideoMaker, prompts: Sequence[Prompt]) -> Co
 
 def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
     """Return the conditioning of the first of the ranks that share a sample, on each of them."""
-    image = conditioning.image_latents
+    others = conditioning.condition_latents
     return dataclasses.replace(
         conditioning,
         text=groups.broadcast_tensor_in_model(conditioning.text),
-        image_latents=None if image is None else groups.broadcast_tensor_in_model(image),
+        condition_latents=None if others is None else groups.broadcast_tensor_in_model(others),
     )
 
 

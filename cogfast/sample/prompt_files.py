@@ -80,6 +80,20 @@ def _read_prompt_file(path: Path) -> tuple[list[str], list[Path | None]]:
     return [prompt for prompt, _ in pairs], images
 
 
+def files_of_prompts(option: str, names: Sequence[str], num_prompts: int) -> list[Path | None]:
+    """Return the file of each prompt of an option that is given once, or once per prompt. "": none."""
+    if len(names) not in (1, num_prompts):
+        raise ValueError(
+            f"{option} names {counted(len(names), 'file')} for {counted(num_prompts, 'prompt')}; give one "
+            "for all prompts, or one for each"
+        )
+    files = [Path(name) if name else None for name in names] * (num_prompts // len(names))
+    for file in files:
+        if file is not None and not file.is_file():
+            raise ValueError(f"{option} {str(file)[:200]}: no such file; correct the path")
+    return files
+
+
 def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
     key = f"args.eval_images={path}"
     images: list[Path | None] = [

@@ -1,5 +1,5 @@
 """Determines the size of each sampled video from arguments, data section, image or model, and reads
-the images."""
+the images and control videos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
-from cogfast.data.video.clip import checked_size, read_pixels, resize_picture
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.video.clip import (
+    ClipSettings,
+    checked_size,
+    read_clip,
+    read_pixels,
+    resize_picture,
+)
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
@@ -103,3 +110,19 @@ def read_image(
 ) -> Tensor:
     """Read an image as [3, H, W] in [-1, 1], resized as the training clips are."""
     return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1
+
+
+def read_control(path: Path, size: LatentSize, resize: Resize = "crop") -> Tensor:
+    """Read a control video as [3, F, H, W] in [-1, 1], with the frames, rate and size of `size`."""
+    settings = ClipSettings(
+        video_size=size.pixels,
+        fps=size.fps,
+        max_num_frames=size.num_frames,
+        resize=resize,
+        video_backend="pyav",
+    )
+    try:
+        frames, _ = read_clip(str(path), settings)
+    except BadSample as error:
+        raise ValueError(f"--control {path}: {error.reason}") from None
+    return (frames.float() / 127.5 - 1).transpose(0, 1)

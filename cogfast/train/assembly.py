@@ -18,6 +18,7 @@ from cogfast.config import Config, instantiate, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
+from cogfast.config.values import counted
 from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
@@ -122,7 +123,8 @@ def assemble_transformer(
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        base = load(args.load, allow_missing=allow_missing)
+        is_new = config.model.get("new_channels") == "zero"
+        base = load(args.load, allow_missing=allow_missing, new_channels=is_new)
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
         base.log()
@@ -187,9 +189,10 @@ def assemble_encoder(
         image_scale=scale_of(model.image_latent_scale, model.scale_factor),
         patch=transformer.patch_size,
         latent_input=model.latent_input,
-        image_input=model.noised_image_input,
+        conditions=model.inputs,
         image_on_all_frames=model.noised_image_all_concat,
         image_dropout=model.noised_image_dropout,
+        condition_dropout=model.condition_dropout,
         text_dropout=text_dropout,
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
         before_clips=before_clips,
@@ -275,7 +278,8 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
     try:
-        return instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
+        made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
+        return _with_controls(made, key, "control" in ModelArguments.from_config(config).inputs)
     except ValueError as error:
         # Data sets do not know which key lists their sources. instantiate may have put the error
         # into its own.
@@ -283,6 +287,26 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         if isinstance(cause, SourceError):
             refuse(config, key, f"{key}={cause}")
         raise
+
+
+def _with_controls(dataset: SizedDataset, key: str, is_used: bool) -> SizedDataset:
+    """Return a data set of videos whose samples have controls if the model takes them, else none."""
+    if not isinstance(dataset, CaptionedVideos):
+        return dataset
+    controls = dataset.clips.controls
+    if not is_used:
+        if controls is None:
+            return dataset
+        logger.info("%s: control videos are not read; model.conditions: [control] reads them", key)
+        return dataset.with_clips(dataclasses.replace(dataset.clips, controls=None))
+    lacking = [i for i in range(len(dataset)) if controls is None or not controls[i]]
+    if lacking:
+        raise ValueError(
+            f"{key}: {len(lacking)} of {counted(len(dataset), 'sample')} have no control video, first "
+            f"{dataset.name(lacking[0])}, which model.conditions needs; list one for each clip, in "
+            "column control of a manifest, in controls.txt beside videos.txt, or as x.control.mp4 in a shard"
+        )
+    return dataset
 
 
 def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:

@@ -1,4 +1,4 @@
-"""Encodes a batch to the inputs of the transformer: latents, text embeddings, image latents.
+"""Encodes a batch to the inputs of the transformer: latents, text embeddings, conditions.
 
 The frozen first stage (video autoencoder) and text encoder are built on first use, so batches that
 already hold latents and embeddings never load them.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.config.arguments import Condition
 from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
@@ -53,9 +54,9 @@ class Encoder:
     build_first_stage, build_text_encoder: build the frozen modules on the device; called on first use.
     scale_factor: latents = scale_factor * sample of the first stage. image_scale: the same for image
     latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
-    image_input: image-to-video; the first frame is encoded to image latents, followed by zeros or,
-    with image_on_all_frames, repeated. *_dropout: fraction of samples whose image latents or text
-    embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
+    conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
+    zeros or, with image_on_all_frames, repeated; control: a video is encoded as the clip. *_dropout:
+    fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
     encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
     captions of training data, and not for first frames and prompts that are sampled. device: where the
@@ -72,9 +73,10 @@ class Encoder:
         image_scale: float | None = None,
         patch: PatchSize,
         latent_input: bool = False,
-        image_input: bool = False,
+        conditions: Sequence[Condition] = (),
         image_on_all_frames: bool = False,
         image_dropout: float = 0.0,
+        condition_dropout: float = 0.0,
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
         before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
@@ -89,14 +91,19 @@ class Encoder:
         self.scale_factor, self.patch = scale_factor, patch
         self.image_scale = scale_factor if image_scale is None else image_scale
         self.latent_input = latent_input
-        self.image_input, self.image_on_all_frames = image_input, image_on_all_frames
-        self.image_dropout, self.text_dropout = image_dropout, text_dropout
+        self.conditions, self.image_on_all_frames = tuple(conditions), image_on_all_frames
+        self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
+        self.text_dropout = text_dropout
         self.samples_at_a_time = samples_at_a_time
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
         self.overrides = overrides
         self._device, self._is_brief = device, is_brief
         self._weights: dict[Any, HostWeights] = {}  # by module
+
+    @property
+    def image_input(self) -> bool:
+        return "image" in self.conditions
 
     @property
     def first_stage(self) -> FirstStage:
@@ -195,21 +202,27 @@ class Encoder:
         # The first clips choose how they are encoded by the memory that the text encoder leaves free.
         text = self._text(batch, rng)
         pixels, latents = self._latents(batch, rng)
-        image = self._image_latents(batch, pixels, latents, rng) if self.image_input else None
+        found = []
+        for name in self.conditions:
+            if name == "image":
+                values = self._image_latents(batch, pixels, latents, rng)
+            else:
+                values = pad_latent_frames(self._control_latents(batch, rng), self.patch)
+            if has_dropout and self.dropouts[name] > 0:
+                values = _dropped(values, rng.uniform(f"{name}_dropout") < self.dropouts[name])
+            found.append(values)
         if has_dropout and self.text_dropout > 0:
             # Drawn by the slot in the global batch: the same on every parallel layout.
             text = _dropped(text, rng.uniform("text_dropout") < self.text_dropout)
-        if has_dropout and image is not None and self.image_dropout > 0:
-            image = _dropped(image, rng.uniform("image_dropout") < self.image_dropout)
-        return latents, Conditioning(text=text, image_latents=image)
+        return latents, Conditioning(text=text, condition_latents=join_conditions(found))
 
     @torch.no_grad()
     def encode_batch(self, batch: dict, rng: SlotRandom) -> dict:
         """Return a batch on the device with encodings in place of pixels, captions and moments.
 
         They are those that a call draws from `rng`: "encoded_videos" [B, C, T, h, w], scaled, in
-        float32, "prompt_embedding" [B, L, E] and, for image-to-video, "images" [B, 3, H, W] in
-        [-1, 1], where the batch has images.
+        float32, "prompt_embedding" [B, L, E], for image-to-video "images" [B, 3, H, W] in [-1, 1], where
+        the batch has images, and of a control "control_latents", as encoded_videos.
         """
         text = self._text(batch, rng)
         pixels, latents = self._unpadded_latents(batch, rng)
@@ -218,7 +231,16 @@ class Encoder:
             encoded["images"] = in_unit_range(batch["images"])
         elif self.image_input and pixels is not None:
             encoded["images"] = pixels[:, :, 0]
-        replaced = ("mp4", "latent_mean", "latent_logvar")
+        if "control" in self.conditions:
+            encoded["control_latents"] = self._control_latents(batch, rng)
+        replaced = (
+            "mp4",
+            "latent_mean",
+            "latent_logvar",
+            "control",
+            "control_mean",
+            "control_logvar",
+        )
         return {key: value for key, value in batch.items() if key not in replaced} | encoded
 
     def num_frames(self, batch: dict) -> int:
@@ -363,6 +385,28 @@ class Encoder:
             image = self.encode_image(add_first_frame_noise(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
 
+    def _control_latents(self, batch: dict, rng: SlotRandom) -> Tensor:
+        """Return the scaled latents of the control video [B, C, T, h, w], without padding."""
+        if "control_latents" in batch:
+            return batch["control_latents"].float()
+        purpose = "control_first_stage"
+        if "control_mean" in batch:  # [B, C, T, h, w], not scaled
+            moments = Moments(batch["control_mean"], batch.get("control_logvar"))
+            return self._sample(moments, rng, purpose, self.scale_factor)
+        if "control" not in batch:
+            raise ValueError(
+                "model.conditions has control, but the batch has neither control nor control_latents; "
+                "use a data set that returns one of them"
+            )
+        return self.encode_video(batch["control"].transpose(1, 2), rng, purpose)
+
+    @torch.no_grad()
+    def encode_control(self, pixels: Tensor) -> Tensor:
+        """Encode control videos [B, 3, F, H, W] in [-1, 1] for sampling: the scaled means of their
+        latents [B, C, T, h, w], padded to whole patches."""
+        latents = self.encode_moments(pixels).mean.float() * self.scale_factor
+        return pad_latent_frames(self._broadcast_within_model(latents), self.patch)
+
     def pad_to_frames(self, image: Tensor, num_frames: int) -> Tensor:
         """Extend image latents [B, C, 1, h, w] to `num_frames` latent frames [B, C, T, h, w]."""
         if self.image_on_all_frames:
@@ -382,6 +426,13 @@ class Encoder:
             latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
             parts = latents.split(self.samples_at_a_time or len(latents))
             return torch.cat([self.first_stage.decode(part).float() for part in parts])
+
+
+def join_conditions(found: Sequence[Tensor]) -> Tensor | None:
+    """Join the channels of conditions [B, C, T, h, w]; None if there are none."""
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.cat([each.float() for each in found], dim=1)
 
 
 def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) -> Moments:

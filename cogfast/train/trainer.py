@@ -255,6 +255,9 @@ class Trainer:
                 "data": counted(len(self.datasets.train), "sample"),
                 "steps": f"{self.step} to {self.num_steps}",
                 "model": f"{layers} of width {config.hidden_size}",
+                **(
+                    {"conditions": ", ".join(inputs)} if (inputs := self.encoder.conditions) else {}
+                ),
                 "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
                 **({} if config.adapters is None else {"adapters": config.adapters}),
                 "learning rate": rate,

@@ -258,7 +258,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch) -> FirstStep:
         latents, conditioning = encode(self, batch, rng, has_dropout)
         if seen.batch is None:
             seen.batch, seen.latents, seen.text = batch, latents, conditioning.text
-            seen.image_latents = conditioning.image_latents
+            seen.image_latents = conditioning.condition_latents
         return latents, conditioning
 
     def loss_and_note(self, *inputs):

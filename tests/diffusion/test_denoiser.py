@@ -29,7 +29,7 @@ def test_denoised_equals_upstream(golden, shift, level):
     case = {k.removeprefix(f"shift{shift}."): v for k, v in stored.items() if str(shift) in k}
     seen = {}
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen.update(x=x, t=timesteps, text=text)
         return ours(case["network_output"])
 
@@ -48,7 +48,7 @@ def test_timestep_is_the_nearest_one_when_none_is_given():
     denoiser = video_denoiser()
     seen = []
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen.append(timesteps)
         return torch.zeros_like(x)
 
@@ -62,7 +62,7 @@ def test_network_dtype_does_not_touch_the_arithmetic():
     denoiser = video_denoiser()
     noised = torch.randn(2, 4, 1, 2, 2)
     level = denoiser.table.values[torch.tensor([0, 400])]
-    network = lambda x, t, text, image_latents=None, ofs=None: torch.zeros_like(x).bfloat16()
+    network = lambda x, t, text, condition_latents=None, ofs=None: torch.zeros_like(x).bfloat16()
     out = denoiser.denoise(network, noised, level, TEXT)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, noised * level.view(2, 1, 1, 1, 1), rtol=0, atol=0)
@@ -70,11 +70,11 @@ def test_network_dtype_does_not_touch_the_arithmetic():
 
 def test_conditioning_reaches_the_network():
     image, ofs = torch.randn(3, 2, 1, 2, 2), torch.tensor([2.0])
-    given = Conditioning(text=TEXT.text, image_latents=image, ofs=ofs)
+    given = Conditioning(text=TEXT.text, condition_latents=image, ofs=ofs)
     seen = {}
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
-        seen.update(image=image_latents, ofs=ofs)
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
+        seen.update(image=condition_latents, ofs=ofs)
         return torch.zeros_like(x)
 
     video_denoiser().denoise(network, torch.randn(3, 2, 1, 2, 2), torch.full((3,), 0.5), given)

@@ -65,14 +65,14 @@ def test_dynamic_guider_applies_its_scale():
 def test_inputs_put_the_unconditional_first(guider):
     one, two = torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0)
     image, noise = torch.full((2, 1, 1, 1, 1), 3.0), torch.full((2, 1, 1, 1, 1), 4.0)
-    cond = Conditioning(text=one, image_latents=image, ofs=torch.tensor([2.0]))
-    uncond = Conditioning(text=two, image_latents=noise, ofs=torch.tensor([5.0, 6.0]))
+    cond = Conditioning(text=one, condition_latents=image, ofs=torch.tensor([2.0]))
+    uncond = Conditioning(text=two, condition_latents=noise, ofs=torch.tensor([5.0, 6.0]))
     given = guider.inputs(cond, uncond)
     assert given.text[:, 0, 0].tolist() == [2, 2, 1, 1]
-    assert given.image_latents.flatten().tolist() == [4, 4, 3, 3]
+    assert given.condition_latents.flatten().tolist() == [4, 4, 3, 3]
     assert given.ofs.tolist() == [5, 6, 2, 2]
     bare = guider.inputs(Conditioning(one), Conditioning(two))
-    assert bare.image_latents is None and bare.ofs is None
+    assert bare.condition_latents is None and bare.ofs is None
     assert guider.batch_factor == 2
 
 

@@ -33,7 +33,7 @@ def draws() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
 
 
-def toy_network(x, timesteps, text, image_latents=None, ofs=None):
+def toy_network(x, timesteps, text, condition_latents=None, ofs=None):
     return torch.tanh(x) * 0.3 + 0.05 * torch.sin(timesteps / 100).view(-1, 1, 1, 1, 1)
 
 
@@ -60,7 +60,7 @@ def test_loss_equals_upstream(golden, shift, offset):
     loss, denoiser = parts(shift, offset_noise_level=offset)
     seen = {}
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen.update(x=x, t=timesteps)
         return ours(case["network_output"])
 
@@ -104,7 +104,7 @@ def test_bf16_network_and_latents_really_get_noise(t):
     idx = torch.full((4,), t)
     seen = {}
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen["x"] = x
         return toy_network(x.bfloat16(), timesteps, text)
 
@@ -148,7 +148,7 @@ def test_fixed_frames_stay_clean_and_do_not_count():
     x0, noise = draws()
     seen = {}
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen["x"] = x
         return toy_network(x, timesteps, text)
 

@@ -29,7 +29,7 @@ def video_denoiser() -> DiscreteDenoiser:
     return DiscreteDenoiser(VideoScaling(), SCHEDULE)
 
 
-def golden_network(x, timesteps, text, image_latents=None, ofs=None):
+def golden_network(x, timesteps, text, condition_latents=None, ofs=None):
     by_sample = 0.05 * torch.sin(timesteps / 100) + 0.1 * text.mean((1, 2))
     return torch.tanh(x) * 0.3 + by_sample.view(-1, 1, 1, 1, 1)
 
@@ -49,7 +49,7 @@ def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
     seen = {"net_in": [], "idx": [], "sigma": [], "denoised": []}
     denoise = denoiser.denoise
 
-    def network(x, timesteps, text, image_latents=None, ofs=None):
+    def network(x, timesteps, text, condition_latents=None, ofs=None):
         seen["net_in"].append(x[:2])
         seen["idx"].append(timesteps.float())
         return golden_network(x, timesteps, text)
@@ -117,7 +117,7 @@ def test_fixed_frames_stay(sampler_class):
     x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     seen = []
 
-    def network(latents, timesteps, text, image_latents=None, ofs=None):
+    def network(latents, timesteps, text, condition_latents=None, ofs=None):
         seen.append(latents[:, :, :1])
         return golden_network(latents, timesteps, text)
 
@@ -132,7 +132,7 @@ def test_sdedit_noises_the_fixed_frames_to_the_level_of_each_step():
     x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     seen = []
 
-    def network(latents, timesteps, text, image_latents=None, ofs=None):
+    def network(latents, timesteps, text, condition_latents=None, ofs=None):
         seen.append(latents[:, :, :1])
         return golden_network(latents, timesteps, text)
 
@@ -160,7 +160,7 @@ def test_with_num_steps_changes_the_guiders_ramp_as_well():
 
 def test_sampling_makes_no_gradients():
     weight = torch.ones(1, requires_grad=True)
-    network = lambda x, t, text, image_latents=None, ofs=None: x * weight
+    network = lambda x, t, text, condition_latents=None, ofs=None: x * weight
     out = VideoDDIMSampler(SCHEDULE, 2)(video_denoiser(), network, torch.randn(1, 1, 1, 2, 2), TEXT)
     assert not out.requires_grad
 

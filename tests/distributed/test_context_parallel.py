@@ -62,11 +62,11 @@ def loss_of(transformer: DiffusionTransformer, name: str) -> dict[str, Tensor]:
     size = (t * patch.t, h * patch.h, w * patch.w)
     image = config.in_channels - config.out_channels
     latents = torch.randn(case.batch, config.in_channels - image, *size, generator=draw)
-    image_latents = torch.randn(case.batch, image, *size, generator=draw) if image else None
+    condition_latents = torch.randn(case.batch, image, *size, generator=draw) if image else None
     width = config.text_hidden_size
     text = torch.randn(case.batch, config.text_length, width, generator=draw)
     timesteps = torch.tensor([3.0, 700.0])[: case.batch]
-    output = transformer(latents, timesteps, text, image_latents).float()
+    output = transformer(latents, timesteps, text, condition_latents).float()
     (output * torch.randn(output.shape, generator=draw)).sum().backward()
     named = transformer.named_parameters()
     gradients = {n: p.grad.float() for n, p in named if p.grad is not None}

@@ -143,7 +143,7 @@ def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch,
         with torch.no_grad():
             found = trainer.compute_loss(dict(batch))
             expected = reference.loss(
-                latents, batch["prompt_embedding"], given.image_latents, t, noise
+                latents, batch["prompt_embedding"], given.condition_latents, t, noise
             )
         tolerance = 1e-6 if min(times) >= 50 else 5e-5
         assert found.item() == pytest.approx(expected.item(), rel=tolerance), times

@@ -83,7 +83,7 @@ def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
 
 def test_missing_image_latents_are_named() -> None:
     given = inputs("5b_i2v")
-    del given["image_latents"]
+    del given["condition_latents"]
     with pytest.raises(ValueError, match="have 16 channels together, .* in_channels=32; an I2V"):
         tiny("5b_i2v")(**given)
 

@@ -43,8 +43,8 @@ def run_diffusers(name: str, model: torch.nn.Module, given: dict) -> torch.Tenso
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
     latents = given["latents"]
-    if "image_latents" in given:
-        latents = torch.cat([latents, given["image_latents"]], dim=1)
+    if "condition_latents" in given:
+        latents = torch.cat([latents, given["condition_latents"]], dim=1)
     rotary = None
     if name.startswith("5b"):
         rotary = get_3d_rotary_pos_embed(64, ((0, 0), (4, 6)), (4, 6), 4)

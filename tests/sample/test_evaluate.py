@@ -86,7 +86,7 @@ def hand_computed(trainer: Trainer, num_samples: int) -> list[float]:
             noised = a * x0.double() + (1 - a**2).sqrt() * noise
             text = encoder.text_encoder([item["txt"]])
             with torch.no_grad():
-                v = transformer(noised.float(), idx, text, image_latents=image).double()
+                v = transformer(noised.float(), idx, text, condition_latents=image).double()
             # The video loss weighs the error of x0 with 1 / (1 - a^2): that of v, unweighted.
             bands[band] += (v - (a * noise - (1 - a**2).sqrt() * x0.double())).square().mean()
     return (bands / num_samples).tolist()

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
+    CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
@@ -26,11 +27,11 @@ PROMPT = "a red block moves right over grey"
 STEPS, SCALE, SEED = 10, 3.0, 7
 
 
-def transformer_of(family: str) -> CogVideoXTransformer3DModel:
+def transformer_of(family: str, in_channels: int | None = None) -> CogVideoXTransformer3DModel:
     is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
     model = CogVideoXTransformer3DModel(
         num_attention_heads=2,
-        in_channels=32 if is_i2v else 16,
+        in_channels=in_channels or (32 if is_i2v else 16),
         out_channels=16,
         ofs_embed_dim=512 if is_15 and is_i2v else None,
         text_embed_dim=WIDTH,
@@ -88,7 +89,7 @@ class Pipelines:
             negative_prompt_embeds=torch.zeros_like(text) if negative is None else encode(negative),
             height=size[0],
             width=size[1],
-            num_frames=num_frames,
+            **({} if "control_video" in options else {"num_frames": num_frames}),
             num_inference_steps=STEPS,
             guidance_scale=SCALE,
             latents=noise.transpose(1, 2),
@@ -123,3 +124,15 @@ def write_pipelines(folder: Path) -> Pipelines:
             scheduler=scheduler,
         ).save_pretrained(folder / family)
     return Pipelines(folder)
+
+
+def write_control_pipeline(pipelines: Pipelines, family: str, folder: Path) -> Path:
+    """Write the pipeline of a family with the network of CogVideoX-Fun's control models, with twice the
+    channels and without a learned position table."""
+    other = pipelines.load(family)
+    parts = {
+        name: getattr(other, name) for name in ("tokenizer", "text_encoder", "vae", "scheduler")
+    }
+    parts["transformer"] = transformer_of(family, in_channels=32)
+    CogVideoXFunControlPipeline(**parts).save_pretrained(folder)
+    return folder

@@ -67,5 +67,5 @@ def inputs(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
         "text": draw(2, 10, 32),
     }
     if "i2v" in name:
-        given["image_latents"] = draw(2, 16, 4, 8, 12)
+        given["condition_latents"] = draw(2, 16, 4, 8, 12)
     return given

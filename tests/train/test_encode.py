@@ -75,7 +75,7 @@ def test_latents_are_the_scaled_sample() -> None:
     noise = RNG.normal("first_stage", mean.shape)
     torch.testing.assert_close(latents, SCALE * (mean + STD * noise), rtol=0, atol=1e-6)
     assert conditioning.text[:, 0, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert conditioning.image_latents is None
+    assert conditioning.condition_latents is None
 
 
 def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
@@ -94,7 +94,7 @@ def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
     whole, split = encoder(image_input=True), encoder(image_input=True, samples_at_a_time=at_a_time)
     expected, found = whole(clips(), RNG), split(clips(), RNG)
     assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1].image_latents, expected[1].image_latents)
+    assert torch.equal(found[1].condition_latents, expected[1].condition_latents)
     parts = {None: [4], 1: [1] * 4, 3: [3, 1]}[at_a_time]
     assert split.first_stage.calls == parts * 2  # the clips, the first frames
     assert torch.equal(split.decode(found[0], 9), whole.decode(found[0], 9))
@@ -111,7 +111,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
         one, given = built(only(batch, i), alone)
         assert torch.equal(one[0], latents[i])
         assert torch.equal(given.text[0], conditioning.text[i])
-        assert torch.equal(given.image_latents[0], conditioning.image_latents[i])
+        assert torch.equal(given.condition_latents[0], conditioning.condition_latents[i])
 
 
 def test_dropouts_follow_their_draws_and_evaluation_has_none() -> None:
@@ -121,10 +121,10 @@ def test_dropouts_follow_their_draws_and_evaluation_has_none() -> None:
     assert no_text.any() and not no_text.all()
     assert no_image.any() and not no_image.all()
     assert ((conditioning.text == 0).flatten(1).all(dim=1) == no_text).all()
-    assert ((conditioning.image_latents == 0).flatten(1).all(dim=1) == no_image).all()
+    assert ((conditioning.condition_latents == 0).flatten(1).all(dim=1) == no_image).all()
     _, conditioning = built(clips(), RNG, has_dropout=False)
     assert (conditioning.text != 0).all()
-    assert (conditioning.image_latents[:, :, 0] != 0).all()
+    assert (conditioning.condition_latents[:, :, 0] != 0).all()
 
 
 def test_a_dropped_caption_leaves_no_infinity_or_nan() -> None:
@@ -146,7 +146,7 @@ def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     image = SCALE * (pooled(frame) + STD * noise)
     behind = image if on_all_frames else torch.zeros_like(image)
     wanted = torch.cat([image, behind, behind], dim=2)
-    torch.testing.assert_close(conditioning.image_latents, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(conditioning.condition_latents, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [SCALE, 1.0, 1 / SCALE])
@@ -173,7 +173,7 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
         encoded | cached,
     ):
         latents, conditioning = built(given, RNG)
-        found = conditioning.image_latents[:, :, :1]
+        found = conditioning.condition_latents[:, :, :1]
         torch.testing.assert_close(found, scale * z, rtol=0, atol=1e-6)
         plain, _ = encoder(image_input=True)(given, RNG)
         assert torch.equal(latents, plain)
@@ -234,7 +234,7 @@ def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
     counts, num_steps = torch.zeros(4, 3), 300
     for step in range(num_steps):
         rng = SlotRandom(3, step, [0, 1, 2, 3], 4)
-        image = built(batch, rng)[1].image_latents
+        image = built(batch, rng)[1].condition_latents
         assert image.shape[2] == 4 and not image[:, :, 1:].any()  # padded for 1.5
         noise = rng.normal("image_first_stage", (4, 2, 1, 6, 6))
         wanted = SCALE * (mean + (std or 0) * noise[:, None])
@@ -247,12 +247,12 @@ def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
         if step < 5:
             for half in ([0, 1], [2, 3]):  # as two ranks have them
                 own = {key: value[half] for key, value in batch.items()}
-                found = built(own, SlotRandom(3, step, half, 4))[1].image_latents
+                found = built(own, SlotRandom(3, step, half, 4))[1].condition_latents
                 assert torch.equal(found, image[half])
     # 80 of each are expected, give or take 8: five of these away is one in a million.
     assert (counts - num_steps * 0.8 / 3).abs().max() < 40
     _, conditioning = built(batch, RNG, has_dropout=False)
-    assert (conditioning.image_latents[:, :, 0] != 0).all()
+    assert (conditioning.condition_latents[:, :, 0] != 0).all()
 
 
 def test_padding_of_1_5_copies_the_first_latent_frame() -> None:
@@ -265,8 +265,8 @@ def test_padding_of_1_5_copies_the_first_latent_frame() -> None:
     assert latents.shape[2] == 6
     assert torch.equal(latents[:, :, 1:], plain)
     assert torch.equal(latents[:, :, 0], plain[:, :, 0])
-    assert (conditioning.image_latents[:, :, 0] != 0).all()
-    assert (conditioning.image_latents[:, :, 1:] == 0).all()
+    assert (conditioning.condition_latents[:, :, 0] != 0).all()
+    assert (conditioning.condition_latents[:, :, 1:] == 0).all()
 
 
 def test_decoding_drops_the_padding() -> None:
@@ -292,8 +292,8 @@ def test_latent_input_is_scaled_and_brings_its_own_image() -> None:
         built({"mp4": raw, "txt": ["a"] * 4}, RNG)
     image = torch.randn(4, 2, 1, 6, 6)
     _, conditioning = built({"mp4": raw, "txt": ["a"] * 4, "image_latents": image}, RNG)
-    assert torch.equal(conditioning.image_latents[:, :, :1], image)
-    assert (conditioning.image_latents[:, :, 1:] == 0).all()
+    assert torch.equal(conditioning.condition_latents[:, :, :1], image)
+    assert (conditioning.condition_latents[:, :, 1:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
@@ -311,7 +311,7 @@ def test_encoded_batches_may_bring_images(dtype: torch.dtype) -> None:
     assert torch.equal(conditioning.text, batch["prompt_embedding"])
     sigma = (-3.0 + 0.5 * RNG.normal("image_noise_strength", (4, 1, 1, 1, 1))).exp()
     frame = unit[:, :, None] + sigma * RNG.normal("image_noise", (4, 3, 1, 16, 16))
-    torch.testing.assert_close(conditioning.image_latents[:, :, :1], SCALE * pooled(frame))
+    torch.testing.assert_close(conditioning.condition_latents[:, :, :1], SCALE * pooled(frame))
     assert built.num_frames(batch) == 9
 
 

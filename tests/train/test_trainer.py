@@ -156,7 +156,7 @@ def test_loss_is_the_formula(tmp_path: Path, data: Path) -> None:
     a = loss_fn.sigma_sampler.alpha_sqrt(idx).double().view(-1, 1, 1, 1, 1)
     noised = a * latents.double() + (1 - a**2).sqrt() * rng.normal("noise", latents.shape).double()
     with torch.no_grad():
-        v = trainer.engine.transformer(noised.float(), idx, text, image_latents=image).double()
+        v = trainer.engine.transformer(noised.float(), idx, text, condition_latents=image).double()
         wanted = ((a * noised - (1 - a**2).sqrt() * v - latents.double()) ** 2).flatten(1).mean(1)
         wanted = (wanted / (1 - a.flatten() ** 2)).mean()
         found = trainer.compute_loss(batch)

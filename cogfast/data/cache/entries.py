@@ -208,11 +208,12 @@ class CachedVideos(CaptionedVideos):
 
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
     uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
-    "noised_image_logvar", "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
+    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control),
+    "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
     "num_padded"}.
 
     videos: the data set that this one replaces. entries: those of "video" and of "text". keys: of the
-    samples' clips.
+    samples' clips. control_keys: of their controls, where they have any.
     """
 
     def __init__(
@@ -220,18 +221,21 @@ class CachedVideos(CaptionedVideos):
         videos: CaptionedVideos,
         entries: Mapping[str, Entries],
         keys: Sequence[str],
+        control_keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
-        self.entries, self.keys = entries, keys
+        self.entries, self.keys, self.control_keys = entries, keys, control_keys
 
     def __getitem__(self, index: int) -> dict:
         caption = self.captions[index]
         clip = self._entry("video", self.keys[index], index)
         text = self._entry("text", hash_text(caption), index)
-        if "logvar" in clip:  # one number for all of an entry that has one sample of the latents
-            clip["logvar"] = clip["logvar"].expand(clip["mean"].shape)
+        found = {name: clip[stored] for name, stored in _STORED.items() if stored in clip}
+        if self.control_keys is not None:
+            control = self._entry("video", self.control_keys[index], index)
+            found |= {f"control_{n}": control[n] for n in ("mean", "logvar") if n in control}
         return {
-            **{name: clip[stored] for name, stored in _STORED.items() if stored in clip},
+            **found,
             "prompt_embedding": text["embedding"],
             "txt": caption,
             **{name: clip[name].item() for name in NUMBERS},
@@ -245,7 +249,12 @@ class CachedVideos(CaptionedVideos):
 
     def _entry(self, kind: str, key: str, index: int) -> dict[str, Tensor]:
         try:
-            return self.entries[kind].read(key)
+            entry = self.entries[kind].read(key)
+            if (
+                "logvar" in entry
+            ):  # one number for all of an entry that has one sample of the latents
+                entry["logvar"] = entry["logvar"].expand(entry["mean"].shape)
+            return entry
         except FileNotFoundError:
             reason = f"its {kind} entry is gone from the latent cache; run `cogfast cache` again"
         except BadEntry as error:

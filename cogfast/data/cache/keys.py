@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -45,19 +45,20 @@ def used_samples(videos: CaptionedVideos) -> list[int]:
     return np.flatnonzero(is_used).tolist()
 
 
-def source_files(videos: CaptionedVideos, indices: Iterable[int]) -> Files:
-    """Return the files that samples are read from: a video each, and images of their own."""
+def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
+    """Return the files that samples are read from: a video each, and images and controls of their own."""
     clips, found = videos.clips, {}
     for index in indices:
         place = (-1, -1) if clips.places is None else tuple(clips.places[index].tolist())
         found[clips.files[index]] = () if place[0] < 0 else place
         if clips.images is not None and clips.images[index]:
             found[clips.images[index]] = ()
-    return found
+    return found if videos.controls is None else found | source_files(videos.controls, indices)
 
 
 def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
-    """The key of a sample's clip: a hash of its file's content and of its own settings.
+    """The key of a sample's clip: a hash of its file's content and of its own settings. Controls have
+    keys of their own: those of samples of `videos.controls`.
 
     Copies of a file, even in different data sets, share an entry.
     """

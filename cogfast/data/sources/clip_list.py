@@ -35,7 +35,14 @@ class PackedStrings(Sequence[str]):
 
 SPLITS = ("train", "valid", "test")
 # Values that stand for a missing column where sources with and without it are joined.
-_NONE = {"spans": np.nan, "fps": np.nan, "weights": 1.0, "splits": 0, "places": -1}
+_NONE = {
+    "spans": np.nan,
+    "fps": np.nan,
+    "weights": 1.0,
+    "splits": 0,
+    "places": -1,
+    "control_places": -1,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +58,8 @@ class ClipList:
     splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
+    controls: PackedStrings | None = None  # a control video for each clip, named as files; "": none
+    control_places: np.ndarray | None = None  # those of the controls, as places
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
 
     def __len__(self) -> int:

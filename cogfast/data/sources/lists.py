@@ -10,14 +10,18 @@ from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.folders import text_lines
 from cogfast.data.sources.manifest import table_hint
 
-_WHAT = {"caption_column": "caption", "image_column": "image"}
+_WHAT = {
+    "caption_column": "caption",
+    "image_column": "image",
+    "control_column": "control video",
+}
 
 
 def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipList:
     """Read the samples of a folder; ValueError that names file and line of a fault.
 
-    files: the list of `video_column`, of `caption_column` and, where there is one, of
-    `image_column`. Paths are relative to the list that names them.
+    files: the list of `video_column`, of `caption_column` and, where there are any, of
+    `image_column` and `control_column`. Paths are relative to the list that names them.
     """
     raw = {key: _read(key, file) for key, file in files.items()}
     if not allow_empty_captions:
@@ -41,7 +45,7 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
                 f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
     columns = {}
-    for key in ("video_column", "image_column"):
+    for key in ("video_column", "image_column", "control_column"):
         if key in lines:
             paths = [str(files[key].parent / line) for line in lines[key]]
             _refuse_missing(files[key], raw[key], paths)
@@ -50,6 +54,7 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
         files=columns["video_column"],
         captions=PackedStrings(captions),
         images=columns.get("image_column"),
+        controls=columns.get("control_column"),
     )
 
 

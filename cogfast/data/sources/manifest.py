@@ -2,7 +2,7 @@
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
-image (first frame for image-to-video), weight (how often an epoch reads the sample) and split
+image (first frame for image-to-video), control (a control video, also as control_file_path), weight (how often an epoch reads the sample) and split
 (train, valid or test). Paths are relative to the file.
 """
 
@@ -35,7 +35,7 @@ TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
 _OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
-_COLUMNS = ("path", "caption", *_NUMBERS, "image", "split")
+_COLUMNS = ("path", "caption", *_NUMBERS, "image", "control", "split")
 # Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
 _CAPTIONS = ("caption", "prompt", "text")
@@ -44,6 +44,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     **{name: (name,) for name in (*_COLUMNS, "type")},
     "path": _PATHS,
     "caption": _CAPTIONS,
+    "control": ("control", "control_file_path"),  # VideoX-Fun's
 }
 _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
@@ -91,7 +92,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
-    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
+    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": [], "control": []}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, empty, gone, num_pictures = [], [], [], 0
     for place, row in _rows_of(file):
@@ -99,7 +100,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if row.get("type") == "image":
             num_pictures += 1
             continue
-        path, caption, image = (
+        path, caption, *others = (
             _text(next((row[name] for name in _NAMES[n] if name in row), None), f"{where}: {n}")
             for n in texts
         )
@@ -116,7 +117,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if not os.path.isfile(texts["path"][-1]):
             gone.append(f"{place}: {texts['path'][-1]}")
         texts["caption"].append(caption)
-        texts["image"].append(str(file.parent / image) if image else "")
+        for name, other in zip(("image", "control"), others, strict=True):
+            texts[name].append(str(file.parent / other) if other else "")
         for name, missing in _NUMBERS.items():
             numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
@@ -148,6 +150,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),
         images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
+        controls=PackedStrings(texts["control"]) if any(texts["control"]) else None,
         spans=None if np.isnan(spans).all() else spans,
         fps=None if np.isnan(fps).all() else fps,
         weights=None if (weights == 1).all() else weights,

@@ -57,6 +57,7 @@ def load_transformer(
     allow_missing: bool = False,
     shards: Mapping[str, Shard] | None = None,
     held: Mapping[str, Target] | None = None,
+    new_channels: bool = False,
 ) -> LoadReport:
     """Copy the weights at `path` into the transformer and return a report.
 
@@ -64,17 +65,27 @@ def load_transformer(
     transformer folder; a run of cogfast or one of its checkpoints. ema: load the moving average; None:
     that of a run, if it has one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
-    weights in fp16. shards: the shard that the transformer holds of a parameter, by name. held: weights that are no parameters, by name. ValueError for
-    another member of the family and for damage.
+    weights in fp16. shards: the shard that the transformer holds of a parameter, by name. held: weights that are no parameters, by name. new_channels: input
+    channels that the checkpoint lacks get weights of zero. ValueError for another member of the family and for damage.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
     source = open_source(path, ema)
+    if new_channels:
+        source = with_new_channels(source, transformer.config)
     # With another alpha they would train and sample at another strength.
     if adapters_of(source) is not None:
         check_config(only_adapters(source), transformer.config)
     return load_source(transformer, source, str(path), allow_missing, shards, held)
+
+
+def with_new_channels(source: WeightSource, config: TransformerConfig) -> WeightSource:
+    """Return weights of a model with fewer input channels with zeros for the others of `config`."""
+    name, patch = "patch_embedding.weight", config.patch_size
+    if name not in source.shapes:
+        return source
+    return source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
 
 
 def load_source(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.config.json_files import brief
@@ -77,6 +78,20 @@ class WeightSource:
         """Return these weights with a check of each tensor that is read: it must be finite."""
         check = lambda name, shard: check_finite(self.description, name, self.read(name, shard))
         return replace(self, read=check)
+
+    def with_channels(self, name: str, num_inputs: int) -> WeightSource:
+        """Return these weights with zeros behind the inputs of the linear `name`, [M, num_inputs]."""
+        rows, inputs = self.shapes[name]
+        if inputs >= num_inputs:
+            return self
+
+        def read(other: str, shard: Shard | None) -> Tensor:
+            found = self.read(other, shard)
+            return F.pad(found, (0, num_inputs - inputs)) if other == name else found
+
+        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
+        shapes = self.shapes | {name: (rows, num_inputs)}
+        return replace(self, read=read, shapes=shapes, facts=facts)
 
     @property
     def alpha(self) -> float:

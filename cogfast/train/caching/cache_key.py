@@ -44,7 +44,7 @@ def cache_specs(
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
-    has_image = ModelArguments.from_config(config).noised_image_input
+    has_image = "image" in ModelArguments.from_config(config).inputs
     number = args.cached_noised_images
     chunks = _encode_chunks(config)
     chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}

@@ -147,7 +147,12 @@ class _CacheRun:
         of_videos = dataclasses.replace(args, latent_cache=None)
         found, _ = survey_datasets(assemble_datasets(config, of_videos), of_videos, groups, 1)
         self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]
-        self.clips = [_Clip(videos, i) for videos in self.datasets for i in used_samples(videos)]
+        self.clips = [
+            _Clip(stream, i)
+            for videos in self.datasets
+            for stream in videos.streams
+            for i in used_samples(videos)
+        ]
         self.keys: dict[str, list[str]] = {}  # of the clips, by kind; rank 0 alone has them
         self.trusted: TrustedCache | None = None
         if args.trusted_cache is not None:

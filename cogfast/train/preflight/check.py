@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
-from cogfast.model.weights.load import check_depth_and_width, check_family
+from cogfast.model.weights.load import check_depth_and_width, check_family, with_new_channels
 from cogfast.model.weights.open import open_source
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.prompt_files import given_prompts
@@ -37,6 +37,7 @@ from cogfast.sample.sizes import open_image
 from cogfast.train.assembly import video_data
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
+from cogfast.train.preflight.conditions import check_conditions, check_given, check_stated
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
@@ -175,9 +176,9 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         text += "orthogonalize the two factors of an adapter, not what they change together"
         refuse(config, "deepspeed.optimizer.type", f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(config, args, model, network)
-    _check_image_input(config, model, network)
+    check_conditions(config, model, network)
     _check_data(config, args, model, network)
-    _check_evaluation(config, args, takes_image=model.noised_image_input)
+    _check_evaluation(config, args, takes_image="image" in model.inputs)
     try_training_parts(config, args)
     _check_adapters(config, args)
 
@@ -198,13 +199,14 @@ def check_cache(config: Config) -> None:
     _check_precision(config, args)
     network = _network(config)
     _check_pipeline(config, args, network)
-    _check_image_input(config, model, network)
+    check_conditions(config, model, network)
     _check_data(config, args, model, network)
 
 
-def check_sample(config: Config, weights: str | None = None, has_images: bool = False) -> None:
-    """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load."""
-    args = TrainArguments.from_config(config)
+def check_sample(config: Config, weights: str | None = None, given: Sequence[str] = ()) -> None:
+    """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
+    conditions that prompts have."""
+    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     _refuse_training_keys(config)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
@@ -224,16 +226,8 @@ def check_sample(config: Config, weights: str | None = None, has_images: bool = 
         _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network))
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
-    # Image latents are additional input channels.
-    wants_image = network["in_channels"] > network["out_channels"]
-    if wants_image and not has_images:
-        raise ValueError(
-            "an image-to-video model needs an image; give --image PNG or prompts as prompt@@image"
-        )
-    if has_images and not wants_image:
-        raise ValueError(
-            "a text-to-video model (in_channels=out_channels) does not use an image; leave --image out"
-        )
+    check_conditions(config, model, network)
+    check_given(model, given)
     if args.sampling_image_size is not None:
         check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
     if args.sampling_num_frames is not None:
@@ -374,10 +368,14 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
     try:
         source = open_source(Path(args.load))
         if not source.is_partial:
-            configured = TransformerConfig(**network)
+            configured, model = TransformerConfig(**network), ModelArguments.from_config(config)
             found = identify(source, configured.out_channels)
+            family = Family.of_config(found)
+            if model.new_channels is not None:
+                found = identify(with_new_channels(source, configured), configured.out_channels)
             check_family(f"args.load={args.load}", Family.of_config(found), configured)
             check_depth_and_width(f"args.load={args.load}", source.shapes, configured)
+            check_stated(config, Path(args.load), family)
     except ValueError as error:
         refuse(config, "args.load", str(error))
 
@@ -486,29 +484,13 @@ def _network(config: Config) -> dict[str, Any]:
     """Return the fields of TransformerConfig, after checking the number of input channels."""
     network = transformer_arguments(config.model.network_config.params)
     given, made = network["in_channels"], network["out_channels"]
-    if given not in (made, 2 * made):
+    if given % made or given < made:
         key = f"{NETWORK_KEY}.in_channels"
-        text = f"{key}={given} must equal out_channels={made}, or twice that for image-to-video"
+        text = (
+            f"{key}={given} must equal out_channels={made}, or be a multiple with model.conditions"
+        )
         refuse(config, key, "; ".join(filter(None, (text, derived_models(given, made)))))
     return network
-
-
-def _check_image_input(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
-    takes_image = network["in_channels"] > network["out_channels"]
-    if model.image_latent_scale != "trainer" and not takes_image:
-        text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
-        refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
-    if model.noised_image_input == takes_image:
-        return
-    given = str(model.noised_image_input).lower()
-    refuse(
-        config,
-        "model.noised_image_input",
-        f"model.noised_image_input={given} does not fit in_channels={network['in_channels']} and "
-        f"out_channels={network['out_channels']}: image-to-video models have twice as many input "
-        f"channels; set model.noised_image_input={str(takes_image).lower()}, or use the file of "
-        f"{'a text' if takes_image else 'an image'}-to-video model",
-    )
 
 
 def _check_data(
@@ -521,7 +503,7 @@ def _check_data(
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
                 refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
     key, number = "args.cached_noised_images", args.cached_noised_images
-    if number and not model.noised_image_input:
+    if number and "image" not in model.inputs:
         text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
         refuse(config, key, text)
     if video_data(config) is not None:

@@ -150,7 +150,7 @@ def warn_of_different_schedules(diffusion: Diffusion) -> None:
 def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
     """Warn if the first frame's scale is not that of diffusers' pipeline. is_end: of a run."""
     model = ModelArguments.from_config(config)
-    if not model.noised_image_input:
+    if "image" not in model.inputs:
         return
     patch, load = config.model.network_config.params.patch_size, config.args.get("load")
     stock = stock_scale(not isinstance(patch, int) and patch[0] > 1, Path(load) if load else None)

@@ -34,6 +34,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.image_scale import stock_scale
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.vae import read_vae_config
+from cogfast.train.preflight.conditions import condition_values
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +257,9 @@ def find_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     source = open_source(folder)
     model = identify(source)
     family = Family.of_config(model)
-    if family.is_derived:
-        logger.warning(
-            "%s: %s; it is taken for %s", folder, family.maybe_derived, family.member.name
-        )
     file = CONFIGS / Path(family.member.config_file).name
     values: dict[str, Any] = {"args.load": str(folder), "args.mode": "inference"}
-    values |= _network_values(model)
+    values |= _network_values(model) | condition_values(folder, family)
     # A machine without a GPU runs fp16 weights in float32, which represents them exactly.
     has_gpu = torch.cuda.is_available()
     values["deepspeed.fp16.enabled"] = source.main_dtype == torch.float16 and has_gpu

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,13 @@ def log_commands(
     origin = config.origins.get(f"args.{key}", "")
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    image = " --image PNG" if config.model.get("noised_image_input") else ""
+    inputs = ModelArguments.from_config(config).inputs
+    words = {"image": " --image PNG", "control": " --control VIDEO"}
+    files = "".join(words[name] for name in inputs)
     to = "peft" if is_lora else "diffusers"
     log_facts(
         {
-            "to sample": f"cogfast sample {run} --prompt TEXT{image} --out DIR",
+            "to sample": f"cogfast sample {run} --prompt TEXT{files} --out DIR",
             "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
             "to train on": f"the same command with {resume_words(config, folder)} {more}",
         }

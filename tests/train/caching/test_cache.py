@@ -54,7 +54,7 @@ class Recorder(Trainer):
     def compute_loss(self, batch: dict) -> Tensor:
         latents, conditioning = self.encoder(batch, self._random(batch))
         self.built = (self.encoder._first_stage, self.encoder._text_encoder)
-        given = (latents, conditioning.text, conditioning.image_latents)
+        given = (latents, conditioning.text, conditioning.condition_latents)
         self.seen.append([x for x in given if x is not None])
         self.paths += batch["paths"]
         return super().compute_loss(batch)
@@ -89,8 +89,9 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
     [
         ("1.5_5b_i2v", []),
         ("5b", ["data.params.buckets=[[9, 16, 32], [9, 32, 16]]"]),
+        ("control", [f"model.network_config.params.in_channels={2 * CHANNELS}"]),
     ],
-    ids=["1.5_5b_i2v", "buckets"],
+    ids=["1.5_5b_i2v", "buckets", "control"],
 )
 def test_training_from_the_cache_is_training_from_pixels(
     family: str, arguments: list[str], data: Path, tmp_path: Path
@@ -98,7 +99,24 @@ def test_training_from_the_cache_is_training_from_pixels(
     """Latents, embeddings and noised images bit for bit, over more than an epoch, the losses, and
     the videos sampled in an evaluation."""
     args = {"train_iters": 6, "split": "4,1,0", "num_workers": 1, "eval_interval": 6}
-    base = write_vae_config(tmp_path / "base.yaml", data, family, **args)
+    is_control, has_condition = family == "control", family != "5b"
+    base = write_vae_config(tmp_path / "base.yaml", data, "5b" if is_control else family, **args)
+    if is_control:
+        rows = [
+            {
+                "path": str(data / f"videos/{i}.mp4"),
+                "caption": f"{i}",
+                "control": str(data / f"videos/{j}.mp4"),
+            }
+            for i, j in enumerate([*range(1, NUM_CLIPS), 0])
+        ]
+        listed = tmp_path / "clips.jsonl"
+        listed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        arguments = [*arguments, "model.conditions=[control]", "model.condition_dropout=0.3"]
+        arguments += [
+            f"args.train_data=[{listed}]",
+            "data.target=cogfast.data.datasets.VideoManifest",
+        ]
     cache = f"args.latent_cache={tmp_path / 'latents'}"
     cache_latents(load_config([base], [*arguments, cache]))
     runs = {}
@@ -109,7 +127,7 @@ def test_training_from_the_cache_is_training_from_pixels(
     assert runs["cache"].paths == runs["pixels"].paths
     assert len(set(runs["cache"].paths)) == 16 and len(runs["cache"].paths) == 24
     for found, expected in zip(runs["cache"].seen, runs["pixels"].seen, strict=True):
-        assert len(found) == (3 if family.endswith("i2v") else 2)
+        assert len(found) == (3 if has_condition else 2)
         for tensor, other in zip(found, expected, strict=True):
             assert torch.equal(tensor, other)
     folders = [run_folder(tmp_path / name) for name in ("cache", "pixels")]

@@ -71,6 +71,7 @@ _PIPELINES = (
     "CogVideoXPipeline",
     "CogVideoXVideoToVideoPipeline",
     "CogVideoXImageToVideoPipeline",
+    "CogVideoXFunControlPipeline",
 )
 
 
@@ -198,11 +199,11 @@ def _read_config(folder: Path) -> _Config:
                 f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
             )
     config = check(given, _Config, str(file))
-    _check_pipeline_class(folder, config)
+    _check_pipeline_class(folder)
     return config
 
 
-def _check_pipeline_class(folder: Path, config: _Config) -> None:
+def _check_pipeline_class(folder: Path) -> None:
     """Raise ValueError if the pipeline around a transformer folder gives it other inputs."""
     file = folder.parent / "model_index.json"
     if folder.name != "transformer" or not file.is_file():
@@ -213,14 +214,6 @@ def _check_pipeline_class(folder: Path, config: _Config) -> None:
         raise ValueError(
             f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
             f"make; use a folder of {', '.join(_PIPELINES)}"
-        )
-    # 5B-I2V and 1.5-I2V have these parts; what a text-to-video pipeline cannot run may be anything.
-    is_i2v = config.use_learned_positional_embeddings or config.ofs_embed_dim is not None
-    if "Image" not in kind and not is_i2v and config.in_channels != config.out_channels:
-        raise ValueError(
-            f"{text} is for text-to-video, but the transformer has in_channels={config.in_channels} and "
-            f"out_channels={config.out_channels}: it may be a CogVideoX-Fun control (32) or inpainting "
-            "(33) model, whose inputs cogfast does not make; use a CogVideoX model"
         )
 
 

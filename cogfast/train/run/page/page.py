@@ -308,7 +308,11 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         words += ["args.train_iters=MORE_STEPS"] if is_done else []
         title = "Train on" if is_done else "Resume"
         yield f"{title} from checkpoint {record.checkpoint.name}", " ".join(words)
-        image = " --image FIRST_FRAME.png" if record.plain.get("model.noised_image_input") else ""
+        plain = record.plain
+        image = " --image FIRST_FRAME.png" if plain.get("model.noised_image_input") else ""
+        image += (
+            " --control CONTROL.mp4" if "control" in (plain.get("model.conditions") or ()) else ""
+        )
         prompt = f'--prompt "A PROMPT OF YOUR OWN"{image}'
         yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"

@@ -1,0 +1,133 @@
+"""Checks that the conditions of a configuration, its network and its weights fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments
+from cogfast.config.json_files import read_json
+from cogfast.config.merged_config import refuse
+from cogfast.config.sat_network import NETWORK_KEY
+from cogfast.config.values import show
+from cogfast.model.config import Family, derived_models, num_condition_channels
+
+# Classes in model_index.json that tell which conditions a model has
+_STATED = {
+    "CogVideoXFunControlPipeline": ("control",),
+    "CogVideoXImageToVideoPipeline": ("image",),
+}
+_NAMES = {"image": "an image", "control": "a control video"}
+# Models with each condition, and the option of `cogfast sample` that gives it
+_SAMPLED = {
+    "image": ("an image-to-video model", "--image PNG or prompts as prompt@@image"),
+    "control": ("a control model", "--control VIDEO"),
+}
+
+
+def _list(inputs: Sequence[str]) -> str:
+    return ", ".join(inputs) or "none"
+
+
+def check_conditions(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
+    """Check that model.conditions, noised_image_input and the network's channels fit each other."""
+    inputs, key = model.inputs, "model.conditions"
+    given, made = network["in_channels"], network["out_channels"]
+    shown = f"{key}={show(model.conditions)}"
+    if len(set(inputs)) < len(inputs):
+        refuse(config, key, f"{shown} lists a condition twice; remove one")
+    if model.noised_image_input and "image" not in inputs:
+        text = f"{shown} has no image, but model.noised_image_input=true asks for one"
+        refuse(config, key, f"{text}; set that to false, or add image")
+    if model.image_latent_scale != "trainer" and "image" not in inputs:
+        text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
+        refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
+    if model.condition_dropout > 0 and not set(inputs) - {"image"}:
+        text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
+        fix = "leave it out (noised_image_dropout is that of the image)"
+        refuse(config, "model.condition_dropout", f"{text} {_list(inputs)}; {fix}")
+    is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
+    if model.new_channels is not None and is_frozen:
+        key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
+        text = f"{shown_new}: LoRA does not train the patch embedding, whose new channels would stay zero"
+        refuse(
+            config, key, f"{text}; train all weights, or start from a model that has the channels"
+        )
+    needed = made + num_condition_channels(inputs, made)
+    if given == needed:
+        return
+    sizes = f"in_channels={given} and out_channels={made}"
+    if model.conditions is not None:
+        fix = f"set {NETWORK_KEY}.in_channels={needed}, or the conditions that the model has"
+        refuse(
+            config,
+            key,
+            f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}",
+        )
+    key = "model.noised_image_input"
+    text = f"{key}={show(model.noised_image_input)} does not fit {sizes}"
+    if given == made:
+        fix = f"set {key}=false, or use the file of an image-to-video model"
+    elif given == 2 * made:
+        text += ": the other half of the channels is a first frame or a control video"
+        fix = f"set {key}=true, or model.conditions=[control]"
+    else:
+        text, fix = f"{sizes}: the model has conditions", "name them in model.conditions"
+        text += f" ({derived_models(given, made)})" if derived_models(given, made) else ""
+    refuse(config, key, f"{text}; {fix}")
+
+
+def check_given(model: ModelArguments, given: Sequence[str]) -> None:
+    """Raise ValueError if prompts of `cogfast sample` lack a condition, or have one that is not used."""
+    for name, (model_of, fix) in _SAMPLED.items():
+        if name in model.inputs and name not in given:
+            raise ValueError(f"{model_of} needs {_NAMES[name]}; give {fix}")
+        if name in given and name not in model.inputs:
+            text = f"the model does not use {_NAMES[name]} (its conditions: {_list(model.inputs)})"
+            raise ValueError(f"{text}; leave --{name} out")
+
+
+def stated_conditions(folder: Path, family: Family) -> tuple[str, ...] | None:
+    """Return the conditions of a pipeline's model as its folder tells them; None if it does not.
+
+    The class in model_index.json tells them. CogVideoX-Fun's control models are published with the class
+    of text-to-video; a network that has twice the channels, but no learned position table, is none of
+    image-to-video there (2B has no learned table in any case).
+    """
+    file = folder / "model_index.json"
+    if not file.is_file():
+        return None
+    kind = read_json(file).get("_class_name")
+    if kind in _STATED:
+        return _STATED[kind]
+    if family.in_channels == family.out_channels:
+        return ()
+    is_control = family.is_derived and family.is_rotary and kind == "CogVideoXPipeline"
+    return ("control",) if is_control else None
+
+
+def condition_values(folder: Path, family: Family) -> dict[str, Any]:
+    """Return the keys by which a configuration of the family's member takes the model's conditions."""
+    stated = stated_conditions(folder, family)
+    published = ("image",) if family.member.has_image else ()
+    if stated is None or stated == published:
+        return {}
+    off = {"model.noised_image_input": False} if published else {}
+    return {"model.conditions": list(stated), **off}
+
+
+def check_stated(config: Config, folder: Path, family: Family) -> None:
+    """Raise ValueError if a configuration takes other conditions than the model's folder tells."""
+    model = ModelArguments.from_config(config)
+    inputs, stated = model.inputs, stated_conditions(folder, family)
+    if model.new_channels is not None and stated is not None and stated == inputs[: len(stated)]:
+        return
+    if stated is not None and stated != inputs:
+        kind = read_json(folder / "model_index.json").get("_class_name")
+        raise ValueError(
+            f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
+            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, "
+            "or correct the file"
+        )

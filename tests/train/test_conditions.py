@@ -1,0 +1,280 @@
+"""Control videos: how they are read and encoded, what is refused, and the loss against diffusers' network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import CogVideoXTransformer3DModel
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch import Tensor
+
+from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.slot_random import SlotRandom
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.buckets import survey
+from cogfast.data.datasets import CaptionedVideos, VideoList, VideoManifest, VideoShards
+from cogfast.data.video.clip import Bucket
+from cogfast.diffusion.denoiser import Conditioning
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import assemble_transformer
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.open import open_source
+from cogfast.train.assembly import assemble_datasets, assemble_diffusion
+from tests.data.sources.test_tar_shards import _tar
+from tests.support.pipelines import SIZE, Pipelines, write_control_pipeline
+from tests.support.video_files import constant_rate, decode_all, write_clip
+from tests.train.test_encode import DEEP, FLAT, RNG, SCALE, STD, clips, encoder, only, pooled
+
+CLIP = {"video_size": list(SIZE), "fps": 8, "max_num_frames": 9}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two clips of 9 frames with controls, listed in every layout."""
+    names = {"videos": "clip", "controls": "control"}
+    for i in range(2):
+        write_clip(tmp_path / f"clip{i}.mp4", constant_rate(9, 8), size=SIZE)
+        options = {"crf": "30", "g": "12"}  # other pixels than the clip's
+        write_clip(tmp_path / f"control{i}.mp4", constant_rate(9, 8), size=SIZE, options=options)
+    for name, stem in names.items():
+        (tmp_path / f"{name}.txt").write_text("".join(f"{stem}{i}.mp4\n" for i in range(2)))
+    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
+    rows = [
+        {
+            "file_path": f"clip{i}.mp4",
+            "control_file_path": f"control{i}.mp4",
+            "text": ("first", "second")[i],
+            "type": "video",
+        }
+        for i in range(2)
+    ]
+    (tmp_path / "metadata.json").write_text(json.dumps(rows))  # as VideoX-Fun writes it
+    read = lambda name: (tmp_path / name).read_bytes()
+    members = {
+        f"{i}{kind}": data
+        for i in range(2)
+        for kind, data in (
+            (".mp4", read(f"clip{i}.mp4")),
+            (".control.mp4", read(f"control{i}.mp4")),
+            (".txt", b"first" if i == 0 else b"second"),
+        )
+    }
+    _tar(tmp_path / "shards" / "0.tar", members)
+    return tmp_path
+
+
+def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
+    expected = torch.from_numpy(decode_all(folder / "control1.mp4")).permute(0, 3, 1, 2)
+    for data in (
+        VideoList(str(folder), **CLIP),
+        VideoManifest(str(folder / "metadata.json"), **CLIP),
+        VideoShards([str(folder / "shards")], **CLIP),
+    ):
+        sample = data[1]
+        assert torch.equal(sample["control"], expected), type(data).__name__
+        assert not torch.equal(sample["control"], sample["video"])
+        assert sample["txt"] == "second"
+        assert not survey(data).reasons
+        # At the size of an evaluation
+        assert data.read_control(1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("frames", "rate", "size", "reason"),
+    [
+        (
+            17,
+            8,
+            SIZE,
+            "has 17 frames at 8 fps, the clip 9 frames at 8 fps; give one of the same length",
+        ),
+        (9, 12, SIZE, "has 9 frames at 12 fps, the clip"),
+        (9, 8, (48, 48), "is 48x48, the clip 32x48; give one of the same shape"),
+        (None, 8, SIZE, "is the clip itself; give a video that is made of it"),
+        (0, 8, SIZE, "the file is empty"),
+    ],
+    ids=["length", "rate", "shape", "equal", "empty"],
+)
+def test_a_control_that_does_not_fit_is_named(
+    frames: int | None, rate: float, size: tuple[int, int], reason: str, folder: Path
+) -> None:
+    control = folder / "control1.mp4"
+    if frames is None:
+        control.write_bytes((folder / "clip1.mp4").read_bytes())
+    elif frames == 0:
+        control.write_bytes(b"")
+    else:
+        write_clip(control, constant_rate(frames, rate), size=size)
+    reasons = survey(VideoList(str(folder), **CLIP)).reasons
+    assert list(reasons) == [1]
+    assert reasons[1].startswith(f"its control {control} ") and reason in reasons[1]
+
+
+def test_other_frames_are_a_bad_sample(folder: Path) -> None:
+    """Headers may be wrong: what is read decides."""
+    write_clip(folder / "control0.mp4", constant_rate(18, 16), size=SIZE)
+    with pytest.raises(BadSample, match=r"control0.mp4 has other frames than the clip"):
+        VideoList(str(folder), **CLIP)[0]
+
+
+def control_batch() -> dict[str, Tensor]:
+    batch = clips()
+    return batch | {"control": batch["mp4"].flip(1).contiguous()}
+
+
+@pytest.mark.parametrize("patch", [FLAT, DEEP], ids=["1.0", "1.5"])
+def test_conditions_are_in_their_order(patch) -> None:
+    batch, options = control_batch(), {"patch": patch}
+    found = encoder(conditions=("image", "control"), **options)(batch, RNG)[1].condition_latents
+    image = encoder(conditions=("image",), **options)(batch, RNG)[1].condition_latents
+    turned = encoder(conditions=("control", "image"), **options)(batch, RNG)[1].condition_latents
+    assert torch.equal(found[:, :3], image)
+    assert torch.equal(turned, found.roll(3, dims=1))
+    mean = pooled(batch["control"].transpose(1, 2))
+    noise = RNG.normal("control_first_stage", mean.shape)
+    expected = SCALE * (mean + STD * noise)
+    if patch is DEEP:  # one frame more in front, as the clip has
+        expected = torch.cat([expected[:, :, :1], expected], dim=2)
+    torch.testing.assert_close(found[:, 3:], expected, rtol=0, atol=1e-6)
+
+
+def test_a_control_is_the_same_from_every_source_and_layout() -> None:
+    batch, built = control_batch(), encoder(conditions=("control",))
+    expected = built(batch, RNG)[1].condition_latents
+    encoded = built.encode_batch(batch, RNG)
+    assert "control" not in encoded
+    assert torch.equal(built(encoded, RNG)[1].condition_latents, expected)
+    moments = built.encode_moments(batch["control"].transpose(1, 2))
+    cached = {k: v for k, v in batch.items() if k != "control"}
+    cached |= {"control_mean": moments.mean, "control_logvar": moments.logvar}
+    assert torch.equal(built(cached, RNG)[1].condition_latents, expected)
+    for i in range(4):
+        alone = SlotRandom(3, 5, [i], 4)
+        found = built(only(batch, i), alone)[1].condition_latents
+        assert torch.equal(found[0], expected[i])
+    with pytest.raises(ValueError, match="model.conditions has control, but the batch has neither"):
+        built(clips(), RNG)
+
+
+def test_each_condition_has_its_own_dropout() -> None:
+    batch = control_batch()
+    rates = {"image_dropout": 0.5, "condition_dropout": 0.5}
+    built = encoder(conditions=("image", "control"), **rates)
+    kept = built(batch, RNG, has_dropout=False)[1].condition_latents
+    for step in range(8):
+        rng = SlotRandom(3, step, [0, 1, 2, 3], 4)
+        found = built(batch, rng)[1].condition_latents
+        for part, name in ((slice(0, 3), "image_dropout"), (slice(3, 6), "control_dropout")):
+            is_dropped = rng.uniform(name) < 0.5
+            assert ((found[:, part] == 0).flatten(1).all(dim=1) == is_dropped).all()
+    assert (kept != 0).flatten(1).any(dim=1).all()
+
+
+@pytest.fixture(scope="module")
+def control_model(pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_control_pipeline(pipelines, "5b", tmp_path_factory.mktemp("fun") / "5b")
+
+
+def test_loss_and_gradients_are_those_of_diffusers_network(control_model: Path) -> None:
+    theirs = CogVideoXTransformer3DModel.from_pretrained(control_model / "transformer").train()
+    theirs.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+    config: TransformerConfig = identify(open_source(control_model))
+    assert (config.in_channels, config.out_channels) == (32, 16)
+    ours = assemble_transformer(config)
+    load_transformer(ours, str(control_model))
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    latents, control, text = draw(2, 16, 3, 4, 6), draw(2, 16, 3, 4, 6).flip(0), draw(2, 226, 32)
+    text = text[..., : config.text_hidden_size]
+    control.requires_grad_(True)
+    diffusion = assemble_diffusion(
+        load_config(["configs/cogvideox_5b.yaml", "configs/sft.yaml"], [])
+    )
+    idx, noise = torch.tensor([30, 700]), draw(2, 16, 3, 4, 6) * 0.5
+    given = Conditioning(text=text, condition_latents=control)
+    loss = diffusion.loss.at(ours, diffusion.denoiser, latents, given, idx, noise)
+    wanted = [control, ours.patch_embedding.weight]
+    found = torch.autograd.grad(loss.sum(), wanted)
+
+    # An independent loop in upstream's terms: the error of v.
+    alpha = diffusion.denoiser.table.values[idx].view(-1, 1, 1, 1, 1)
+    noised = alpha * latents + (1 - alpha**2).sqrt() * noise
+    rotary = get_3d_rotary_pos_embed(64, ((0, 0), (2, 3)), (2, 3), 3)
+    joined = torch.cat([noised, control], dim=1).transpose(1, 2)
+    v = theirs(joined, text, idx, image_rotary_emb=rotary, return_dict=False)[0].transpose(1, 2)
+    error = v - (alpha * noise - (1 - alpha**2).sqrt() * latents)
+    expected_loss = error.square().flatten(1).mean(dim=1)
+    expected = torch.autograd.grad(expected_loss.sum(), [control, theirs.patch_embed.proj.weight])
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    for ours_of, theirs_of in zip(found, expected, strict=True):
+        assert (ours_of.flatten() - theirs_of.flatten()).norm() < 1e-5 * theirs_of.norm()
+
+
+@pytest.mark.parametrize("family", ["5b", "1.5_5b"])
+def test_new_channels_begin_as_the_model_that_has_none(family: str, pipelines: Pipelines) -> None:
+    folder = pipelines.path(family)
+    base = identify(open_source(folder))
+    plain, wide = assemble_transformer(base), assemble_transformer(replace(base, in_channels=32))
+    load_transformer(plain, folder)
+    with pytest.raises(ValueError, match="in_channels 16.* in_channels 32"):
+        load_transformer(wide, folder)
+    load_transformer(wide, folder, new_channels=True)
+    draw = torch.Generator().manual_seed(0)
+    frames = base.patch_size.t + 2
+    latents, control = torch.randn(2, 2, 16, frames, 4, 6, generator=draw)
+    text = torch.randn(2, base.text_length, base.text_hidden_size, generator=draw)
+    timesteps = torch.tensor([3, 800])
+    found = wide(latents, timesteps, text, control)
+    assert torch.equal(found, plain(latents, timesteps, text))
+    (gradient,) = torch.autograd.grad(found.sum(), wide.patch_embedding.weight)
+    assert (
+        gradient[:, gradient.shape[1] // 2 :] != 0
+    ).any()  # they are learned from the first step
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the other half of the channels is a first frame or a control video; set "
+             "model.noised_image_input=true, or model.conditions=[control]"),
+        (["model.conditions=[control, control]"], "lists a condition twice"),
+        (["model.conditions=[control, image]"], "needs 48 input channels, but the network has in_channels=32"),
+        (["model.conditions=[control]", "model.noised_image_input=true"], "has no image, but"),
+        (["model.conditions=[control]", "model.new_channels=zero", "model.lora_train=true"],
+         "LoRA does not train the patch embedding"),
+        (["model.noised_image_input=true", "model.condition_dropout=0.1"], "the conditions are image"),
+    ],
+    ids=["unknown", "twice", "too many", "image", "frozen", "dropout"],
+)  # fmt: skip
+def test_conditions_that_do_not_fit_the_network_are_refused(words: list[str], message: str) -> None:
+    from cogfast.config.arguments import ModelArguments
+    from cogfast.train.preflight.conditions import check_conditions
+
+    config = load_config(
+        ["configs/cogvideox_5b.yaml"], ["model.network_config.params.in_channels=32", *words]
+    )
+    network = {"in_channels": 32, "out_channels": 16}
+    with pytest.raises(ValueError) as error:
+        check_conditions(config, ModelArguments.from_config(config), network)
+    assert message in str(error.value)
+
+
+def test_a_model_without_control_reads_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [f"args.train_data=[{folder}]", "data.target=cogfast.data.datasets.VideoList"]
+    words += [f"data.params.{key}={value}" for key, value in CLIP.items()] + ["args.split='1'"]
+    base = ["configs/cogvideox_5b.yaml", "configs/sft.yaml"]
+    plain = load_config(base, words)
+    caplog.set_level("INFO")
+    found = assemble_datasets(plain, TrainArguments.from_config(plain)).train
+    assert "control" not in found[0] and "control videos are not read" in caplog.text
+    taking = load_config(base, [*words, "model.conditions=[control]"])
+    found = assemble_datasets(taking, TrainArguments.from_config(taking)).train
+    assert isinstance(found, CaptionedVideos) and "control" in found[0]
+    (folder / "controls.txt").unlink()
+    with pytest.raises(ValueError, match="2 of 2 samples have no control video, first .*clip0.mp4"):
+        assemble_datasets(taking, TrainArguments.from_config(taking))
