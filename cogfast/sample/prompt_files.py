@@ -5,6 +5,7 @@ The module imports no torch: the command line reads prompts before anything heav
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def files_of_prompts(option: str, names: Sequence[str], num_prompts: int) -> lis
         )
     files = [Path(name) if name else None for name in names] * (num_prompts // len(names))
     for file in files:
-        if file is not None and not file.is_file():
+        if file is not None and not os.path.isfile(file):  # also if the name is too long
             raise ValueError(f"{option} {str(file)[:200]}: no such file; correct the path")
     return files
 

@@ -314,13 +314,13 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     file.write_text(f"a cat\n\na dog@@{image}\n")
     run_folder = str(make_run(tmp_path))
     args = load_config([], [f"args.input_file={file}", "args.input_type=txt"]).args
-    asked = lambda *arguments: read_prompts(parse_sample([run_folder, *arguments]), args)
+    asked = lambda *arguments: read_prompts(parse_sample([run_folder, *arguments]), args)[:2]
     assert asked() == (["a cat", "a dog"], [None, image])
     assert asked("--prompt-file", str(file)) == (["a cat", "a dog"], [None, image])
     assert asked("--prompt", "x") == (["x"], [None])
     both = ["--prompt", "x", "--prompt", "y", "--image", str(image)]
     assert asked(*both) == (["x", "y"], [image, image])
-    with pytest.raises(ValueError, match="--image names 2 images for 3 prompts"):
+    with pytest.raises(ValueError, match="--image names 2 files for 3 prompts"):
         asked(*both, "--image", str(image), "--prompt", "z")
     with pytest.raises(ValueError, match="--image none.png: no such file"):
         asked("--prompt", "x", "--image", "none.png")
@@ -338,4 +338,4 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
         asked("--prompt-file", str(file))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
     typed = load_config([]).args
-    assert read_prompts(parse_sample([run_folder]), typed) == (["typed"], [None])
+    assert read_prompts(parse_sample([run_folder]), typed)[:2] == (["typed"], [None])

@@ -151,7 +151,8 @@ def test_placeholders_are_refused_with_the_fix(
         if key != "args.train_data.0":
             with pytest.raises(ValueError, match=rf"{re.escape(key)}='\{{your [^']*' {fix}"):
                 check_sample(
-                    load(model, "inference", arguments=arguments), has_images="i2v" in model
+                    load(model, "inference", arguments=arguments),
+                    given=["image"] if "i2v" in model else [],
                 )
         if key.startswith("args.train_data"):
             arguments.append(f"args.train_data=[{tmp_path}]")

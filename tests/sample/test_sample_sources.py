@@ -316,7 +316,7 @@ def test_sats_inference_file_goes_with_every_model(
 
     def size_of(*arguments: str) -> LatentSize:
         config = load_config(files, [*given, *arguments])
-        check_sample(config, has_images=images != [None])
+        check_sample(config, given=["image"] if images != [None] else [])
         return sampled_sizes(config, TrainArguments.from_config(config), images)[0]
 
     if "1.5" in name:

@@ -91,7 +91,10 @@ def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
 
 @pytest.mark.parametrize("at_a_time", [None, 1, 3], ids=["all", "one", "three"])
 def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
-    whole, split = encoder(image_input=True), encoder(image_input=True, samples_at_a_time=at_a_time)
+    whole, split = (
+        encoder(conditions=("image",)),
+        encoder(image_input=True, samples_at_a_time=at_a_time),
+    )
     expected, found = whole(clips(), RNG), split(clips(), RNG)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1].condition_latents, expected[1].condition_latents)
@@ -103,7 +106,7 @@ def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
 
 def test_draws_do_not_depend_on_the_batch() -> None:
     """Noise, image noise and both dropouts of a slot, alone and in a batch."""
-    built = encoder(image_input=True, text_dropout=0.5, image_dropout=0.5)
+    built = encoder(conditions=("image",), text_dropout=0.5, image_dropout=0.5)
     batch = clips()
     latents, conditioning = built(batch, RNG)
     for i in range(4):
@@ -115,7 +118,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 
 def test_dropouts_follow_their_draws_and_evaluation_has_none() -> None:
-    built = encoder(image_input=True, text_dropout=0.5, image_dropout=0.5)
+    built = encoder(conditions=("image",), text_dropout=0.5, image_dropout=0.5)
     _, conditioning = built(clips(), RNG)
     no_text, no_image = (RNG.uniform(f"{kind}_dropout") < 0.5 for kind in ("text", "image"))
     assert no_text.any() and not no_text.all()
@@ -137,7 +140,7 @@ def test_a_dropped_caption_leaves_no_infinity_or_nan() -> None:
 @pytest.mark.parametrize("on_all_frames", [False, True])
 def test_image_latents_are_the_noised_first_frame(on_all_frames: bool) -> None:
     batch = clips()
-    built = encoder(image_input=True, image_on_all_frames=on_all_frames)
+    built = encoder(conditions=("image",), image_on_all_frames=on_all_frames)
     _, conditioning = built(batch, RNG)
     frame = batch["mp4"][:, :1].transpose(1, 2)
     sigma = (-3.0 + 0.5 * RNG.normal("image_noise_strength", (4, 1, 1, 1, 1))).exp()
@@ -165,7 +168,7 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
         "noised_image_mean": pooled(frame)[:, None],  # as `encode_noised` keeps it: not scaled
         "noised_image_logvar": torch.full((4, 1, 3, 1, 2, 2), 2 * math.log(STD)),
     }
-    built = encoder(image_input=True, image_scale=scale)
+    built = encoder(conditions=("image",), image_scale=scale)
     for given in (
         batch,
         encoded | {"images": batch["mp4"][:, 0]},
@@ -175,7 +178,7 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
         latents, conditioning = built(given, RNG)
         found = conditioning.condition_latents[:, :, :1]
         torch.testing.assert_close(found, scale * z, rtol=0, atol=1e-6)
-        plain, _ = encoder(image_input=True)(given, RNG)
+        plain, _ = encoder(conditions=("image",))(given, RNG)
         assert torch.equal(latents, plain)
 
 
@@ -228,7 +231,7 @@ def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
         pytest.fail,
         scale_factor=SCALE,
         patch=DEEP,
-        image_input=True,
+        conditions=("image",),
         image_dropout=0.2,
     )
     counts, num_steps = torch.zeros(4, 3), 300
@@ -259,7 +262,7 @@ def test_padding_of_1_5_copies_the_first_latent_frame() -> None:
     """17 frames are 5 latent ones; two to a token, 6 are needed: upstream puts the copy in front,
     the image stays beside the first."""
     batch = clips(num_frames=17)
-    built = encoder(patch=DEEP, image_input=True)
+    built = encoder(patch=DEEP, conditions=("image",))
     latents, conditioning = built(batch, RNG)
     plain, _ = encoder(patch=FLAT)(batch, RNG)
     assert latents.shape[2] == 6
@@ -287,7 +290,7 @@ def test_latent_input_is_scaled_and_brings_its_own_image() -> None:
     assert torch.equal(latents, SCALE * raw.transpose(1, 2))
     assert built.num_frames({"mp4": raw}) == 9
 
-    built = encoder(latent_input=True, image_input=True)
+    built = encoder(latent_input=True, conditions=("image",))
     with pytest.raises(ValueError, match="neither pixels nor images nor image_latents"):
         built({"mp4": raw, "txt": ["a"] * 4}, RNG)
     image = torch.randn(4, 2, 1, 6, 6)
@@ -305,7 +308,7 @@ def test_encoded_batches_may_bring_images(dtype: torch.dtype) -> None:
         "prompt_embedding": torch.randn(4, 2, 3),
         "images": pixels if dtype == torch.uint8 else unit,
     }
-    built = encoder(std=None, image_input=True)
+    built = encoder(std=None, conditions=("image",))
     latents, conditioning = built(batch, RNG)
     assert torch.equal(latents, batch["encoded_videos"])
     assert torch.equal(conditioning.text, batch["prompt_embedding"])

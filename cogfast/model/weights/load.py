@@ -170,16 +170,13 @@ def check_family(path: str, found: Family, config: TransformerConfig) -> None:
     wanted = Family.of_config(config)
     if found == wanted:
         return
-    # The nearest member says nothing about a model that is none.
-    if found.maybe_derived and not wanted.maybe_derived:
-        raise ValueError(
-            f"{path}: the checkpoint is a model derived from {found} ({found.maybe_derived}); the config "
-            f"says {wanted}; use a checkpoint of {wanted.member.name}"
-        )
-    raise ValueError(
-        f"{path}: the checkpoint is {found}, the config says {wanted}; use "
-        f"{found.member.config_file} or a checkpoint of {wanted.member.name}"
-    )
+    fix = f"use {found.member.config_file} or a checkpoint of {wanted.member.name}"
+    if found.member == wanted.member and found.in_channels != wanted.in_channels:
+        fix = "set in_channels and model.conditions to those of the checkpoint"
+        if found.in_channels < wanted.in_channels:
+            fix += ", or add channels to it with model.new_channels=zero"
+    about = f" ({found.maybe_derived})" if found.maybe_derived else ""
+    raise ValueError(f"{path}: the checkpoint is {found}{about}, the config says {wanted}; {fix}")
 
 
 def check_depth_and_width(path: str, shapes: Shapes, config: TransformerConfig) -> None:

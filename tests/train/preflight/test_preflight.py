@@ -103,7 +103,7 @@ REFUSED = {
     "args.cached_noised_images=2": "but args.latent_cache is not set; set that to a folder: args.latent",
     "args.encode_first=true": "args.encode_first=true applies to a latent cache, but args.latent_cache",
     "args.cached_noised_images=2 args.latent_cache=cache": (
-        "=2 applies to image-to-video, but model.noised_image_input=false; set it to 0"
+        "=2 applies to image-to-video, but the model takes no image; set it to 0"
     ),
     "args.resume=nowhere": "args.resume=nowhere does not exist; set it to a run",
     "args.train_iters=1000 args.epochs=3": "args.train_iters=1000 and args.epochs=3 are both set; set one of them to null",
@@ -350,11 +350,11 @@ def test_sampling_1_5_counts_padded_latent_frames(config):
 
 def test_images_go_to_image_models(config, tmp_path: Path):
     image_model = config("cogvideox1.5_5b_i2v", second="inference")
-    check_sample(image_model, has_images=True)
+    check_sample(image_model, given=["image"])
     with pytest.raises(ValueError, match="give --image PNG or prompts as prompt@@"):
         check_sample(image_model)
-    with pytest.raises(ValueError, match="a text-to-video model .* does not use an image"):
-        check_sample(config("cogvideox1.5_5b", second="inference"), has_images=True)
+    with pytest.raises(ValueError, match="the model does not use an image .*; leave --image out"):
+        check_sample(config("cogvideox1.5_5b", second="inference"), given=["image"])
     # a run's own weights replace args.load
     gone = config("cogvideox1.5_5b", "args.load=nowhere", second="inference")
     check_sample(gone, weights=str(tmp_path))
