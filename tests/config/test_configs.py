@@ -47,7 +47,7 @@ def load_as_upstream(name: str) -> Config:
 
 
 def test_no_file_is_left_out():
-    others = {"lora", "sft", "inference", "quickstart"}
+    others = {"lora", "sft", "inference", "quickstart", "control"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*MODELS, *others}
 
 
@@ -116,7 +116,8 @@ def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "more"),
-    [(model, ("sft",)) for model in MODELS] + [("cogvideox_5b", ("lora", "inference"))],
+    [(model, ("sft",)) for model in MODELS]
+    + [("cogvideox_5b", ("lora", "inference")), ("cogvideox_2b", ("control", "sft"))],
 )
 def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, *more)]

@@ -8,7 +8,9 @@ has `invert_scale_latents`, and with s * z for CogVideoX-5B-I2V.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cogfast.config.arguments import ImageLatentScale
 from cogfast.config.json_files import check, keys
@@ -22,7 +24,6 @@ _PARAMS = keys({"patch_size": int | list[int]})
 _MODEL = keys(
     {
         "scale_factor": float,
-        "noised_image_input": bool,
         "network_config": keys({"params": _PARAMS}),
     }
 )
@@ -75,7 +76,7 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     if checkpoint is None:
         return None
     model = (read_manifest(checkpoint).get("config") or {}).get("model") or {}
-    if not model.get("noised_image_input"):
+    if "image" not in conditions_of_run(model):
         return None
     model = check(model, _MODEL, f"{checkpoint}/manifest.json")
     # Runs from before the key have the trainers' scale.
@@ -84,6 +85,14 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     patch = model["network_config"]["params"]["patch_size"]
     joins_frames = isinstance(patch, list) and patch[0] > 1
     return name, stock_scale(joins_frames), model["scale_factor"]
+
+
+def conditions_of_run(model: Mapping[str, Any]) -> list[str]:
+    """Return the conditions of a manifest's model section, which may lack the keys or be damaged."""
+    named = model.get("conditions")
+    if isinstance(named, list):
+        return [str(name) for name in named]
+    return ["image"] if model.get("noised_image_input") else []
 
 
 def difference_of_run(path: Path) -> tuple[str, str] | None:

@@ -504,7 +504,9 @@ def _check_data(
                 refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
     key, number = "args.cached_noised_images", args.cached_noised_images
     if number and "image" not in model.inputs:
-        text = f"{key}={number} applies to image-to-video, but model.noised_image_input=false; set it to 0"
+        text = (
+            f"{key}={number} applies to image-to-video, but the model takes no image; set it to 0"
+        )
         refuse(config, key, text)
     if video_data(config) is not None:
         _check_pixel_data(config, args, model, network)

@@ -29,7 +29,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
 )
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.image_scale import difference_of_run
+from cogfast.model.weights.image_scale import conditions_of_run, difference_of_run
 from cogfast.sample.prompt_files import given_prompts
 from cogfast.train.preflight.pipeline_folder import is_hub_id
 from cogfast.train.run.page.record import read_run
@@ -99,6 +99,10 @@ def warn_of_missing_token(args: TrainArguments) -> None:
         logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
 
 
+def _tag(is_i2v: bool, is_control: bool) -> str:
+    return "image-to-video" if is_i2v else "video-to-video" if is_control else "text-to-video"
+
+
 def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     """Write what is published of a checkpoint into a new folder, and return it."""
     manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
@@ -113,7 +117,8 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     to = "diffusers" if adapters is None else "peft"
     convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
     facts = source.facts
-    is_i2v = facts["in_channels"] > facts["out_channels"]
+    inputs = conditions_of_run(config.get("model") or {})
+    is_i2v, is_control = "image" in inputs, "control" in inputs
     member = member_of(facts["patch_size"], is_i2v, facts["position"] == "rotary")
     load = str(args.get("load") or "")
     base = _base_id(load, member.name)
@@ -122,7 +127,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         "base_model": base,
         **(_license(Path(load)) if load else {"license": "other"}),
         "library_name": "diffusers",
-        "pipeline_tag": "image-to-video" if is_i2v else "text-to-video",
+        "pipeline_tag": _tag(is_i2v, is_control),
         "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
         "widget": widget,
     }
@@ -151,6 +156,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         base=base,
         is_lora=adapters is not None,
         is_i2v=is_i2v,
+        is_control=is_control,
         clips=counted(manifest.get("num_samples", 0), "clip"),
         settings={name: value for name, value in settings.items() if value is not None},
         prompt=json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False),
