@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cogfast.config import Config, resolve
@@ -25,7 +25,6 @@ _T5_WIDTH, _T5_INNER, _T5_HEADS = 4096, 10_240, 64
 VAE_NUMEL = 215_583_907
 _WHOLE, _IN_FRAMES, _IN_TILES, _FIRST_FRAME = 1900, 23_000, 19_300, 5361
 _PIXELS = 28  # per pixel of all frames: uint8, float32, and twice the encoder's dtype; moments
-_CONTROL_PIXELS = 15  # uint8 and float32
 _DECODED = {1: 14_500, 3: 48_100}  # by latent frames, with workspace; more take what 5 take
 _DECODED_MORE = 64_100
 _TILE = (240, 360)
@@ -38,7 +37,7 @@ class Encoders:
     text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step,
     in_evaluation: whether training steps and evaluations use (text encoder, first stage). encodes_clips:
     whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a micro-batch.
-    has_control: whether they have a control video beside the clip.
+    num_videos: of a sample, with a control video.
     is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
     first_stage_config.params.encode_chunks, or auto. are_offloaded: args.offload_encoders.
     """
@@ -49,7 +48,7 @@ class Encoders:
     in_step: tuple[bool, bool] = (False, False)
     in_evaluation: tuple[bool, bool] = (False, False)
     encodes_clips: bool = False
-    has_control: bool = False
+    num_videos: int = 1
     shape: tuple[int, int, int, int]
     is_known: bool = False
     mode: str = "auto"
@@ -74,12 +73,6 @@ class Encoders:
         batch, frames, rows, columns = self.shape
         if not self.is_known or not self.in_step[1]:
             return []
-        if self.has_control:  # its pixels lie beside the clip's, which are encoded first
-            beside = batch * frames * rows * columns * _CONTROL_PIXELS
-            return [
-                (mode, peak + beside)
-                for mode, peak in replace(self, has_control=False).encode_ways()
-            ]
         scale, area = self.number_bytes / 2, rows * columns
         if not self.encodes_clips or frames == 1:
             return [("whole", int(batch * area * _FIRST_FRAME * scale))]
@@ -146,7 +139,7 @@ def find_encoders(
         in_step=in_step,
         in_evaluation=in_evaluation,
         encodes_clips=encodes_clips,
-        has_control=encodes_clips and "control" in model.inputs,
+        num_videos=1 + ("control" in model.inputs),
         shape=shape,
         is_known=is_known,
         mode=mode,

@@ -373,11 +373,13 @@ def _batch_bytes(
 ) -> int:
     """Return the bytes of the batch in use."""
     clip = 3 * math.prod(encoders.shape[1:])
-    latents = 3 * 4 * size.channels * size.frames * size.height * size.width
+    # Three of the clip's latents, and those of the conditions, in float32
+    channels = 2 * model.out_channels + model.in_channels
+    latents = 4 * channels * size.frames * size.height * size.width
     text = 4 * model.text_length * model.text_hidden_size
     per_sample = latents + text
     if encoders.encodes_clips:
-        per_sample += 5 * clip  # as bytes and as float32
+        per_sample += encoders.num_videos * 5 * clip  # as bytes and as float32
     return args.batch_size * per_sample
 
 
