@@ -93,7 +93,7 @@ def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
 def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
     whole, split = (
         encoder(conditions=("image",)),
-        encoder(image_input=True, samples_at_a_time=at_a_time),
+        encoder(conditions=("image",), samples_at_a_time=at_a_time),
     )
     expected, found = whole(clips(), RNG), split(clips(), RNG)
     assert torch.equal(found[0], expected[0])
