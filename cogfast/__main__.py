@@ -24,6 +24,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
@@ -49,6 +50,7 @@ from cogfast.distributed.stop_signals import (
 if TYPE_CHECKING:
     from cogfast.cli.options import Request
     from cogfast.config import Config
+    from cogfast.train.trainer import Trainer
 
 _USAGE = """\
 usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report,publish} ...
@@ -111,7 +113,7 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
 
 
-def train(argv: Sequence[str]) -> None:
+def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) -> None:
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
@@ -125,7 +127,7 @@ def train(argv: Sequence[str]) -> None:
         return
     from cogfast.train.trainer import Trainer
 
-    Trainer(config).train()
+    (kind or Trainer)(config).train()
 
 
 def cache(argv: Sequence[str]) -> None:
@@ -263,14 +265,20 @@ _ALL = (train, cache, sample, convert, finetune, doctor, plan, report, publish)
 _COMMANDS = {command.__name__: command for command in _ALL}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, trainer: Callable[[Config], Trainer] | None = None
+) -> int:
     """Run one command and return the exit status.
 
     An error that the user can fix prints one line and returns 2; a run that cannot continue prints
     one line and returns 1. argv: the arguments after `cogfast`; None reads sys.argv and also
-    handles signals and closed standard streams.
+    handles signals and closed standard streams. trainer: trains in place of Trainer, such as a subclass;
+    sys.argv then has the words of `cogfast train` (docs/extending.md).
     """
     end_with_torchrun()
+    if trainer is not None:
+        _COMMANDS["train"] = partial(train, kind=trainer)
+        sys.argv.insert(1, "train")
     if argv is not None:
         return _run(list(argv))
     if not _IS_PROJECT:  # Python's children look for modules in the current folder, too

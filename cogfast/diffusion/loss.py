@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -13,6 +14,21 @@ from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, 
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
 
 NUM_BANDS = 4  # of timesteps, of equal width, whose losses are logged
+
+
+@dataclass(frozen=True, slots=True)
+class Noised:
+    """Latents at the noise levels of a training step.
+
+    clean, latents (noised), noise: [B, C, T, h, w] float32. timesteps: [B] int64. alpha_sqrt: [B] float32,
+    the share of the clean latents: latents = alpha_sqrt * clean + sqrt(1 - alpha_sqrt^2) * noise.
+    """
+
+    clean: Tensor
+    latents: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    alpha_sqrt: Tensor
 
 
 class VideoDiffusionLoss:
@@ -58,6 +74,14 @@ class VideoDiffusionLoss:
         rng: SlotRandom,
     ) -> Tensor:
         """Return the loss per sample [B] float32 of latents [B, C, T, h, w], with draws of `rng`."""
+        noised = self.add_noise(latents, rng)
+        denoised = denoiser.denoise(
+            network, noised.latents, noised.alpha_sqrt, conditioning, noised.timesteps
+        )
+        return self.of(denoised, noised)
+
+    def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
+        """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample."""
         # Every draw is keyed by sample slot: the layout of ranks does not change the loss.
         idx = self.sigma_sampler.sample(rng)
         noise = rng.normal("noise", latents.shape)
@@ -65,7 +89,7 @@ class VideoDiffusionLoss:
         offset_noise = None
         if self.offset_noise_level > 0:
             offset_noise = rng.normal("offset noise", latents.shape[:1])
-        return self.at(network, denoiser, latents, conditioning, idx, noise, offset_noise)
+        return self._noised_at(latents, idx, noise, offset_noise)
 
     def at(
         self,
@@ -81,19 +105,27 @@ class VideoDiffusionLoss:
 
         offset_noise: [B] normal numbers, needed where offset_noise_level is above 0.
         """
+        noised = self._noised_at(latents, idx, noise, offset_noise)
+        denoised = denoiser.denoise(network, noised.latents, noised.alpha_sqrt, conditioning, idx)
+        return self.of(denoised, noised)
+
+    def _noised_at(
+        self, latents: Tensor, idx: Tensor, noise: Tensor, offset_noise: Tensor | None
+    ) -> Noised:
         # float32 from here on: in bf16 timesteps 0 and 1 would get no noise at all.
         x0 = latents.float()
         alpha_sqrt = self.sigma_sampler.alpha_sqrt(idx)
         if self.offset_noise_level > 0:
             assert offset_noise is not None, "offset_noise_level > 0 needs offset_noise"
             noise = noise + broadcast_over(offset_noise, noise) * self.offset_noise_level
-        noised = self.noised(x0, noise, alpha_sqrt)
-        denoised = denoiser.denoise(network, noised, alpha_sqrt, conditioning, idx)
+        return Noised(x0, self.noised(x0, noise, alpha_sqrt), noise, idx, alpha_sqrt)
 
+    def of(self, denoised: Tensor, noised: Noised) -> Tensor:
+        """Return the loss per sample [B] float32 of the denoiser's estimate [B, C, T, h, w]."""
         # Fixed frames are given to the network: their error says nothing.
-        error = (denoised - x0)[:, :, self.fixed_frames :]
+        error = (denoised - noised.clean)[:, :, self.fixed_frames :]
         error = error.square() if self.is_squared else error.abs()
-        return self.weight(alpha_sqrt) * error.flatten(1).mean(dim=1)
+        return self.weight(noised.alpha_sqrt) * error.flatten(1).mean(dim=1)
 
     def noised(self, x0: Tensor, noise: Tensor, alpha_sqrt: Tensor) -> Tensor:
         """Noise latents [B, C, T, h, w] to level alpha_sqrt [B]; fixed frames stay clean."""

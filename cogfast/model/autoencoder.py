@@ -187,7 +187,6 @@ class VideoAutoencoder(nn.Module):
         posterior = self.inner.encode(video.to(self.dtype).contiguous(), return_dict=False)[0]
         return Moments(posterior.mean, posterior.logvar)  # clamped to [-30, 20] there
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, T, h, w] to video [B, 3, 4T-3, 8h, 8w], not clamped."""
         num_frames = num_pixel_frames(latents.shape[2])

@@ -176,7 +176,6 @@ class WaveletAutoencoder(nn.Module):
         latents = (bands - self.mean) / self.scale
         return Moments(mean=latents.permute(0, 4, 1, 2, 3).contiguous(), logvar=None)
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, T, h, w] -> video [B, 3, 4(T-1)+1, 8h, 8w], not clamped."""
         bands = latents.float().permute(0, 2, 3, 4, 1)  # [B, T, h, w, C]

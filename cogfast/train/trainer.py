@@ -11,6 +11,8 @@ from cogfast.config import Config
 from cogfast.config.values import counted
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import Batch
+from cogfast.diffusion.denoiser import Conditioning
+from cogfast.diffusion.loss import Noised, VideoDiffusionLoss
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import StopRequest
 from cogfast.distributed.step_clock import CLOCK
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run. Subclasses may override `compute_loss` and nothing else.
+    """One training run. Subclasses may override `losses` or `compute_loss`, and nothing else
+    (docs/extending.md).
 
     overrides: functions that encode clips and captions in place of the configured encoders.
     """
@@ -166,11 +169,42 @@ class Trainer:
         if self.engine.transformer.config.lora_dropout > 0:
             rng.seed_pytorch("lora dropout")
         with CLOCK.part("forward"):
-            denoiser, loss_fn = self.diffusion.denoiser, self.diffusion.loss
-            assert loss_fn is not None, "preflight asks for one"
-            losses = loss_fn(self.engine, denoiser, latents, conditioning, rng)
+            losses = self.losses(batch, self.add_noise(latents, rng), conditioning)
+        if losses.shape != latents.shape[:1]:
+            raise ValueError(
+                f"losses returned the shape {list(losses.shape)} for {len(latents)} samples; return one "
+                "loss for each sample, before their mean"
+            )
         self.bands.add(rng, losses)
         return losses.mean()
+
+    def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
+        """Return the loss of each sample of a micro-batch, [B] float32.
+
+        batch: as in `compute_loss`. noised, conditioning: what the network gets. `rng` of add_noise has
+        drawn them by step and slot; draws of torch's generators are not repeated by a resumed run.
+        """
+        estimate = self.predict(noised.latents, noised.timesteps, conditioning)
+        return self.loss.of(estimate, noised)
+
+    @property
+    def loss(self) -> VideoDiffusionLoss:
+        assert self.diffusion.loss is not None, "preflight asks for one"
+        return self.diffusion.loss
+
+    def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
+        """Noise latents [B, C, T, h, w] at timesteps drawn for each sample, as the configuration says."""
+        return self.loss.add_noise(latents, rng)
+
+    def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """Return the model's estimate of the clean latents, [B, C, T, h, w] float32, with gradients.
+
+        latents: noised, [B, C, T, h, w] float32. timesteps: [B] int64.
+        """
+        alpha_sqrt = self.loss.sigma_sampler.alpha_sqrt(timesteps)
+        return self.diffusion.denoiser.denoise(
+            self.engine, latents, alpha_sqrt, conditioning, timesteps
+        )
 
     def _loss_at(self, step: int, batch: dict) -> Tensor:
         """Return the loss of a micro-batch of `step`, which counts from 1, with the current weights."""

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.diffusion.loss import Noised, VideoDiffusionLoss
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     run,
@@ -36,9 +36,9 @@ def lines(folder: Path) -> list[dict]:
 class Recorded(VideoDiffusionLoss):
     """Notes timesteps and losses as they are used."""
 
-    def at(self, network, denoiser, latents, conditioning, idx, *noise) -> Tensor:
-        losses = super().at(network, denoiser, latents, conditioning, idx, *noise)
-        self.noted += zip(idx.tolist(), losses.double().tolist(), strict=True)
+    def of(self, denoised: Tensor, noised: Noised) -> Tensor:
+        losses = super().of(denoised, noised)
+        self.noted += zip(noised.timesteps.tolist(), losses.double().tolist(), strict=True)
         return losses
 
 
