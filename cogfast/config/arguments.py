@@ -31,6 +31,7 @@ Moments = Literal["fp32", "8bit"]
 ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
 # Inputs of the network beside the noised latents: a first frame, or a second video
 Condition = Literal["image", "control"]
+LearnedPositions = Literal["resize", "drop"]
 EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
 DiffusersSchedule = Literal[
@@ -358,6 +359,10 @@ class ModelArguments:
     new_channels: Literal["zero"] | None = None
     """zero: weights of args.load for fewer input channels get zeros for the others, so that a
     text-to-video model begins as itself and learns new conditions"""
+    learned_positions: LearnedPositions | None = None
+    """what becomes of the learned position table of CogVideoX-5B-I2V in args.load at another size.
+    resize: it is interpolated to num_frames, latent_height and latent_width of the network; drop: it is
+    left out of a network whose pos_embed_config.params.learnable_pos_embed is false"""
     image_latent_scale: ImageLatentScale = "trainer"
     """scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as
     both upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'

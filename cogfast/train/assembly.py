@@ -115,7 +115,7 @@ def assemble_transformer(
         fresh.intersection_update(report.missing)
         return report
 
-    def load(path: str, **options: bool | None) -> LoadReport:
+    def load(path: str, **options: Any) -> LoadReport:
         return read(
             partial(load_transformer, transformer, path, shards=shards, held=held, **options)
         )
@@ -123,8 +123,11 @@ def assemble_transformer(
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        is_new = config.model.get("new_channels") == "zero"
-        base = load(args.load, allow_missing=allow_missing, new_channels=is_new)
+        model = ModelArguments.from_config(config)
+        is_new, positions = model.new_channels is not None, model.learned_positions
+        base = load(
+            args.load, allow_missing=allow_missing, new_channels=is_new, positions=positions
+        )
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
         base.log()

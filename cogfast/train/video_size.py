@@ -256,7 +256,7 @@ def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> 
     names = "latent_height and latent_width of model.network_config.params"
     if is_one_size and [height, width] != table:
         latent = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
-        how = f"{names} and train without its weights"
+        how = f"{names} to {latent[0]} and {latent[1]}, with model.learned_positions=resize"
         if is_computed:
             how = f"{names} to {latent[0]} and {latent[1]}: the table is computed, so the weights load"
         only = f"the model's position table is for {table} only"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import is_lora_parameter
@@ -58,6 +59,7 @@ def load_transformer(
     shards: Mapping[str, Shard] | None = None,
     held: Mapping[str, Target] | None = None,
     new_channels: bool = False,
+    positions: LearnedPositions | None = None,
 ) -> LoadReport:
     """Copy the weights at `path` into the transformer and return a report.
 
@@ -66,26 +68,37 @@ def load_transformer(
     that of a run, if it has one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
     weights in fp16. shards: the shard that the transformer holds of a parameter, by name. held: weights that are no parameters, by name. new_channels: input
-    channels that the checkpoint lacks get weights of zero. ValueError for another member of the family and for damage.
+    channels that the checkpoint lacks get weights of zero. positions: model.learned_positions. ValueError for another member of the family and for damage.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
     source = open_source(path, ema)
-    if new_channels:
-        source = with_new_channels(source, transformer.config)
+    source = fitted(source, transformer.config, new_channels, positions)
     # With another alpha they would train and sample at another strength.
     if adapters_of(source) is not None:
         check_config(only_adapters(source), transformer.config)
     return load_source(transformer, source, str(path), allow_missing, shards, held)
 
 
-def with_new_channels(source: WeightSource, config: TransformerConfig) -> WeightSource:
-    """Return weights of a model with fewer input channels with zeros for the others of `config`."""
+def fitted(
+    source: WeightSource,
+    config: TransformerConfig,
+    new_channels: bool,
+    positions: LearnedPositions | None,
+) -> WeightSource:
+    """Return weights with what model.new_channels and model.learned_positions make of them for `config`:
+    zeros for input channels that they lack, and another position table."""
     name, patch = "patch_embedding.weight", config.patch_size
-    if name not in source.shapes:
+    if new_channels and name in source.shapes:
+        source = source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
+    name = "position_table.weight"
+    if positions is None or config.position == "sincos" or name not in source.shapes:
         return source
-    return source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
+    if positions == "drop":
+        return source.without(name)
+    old = identify(source, config.out_channels)
+    return source.with_table(name, old.text_length, old.grid, config.grid)
 
 
 def load_source(

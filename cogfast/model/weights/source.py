@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cogfast.config.json_files import brief
 from cogfast.config.values import counted
-from cogfast.core.shapes import PatchSize
+from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
 
@@ -91,6 +91,39 @@ class WeightSource:
 
         facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
         shapes = self.shapes | {name: (rows, num_inputs)}
+        return replace(self, read=read, shapes=shapes, facts=facts)
+
+    def without(self, name: str) -> WeightSource:
+        """Return these weights without the tensor `name`, and without what the format says of tables."""
+        shapes = {other: shape for other, shape in self.shapes.items() if other != name}
+        facts = {key: value for key, value in self.facts.items() if key != "learnable_position"}
+        return replace(self, shapes=shapes, facts=facts)
+
+    def with_table(self, name: str, num_text: int, old: TokenGrid, new: TokenGrid) -> WeightSource:
+        """Return these weights with the learned position table `name`, [1, num_text + V, M], interpolated
+        from a grid of tokens to another, in float32 (trilinear, by the tokens' centres)."""
+        _, rows, width = self.shapes[name]
+        if rows != num_text + old.num_tokens:
+            raise ValueError(
+                f"{self.description}: {name} has {rows} rows, but {num_text} of text and {old.t}x{old.h}x"
+                f"{old.w} of video (frames x rows x columns) were expected; model.learned_positions=resize "
+                "needs the config.json that belongs to these tensors"
+            )
+        if old == new:
+            return self
+
+        def read(other: str, shard: Shard | None) -> Tensor:
+            found = self.read(other, shard)
+            if other != name:
+                return found
+            text, video = found.float().split([num_text, old.num_tokens], dim=1)
+            video = video.transpose(1, 2).unflatten(2, (old.t, old.h, old.w))  # [1, M, t, h, w]
+            video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
+            return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
+
+        sizes = ("num_frames", "latent_height", "latent_width")
+        facts = {key: value for key, value in self.facts.items() if key not in sizes}
+        shapes = self.shapes | {name: (1, num_text + new.num_tokens, width)}
         return replace(self, read=read, shapes=shapes, facts=facts)
 
     @property

@@ -29,7 +29,7 @@ from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
-from cogfast.model.weights.load import check_depth_and_width, check_family, with_new_channels
+from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
 from cogfast.model.weights.open import open_source
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.prompt_files import given_prompts
@@ -371,8 +371,9 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
             configured, model = TransformerConfig(**network), ModelArguments.from_config(config)
             found = identify(source, configured.out_channels)
             family = Family.of_config(found)
-            if model.new_channels is not None:
-                found = identify(with_new_channels(source, configured), configured.out_channels)
+            has_new = model.new_channels is not None
+            fit = fitted(source, configured, has_new, model.learned_positions)
+            found = identify(fit, configured.out_channels)
             check_family(f"args.load={args.load}", Family.of_config(found), configured)
             check_depth_and_width(f"args.load={args.load}", source.shapes, configured)
             check_stated(config, Path(args.load), family)

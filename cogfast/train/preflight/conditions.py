@@ -10,7 +10,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
 from cogfast.config.json_files import read_json
 from cogfast.config.merged_config import refuse
-from cogfast.config.sat_network import NETWORK_KEY
+from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.values import show
 from cogfast.model.config import Family, derived_models, num_condition_channels
 
@@ -55,6 +55,10 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
         refuse(
             config, key, f"{text}; train all weights, or start from a model that has the channels"
         )
+    if model.learned_positions == "drop" and network.get("learnable_position"):
+        key, flag = "model.learned_positions", f"{POSITION_KEY}.learnable_pos_embed"
+        text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
+        refuse(config, key, f"{text}; set {flag}=false, or {key}=resize")
     needed = made + num_condition_channels(inputs, made)
     if given == needed:
         return

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import CogVideoXTransformer3DModel
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from safetensors.torch import load_file, save_file
 
-from cogfast.model.config import Family
+from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.formats.diffusers import write_diffusers
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_family, load_transformer
 from cogfast.model.weights.open import open_source
 from tests.model.weights.test_peft import source_of
+from tests.support.pipelines import Pipelines
 from tests.support.tiny_transformers import FAMILY, tiny
 
 
@@ -129,3 +133,63 @@ def test_a_whole_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> No
         open_source(tmp_path)
     file.unlink()
     open_source(tmp_path)
+
+
+def at_size(base: TransformerConfig, rows: int, columns: int) -> TransformerConfig:
+    return replace(base, latent_height=rows, latent_width=columns)
+
+
+def test_a_learned_table_is_resized_to_the_networks_grid(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    folder = pipelines.path("5b_i2v")
+    source = open_source(folder)
+    base = identify(source)
+    table = source.read("position_table.weight", None).float()  # diffusers writes float64
+    num_text = base.text_length
+    same = assemble_transformer(base)
+    load_transformer(same, folder, positions="resize")
+    assert torch.equal(same.position_table.weight, table)  # exact at its own size
+    wide = assemble_transformer(at_size(base, 4, 12))
+    with pytest.raises(ValueError, match="position_table.weight has shape"):
+        load_transformer(wide, folder)
+    load_transformer(wide, folder, positions="resize")
+    found = wide.position_table.weight[0]
+    assert torch.equal(found[:num_text], table[0, :num_text])
+    # Twice the columns, by hand: between two old columns lie new ones at a quarter and three quarters.
+    old = table[0, num_text:].view(3, 2, 3, -1)
+    new = found[num_text:].view(3, 2, 6, -1)
+    torch.testing.assert_close(new[:, :, 1], 0.75 * old[:, :, 0] + 0.25 * old[:, :, 1])
+    torch.testing.assert_close(new[:, :, 2], 0.25 * old[:, :, 0] + 0.75 * old[:, :, 1])
+    torch.testing.assert_close(new[:, :, 0], old[:, :, 0])  # beyond the outer centres: constant
+    # An export has the new size, in which diffusers' class takes it.
+    write_diffusers(source_of(wide, None), wide.config, tmp_path / "wide")
+    theirs = CogVideoXTransformer3DModel.from_pretrained(tmp_path / "wide")
+    assert (theirs.config.sample_height, theirs.config.sample_width) == (4, 12)
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    latents, image = draw(1, 16, 3, 4, 12), draw(1, 16, 3, 4, 12).flip(2)
+    text, t = draw(1, num_text, base.text_hidden_size), torch.tensor([500])
+    theirs.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+    rotary = get_3d_rotary_pos_embed(64, ((0, 0), (2, 6)), (2, 6), 3)
+    joined = torch.cat([latents, image], dim=1).transpose(1, 2)
+    expected = theirs(joined, text, t, image_rotary_emb=rotary, return_dict=False)[0]
+    output = wide(latents, t, text, image)
+    assert (output - expected.transpose(1, 2)).norm() < 1e-5 * expected.norm()
+
+
+def test_a_learned_table_can_be_dropped(pipelines: Pipelines) -> None:
+    folder = pipelines.path("5b_i2v")
+    base = identify(open_source(folder))
+    bare = assemble_transformer(replace(base, learnable_position=False))
+    with pytest.raises(ValueError, match="a learned table"):
+        load_transformer(bare, folder)
+    report = load_transformer(bare, folder, positions="drop")
+    assert report.missing == ["unused_position_embeddings"] and not report.unexpected
+    zeroed = assemble_transformer(base)
+    load_transformer(zeroed, folder)
+    zeroed.position_table.weight.data.zero_()
+    draw = torch.Generator().manual_seed(0)
+    latents, image = torch.randn(2, 1, 16, 3, 4, 6, generator=draw)
+    text = torch.randn(1, base.text_length, base.text_hidden_size, generator=draw)
+    given = (latents, torch.tensor([9]), text, image)
+    assert torch.equal(bare(*given), zeroed(*given))
