@@ -184,8 +184,8 @@ class Trainer:
         batch: as in `compute_loss`. noised, conditioning: what the network gets. `rng` of add_noise has
         drawn them by step and slot; draws of torch's generators are not repeated by a resumed run.
         """
-        estimate = self.predict(noised.latents, noised.timesteps, conditioning)
-        return self.loss.of(estimate, noised)
+        given = noised.latents, noised.timesteps, conditioning
+        return self.loss.of(self.predict(*given, noised.alpha_sqrt), noised)
 
     @property
     def loss(self) -> VideoDiffusionLoss:
@@ -196,12 +196,20 @@ class Trainer:
         """Noise latents [B, C, T, h, w] at timesteps drawn for each sample, as the configuration says."""
         return self.loss.add_noise(latents, rng)
 
-    def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        alpha_sqrt: Tensor | None = None,
+    ) -> Tensor:
         """Return the model's estimate of the clean latents, [B, C, T, h, w] float32, with gradients.
 
-        latents: noised, [B, C, T, h, w] float32. timesteps: [B] int64.
+        latents: noised, [B, C, T, h, w] float32. timesteps: [B] int64. alpha_sqrt: [B], that of the
+        timesteps, if it is at hand.
         """
-        alpha_sqrt = self.loss.sigma_sampler.alpha_sqrt(timesteps)
+        if alpha_sqrt is None:
+            alpha_sqrt = self.loss.sigma_sampler.alpha_sqrt(timesteps)
         return self.diffusion.denoiser.denoise(
             self.engine, latents, alpha_sqrt, conditioning, timesteps
         )
