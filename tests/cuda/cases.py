@@ -101,7 +101,14 @@ CASES = (
     Case(model="2b", mode="sft", policy="pointwise", launches=1486),
     Case(model="2b", mode="sft", policy="auto", launches=1336),
     Case(model="2b", mode="sft", precision="fp16", launches=1694),
-    Case(model="2b", mode="sft", precision="fp32", more=_EFFICIENT, launches=1811),
+    Case(
+        model="2b",
+        mode="sft",
+        precision="fp32",
+        more=_EFFICIENT,
+        launches=1811,
+        allocations=2,  # more pages for the log line; the cause is not known
+    ),
     # Times mean nothing here: auto chooses any of the backends.
     Case(model="2b", mode="sft", more="args.attention_backend=auto", launches=1760),
     Case(model="2b", mode="sft", more="args.compile=true", launches=1666),
@@ -185,7 +192,7 @@ CASES = (
         more=f"{_LADDER} {_CONTEXT}",
         ranks=2,
         streams=True,
-        card=1.3,  # with 1.03 step 4 still allocates; the cause is not known
+        excess=0.02,  # the plan is 1.9% low
         launches=4488,
     ),
 )
