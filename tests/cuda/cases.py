@@ -42,11 +42,16 @@ _PRECISION = {
 }
 
 
+# The plan counts 0.13 GiB of workspaces, of which the null libraries ask for half, and with 8-bit
+# weights a matrix more than there is at the peak: 0.168 GiB for 5B's on two ranks.
+SURPLUS_GIB = 0.17
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A run of a model. waits: calls of a steady step that may wait. streams: check side streams.
     allocations: of a steady step. card: the device's memory in the first step, by the plan's. excess: how
-    much more than the plan the peak may be."""
+    much more than the plan the peak may be. surplus: GiB that it may be less, if that is over 1%."""
 
     model: str
     mode: str
@@ -61,6 +66,7 @@ class Case:
     allocations: int = 0
     card: float = 1.03
     excess: float = 0.01
+    surplus: float = SURPLUS_GIB
 
     @property
     def name(self) -> str:
@@ -192,7 +198,7 @@ CASES = (
         more=f"{_LADDER} {_CONTEXT}",
         ranks=2,
         streams=True,
-        excess=0.02,  # the plan is 1.9% low
+        surplus=0.22,  # the plan is 3.2% high
         launches=4488,
     ),
 )
