@@ -388,6 +388,14 @@ class ModelArguments:
         return ("image",) if self.noised_image_input else ()
 
 
+def conditions_of_run(model: Mapping[str, Any]) -> list[str]:
+    """Return the conditions of a manifest's model section, which may lack the keys or be damaged."""
+    named = model.get("conditions")
+    if isinstance(named, list):
+        return [str(name) for name in named]
+    return ["image"] if model.get("noised_image_input") else []
+
+
 def select(node: Any, key: str) -> Any:
     """Return the value at a dotted key of nested mappings; None if there is none."""
     for part in key.split("."):

@@ -19,8 +19,11 @@ from itertools import repeat
 import numpy as np
 
 from cogfast.config.values import counted, printable
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.headers import Header, read_headers
+from cogfast.data.sources.tar_shards import read_member
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 
 _SAME = 0.02  # by which the rates and shapes of a clip and its control may differ
@@ -88,7 +91,7 @@ def control_problem(dataset: CaptionedVideos, index: int, clip: Header, control:
         problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
     elif abs(control.width * clip.height / (control.height * clip.width) - 1) > _SAME:
         problem = f"is {shapes[1]}, the clip {shapes[0]}; give one of the same shape"
-    elif control == clip and _is_equal(dataset.paths[index], name):
+    elif control == clip and _are_equal(dataset.clips, index):
         # The loss would fall, and the model would learn to copy its input.
         problem = "is the clip itself; give a video that is made of it, such as its edges or depth"
     else:
@@ -96,11 +99,19 @@ def control_problem(dataset: CaptionedVideos, index: int, clip: Header, control:
     return f"its control {name} {problem}"
 
 
-def _is_equal(one: str, other: str) -> bool:
+def _are_equal(clips: ClipList, index: int) -> bool:
+    """Return whether the control of a sample has the bytes of its clip."""
+    assert clips.controls is not None, "asked of samples with controls"
+    one, other = clips.files[index], clips.controls[index]
     try:
-        return filecmp.cmp(one, other, shallow=False)
-    except OSError:  # members of tar shards
-        return one == other
+        if clips.places is None or clips.control_places is None:
+            return filecmp.cmp(one, other, shallow=False)
+        places = clips.places[index].tolist(), clips.control_places[index].tolist()
+        if places[0][1] != places[1][1]:
+            return False
+        return read_member(one, *places[0]) == read_member(other, *places[1])
+    except (OSError, BadSample):
+        return False  # what cannot be read is reported when it is
 
 
 def _times(header: Header, span: Span | None) -> np.ndarray:

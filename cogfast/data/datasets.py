@@ -192,9 +192,11 @@ class CaptionedVideos(Dataset):
         return sample
 
     def read_control(self, index: int, bucket: Bucket) -> Tensor:
-        """Read the control video of a sample at another size: uint8 [F, 3, H, W]."""
+        """Read the control video of a sample at another size, uint8 [F, 3, H, W]. The last frame of a
+        shorter one is repeated."""
         assert self.controls is not None, "asked of samples with controls"
-        return self.controls._decode(index, self.settings_at_own_rate(index).for_bucket(bucket))[0]
+        settings = replace(self.settings_at_own_rate(index).for_bucket(bucket), short_clips="pad")
+        return self.controls._decode(index, settings)[0]
 
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.json_files import brief
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import counted
 from cogfast.core.device_memory import free_memory
@@ -19,7 +20,7 @@ from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.kernels.block_kernels import choose_kernels
-from cogfast.model.autoencoder import DecodePlan
+from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.model.weights.image_scale import scale_of_run
@@ -60,13 +61,22 @@ def sample(
     args = TrainArguments.from_config(config)
     if not args.compile:
         run_without_dynamo()
-    given_inputs = [
-        n for n, of_prompts in (("image", images), ("control", controls)) if any(of_prompts)
-    ]
-    check_sample(config, weights, given_inputs)
+    given_files = {"image": images, "control": controls}
+    check_sample(config, weights, [name for name, files in given_files.items() if any(files)])
+    for name, files in given_files.items():
+        if any(files) and not all(files):
+            prompt = prompts[files.index(None)]
+            raise ValueError(
+                f"--{name}: the prompt {brief(prompt)} has none; give one for each prompt"
+            )
     check_negative_prompt(config)
     _refuse_results(out)
-    sizes = sampled_sizes(config, args, images)
+    sizes, data = sampled_sizes(config, args, images), data_arguments(config)
+    # Each once, and before the weights: a video that is too short should not cost the user a long start.
+    pairs = list(zip(controls, sizes, strict=True))
+    videos = {
+        pair: read_control(pair[0], pair[1], data) for pair in dict.fromkeys(pairs) if pair[0]
+    }
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -102,12 +112,12 @@ def sample(
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
     given = list(zip(prompts, images, controls, sizes, strict=True))
-    resize = data_arguments(config).get("resize", "crop")
+    resize = data.get("resize", "crop")
     wanted = []
     for i in range(len(given) * num_copies):
         text, image, control, size = given[i // num_copies]
         pixels = None if image is None else read_image(image, size.pixels, resize)
-        video = None if control is None else read_control(control, size, resize)
+        video = videos.get((control, size))
         wanted.append(Prompt(i, text, args.seed + i, pixels, control=video, size=size))
     maker = VideoMaker(
         transformer,
@@ -194,7 +204,8 @@ def _warn_of_scale_of_loras(config: Config, loras: Sequence[LoraOverlay]) -> Non
 def _limit_decoding(
     encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
 ) -> DecodePlan:
-    """Set the first stage to decode in tiles if the largest video needs too much memory.
+    """Set the first stage to decode in tiles, and to encode controls in parts, if the largest video needs
+    too much memory.
 
     The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
     same tiles.
@@ -210,7 +221,10 @@ def _limit_decoding(
         # Only these ranks decode: the others need no first stage.
         if not groups.is_first_of_model:
             return None
-        return encoder.first_stage.limit_decode_memory(budget, largest.num_frames, *largest.pixels)
+        stage, shape = encoder.first_stage, (largest.num_frames, *largest.pixels)
+        if "control" in encoder.conditions and isinstance(stage, VideoAutoencoder):
+            stage.use(stage.limit_encode_memory(budget, (args.batch_size, *shape)))
+        return stage.limit_decode_memory(budget, *shape)
 
     plan = groups.broadcast(groups.on_all(limit))
     assert plan is not None, "rank 0 decodes"

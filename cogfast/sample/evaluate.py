@@ -23,6 +23,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted, show
 from cogfast.core.files import WriteError
 from cogfast.core.slot_random import SlotRandom
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range
 from cogfast.data.cache.entries import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -92,6 +93,8 @@ class Evaluator:
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
+            if "control" in encoder.conditions:
+                prompts = "args.split, since control videos come with held-out clips"
             keys = ("eval_interval", "eval_at_start", "eval_at_end")
             given = [f"args.{k}={show(getattr(args, k))}" for k in keys if getattr(args, k)]
             text = "%s has nothing to evaluate; set args.valid_data or args.split=9,1,0, or %s"
@@ -241,6 +244,11 @@ class Evaluator:
     def _sample(self, step: int, size: LatentSize) -> None:
         folder, start = samples_place(self.folder, step, self.args.folder_layout)
         prompts = self.groups.on_main(lambda: self._prompts(size, start))
+        if "control" in self.encoder.conditions:
+            # Here, since ranks sample apart: with a latent cache no step has encoded a clip.
+            self.groups.on_all(lambda: self.encoder.first_stage)
+            clip = torch.empty(1, 3, size.num_frames, *size.pixels, device="meta")
+            self.encoder.choose_for(clip)
         maker = VideoMaker(
             self.engine,
             self.diffusion,
@@ -291,13 +299,11 @@ class Evaluator:
         if captions is not None:
             prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         else:
-            prompts = [
-                self._prompt(i, sample, texts[i] if texts else None, size)
-                for i, sample in enumerate(chosen)
-            ]
+            prompts = self._of_samples(chosen, texts, size)
         if not texts:
             names = [file_name(prompt, start).removeprefix(start) for prompt in prompts]
-            self._write_references(dict(zip(names, chosen, strict=True)))
+            samples = [chosen[prompt.index] for prompt in prompts]
+            self._write_references(dict(zip(names, samples, strict=True)))
         return prompts
 
     def _write_references(self, samples: Mapping[str, int]) -> None:
@@ -313,6 +319,21 @@ class Evaluator:
             # A clip on the run's page is worth no run: whatever the libraries raise is logged.
             except Exception as error:
                 logger.warning("%s is not written (%s); training continues", path, error)
+
+    def _of_samples(
+        self, chosen: Sequence[int], texts: Sequence[str], size: LatentSize
+    ) -> list[Prompt]:
+        """Return the prompts of held-out samples, without those that cannot be read."""
+        found, bad = [], None
+        for i, sample in enumerate(chosen):
+            try:
+                found.append(self._prompt(i, sample, texts[i] if texts else None, size))
+            except BadSample as error:
+                bad = error
+                logger.warning("a held-out sample is not sampled: %s", error)
+        if bad is not None and not found:
+            raise bad
+        return found
 
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """Build a prompt from a sample of the data set. text: replaces its caption."""
@@ -365,7 +386,7 @@ def _captions(dataset: SizedDataset) -> Sequence[str] | None:
 def _control(
     dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize
 ) -> Tensor:
-    """Return the control of a held-out sample at the size of the videos, [3, F, H, W] in [-1, 1]."""
+    """Return the control of a held-out sample at the size of the videos, uint8 [F, 3, H, W]."""
     if isinstance(dataset, Subset):
         whole: Any = dataset.dataset
         return _control(whole, dataset.indices[index], item, video)
@@ -373,8 +394,7 @@ def _control(
         pixels = dataset.read_control(index, Bucket(video.num_frames, *video.pixels))
     else:
         pixels = item["control"]
-    # sync: a clip of an evaluation, which DALI has decoded on the GPU
-    return in_unit_range(pixels.cpu()).transpose(0, 1)
+    return pixels.cpu()  # sync: a clip of an evaluation, which DALI has decoded on the GPU
 
 
 def _clip(dataset: SizedDataset, index: int) -> tuple[Tensor, float] | None:

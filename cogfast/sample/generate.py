@@ -21,6 +21,7 @@ from torch import Tensor
 from cogfast.config.values import counted
 from cogfast.core.files import write_whole
 from cogfast.core.slot_random import SlotRandom
+from cogfast.data.batches import in_unit_range
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
 from cogfast.distributed.lost_ranks import UnsharedError
@@ -38,7 +39,7 @@ class Prompt:
     """A video to sample. index: position among all prompts. seed: determines the noise.
 
     For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled. For a
-    control model, control is [3, F, H, W] in [-1, 1].
+    control model, control is [F, 3, H, W], uint8 or in [-1, 1].
     embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
     """
 
@@ -157,7 +158,8 @@ class VideoMaker:
                 f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
                 "none; give --control"
             )
-        return self.encoder.encode_control(_stack([p.control for p in prompts]).to(self.device))
+        pixels = in_unit_range(_stack([p.control for p in prompts]).to(self.device))
+        return self.encoder.encode_control(pixels.transpose(1, 2))
 
 
 def _stack(values: Sequence[Tensor | None]) -> Tensor:

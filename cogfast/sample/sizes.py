@@ -3,7 +3,7 @@ the images and control videos."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +112,20 @@ def read_image(
     return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1
 
 
-def read_control(path: Path, size: LatentSize, resize: Resize = "crop") -> Tensor:
-    """Read a control video as [3, F, H, W] in [-1, 1], with the frames, rate and size of `size`."""
+def read_control(path: Path, size: LatentSize, data: Mapping[str, Any]) -> Tensor:
+    """Read a control video of the frames and size of `size`, uint8 [F, 3, H, W].
+
+    data: data.params, whose rate and choice of frames are those of the clips that were trained.
+    """
+    names = ("fps", "frame_selection", "short_clips", "resize")
+    given = {name: data[name] for name in names if data.get(name) is not None}
     settings = ClipSettings(
         video_size=size.pixels,
-        fps=size.fps,
         max_num_frames=size.num_frames,
-        resize=resize,
         video_backend="pyav",
+        **{"fps": DEFAULT_FPS, **given},
     )
     try:
-        frames, _ = read_clip(str(path), settings)
+        return read_clip(str(path), settings)[0]
     except BadSample as error:
-        raise ValueError(f"--control {path}: {error.reason}") from None
-    return (frames.float() / 127.5 - 1).transpose(0, 1)
+        raise ValueError(f"--control {path}: {error.reason}; or sample fewer (--frames)") from None

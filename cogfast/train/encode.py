@@ -48,6 +48,10 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _no_choice(stage: FirstStage, clips: Tensor) -> None:
+    """Leave how the first stage encodes as it is."""
+
+
 class Encoder:
     """The frozen encoders of one transformer.
 
@@ -79,7 +83,7 @@ class Encoder:
         condition_dropout: float = 0.0,
         text_dropout: float = 0.0,
         samples_at_a_time: int | None = None,
-        before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
+        before_clips: Callable[[FirstStage, Tensor], None] = _no_choice,
         broadcast_within_model: Callable[[Tensor], Tensor] = _unchanged,
         overrides: EncodeOverrides = NO_OVERRIDES,
         device: torch.device | None = None,
@@ -166,11 +170,12 @@ class Encoder:
 
         Call `choose` before, and broadcast what was encoded to the ranks of a model after they agree.
         """
-        broadcast, self._broadcast_within_model = self._broadcast_within_model, _unchanged
+        kept = self._broadcast_within_model, self._before_clips
+        self._broadcast_within_model, self._before_clips = _unchanged, _no_choice
         try:
             yield
         finally:
-            self._broadcast_within_model = broadcast
+            self._broadcast_within_model, self._before_clips = kept
 
     def build(self, batch: dict) -> None:
         """Build the encoders that `batch` needs, without collectives."""
@@ -183,8 +188,12 @@ class Encoder:
     def choose(self, batch: dict) -> None:
         """Choose how the first stage encodes clips, if `batch` has clips, after `build`. Collective."""
         if self._has_clips(batch):
-            with self._leaving():
-                self._before_clips(self.first_stage, batch["mp4"].transpose(1, 2))
+            self.choose_for(batch["mp4"].transpose(1, 2))
+
+    def choose_for(self, clips: Tensor) -> None:
+        """Choose how the first stage, which is built, encodes clips [B, 3, F, H, W]. Collective."""
+        with self._leaving():
+            self._before_clips(self.first_stage, clips)
 
     def _has_clips(self, batch: dict) -> bool:
         if self.latent_input or "encoded_videos" in batch or "latent_mean" in batch:

@@ -26,6 +26,7 @@ from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import assemble_datasets, assemble_diffusion
+from cogfast.train.caching.clip_entries import encode_clips
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.pipelines import SIZE, Pipelines, write_control_pipeline
 from tests.support.video_files import constant_rate, decode_all, write_clip
@@ -278,3 +279,44 @@ def test_a_model_without_control_reads_none(folder: Path, caplog: pytest.LogCapt
     (folder / "controls.txt").unlink()
     with pytest.raises(ValueError, match="2 of 2 samples have no control video, first .*clip0.mp4"):
         assemble_datasets(taking, TrainArguments.from_config(taking))
+
+
+def test_an_identical_control_in_a_shard_is_named(folder: Path) -> None:
+    clip = (folder / "clip0.mp4").read_bytes()
+    _tar(folder / "same" / "0.tar", {"a.mp4": clip, "a.control.mp4": clip, "a.txt": b"first"})
+    reasons = survey(VideoShards([str(folder / "same")], **CLIP)).reasons
+    assert "is the clip itself" in reasons[0]
+
+
+def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
+    data = VideoList(str(folder), **CLIP)
+    longer = data.read_control(0, Bucket(17, *SIZE))
+    assert torch.equal(longer[:9], data[0]["control"])
+    assert (longer[9:] == longer[8]).all()
+
+
+def test_no_first_frames_of_controls_are_kept(folder: Path) -> None:
+    """Its trainer names files by their stems alone: those of a clip and its control may be equal."""
+    samples = [VideoList(str(folder), **CLIP)[0]]
+    found = {}
+    for is_clip in (True, False):
+        built = encoder(conditions=("image", "control"))
+        (found[is_clip],) = encode_clips(
+            samples, ["k"], [None], built, [is_clip], 2, torch.device("cpu")
+        )
+    assert {"noised_image_mean", "mean"} <= found[True].keys()
+    assert not {"noised_image_mean", "first_frame"} & found[False].keys()
+    assert torch.equal(found[True]["mean"], found[False]["mean"])
+
+
+def test_a_rank_that_samples_alone_asks_no_other_how_to_encode() -> None:
+    """The choice is collective, and other ranks may have no prompt."""
+    asked: list[tuple[int, ...]] = []
+    built = encoder(conditions=("control",), before_clips=lambda _, c: asked.append(tuple(c.shape)))
+    control = control_batch()["control"].transpose(1, 2)
+    with built.alone():
+        inside = built.encode_control(control)
+    assert not asked
+    torch.testing.assert_close(inside, SCALE * pooled(control))
+    built.choose_for(control)
+    assert asked == [tuple(control.shape)]

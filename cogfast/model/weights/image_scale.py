@@ -8,11 +8,9 @@ has `invert_scale_latents`, and with s * z for CogVideoX-5B-I2V.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from cogfast.config.arguments import ImageLatentScale
+from cogfast.config.arguments import ImageLatentScale, conditions_of_run
 from cogfast.config.json_files import check, keys
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.vae import read_vae_config
@@ -85,14 +83,6 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     patch = model["network_config"]["params"]["patch_size"]
     joins_frames = isinstance(patch, list) and patch[0] > 1
     return name, stock_scale(joins_frames), model["scale_factor"]
-
-
-def conditions_of_run(model: Mapping[str, Any]) -> list[str]:
-    """Return the conditions of a manifest's model section, which may lack the keys or be damaged."""
-    named = model.get("conditions")
-    if isinstance(named, list):
-        return [str(name) for name in named]
-    return ["image"] if model.get("noised_image_input") else []
 
 
 def difference_of_run(path: Path) -> tuple[str, str] | None:

@@ -24,20 +24,22 @@ def encode_clips(
     keys: Sequence[str],
     latents: Sequence[Tensor | None],
     encoder: Encoder,
+    have_images: Sequence[bool],
     num_noised_images: int,
     device: torch.device,
 ) -> Iterator[dict[str, Tensor] | BadSample]:
     """Yield the entry of each sample. Consecutive samples of one size are encoded together.
 
     keys: seed the noise of noised images. latents: scaled ones of samples that are not to be encoded.
-    num_noised_images: 0 stores the first frame as uint8 instead (image-to-video).
+    have_images: whether a sample's first frame is kept. num_noised_images: 0 stores the first frame as uint8 instead (image-to-video).
     """
-    rows = zip(samples, keys, latents, strict=True)
+    rows = zip(samples, keys, latents, have_images, strict=True)
     # Buckets give clips of several sizes, which cannot be stacked.
-    for _, group in groupby(rows, key=lambda row: (row[0]["video"].shape, row[2] is None)):
-        together, own_keys, own_latents = zip(*group, strict=True)
+    of_group = lambda row: (row[0]["video"].shape, row[2] is None, row[3])
+    for (_, _, has_image), group in groupby(rows, key=of_group):
+        together, own_keys, own_latents, _ = zip(*group, strict=True)
         parts = _moments(together, own_keys, own_latents, encoder, device)
-        if encoder.image_input:
+        if has_image:
             images = torch.stack(
                 [s["images"] if "images" in s else s["video"][0] for s in together]
             )

@@ -102,6 +102,7 @@ class _Clip:
 
     dataset: CaptionedVideos
     index: int
+    is_control: bool = False
 
     @property
     def name(self) -> str:
@@ -148,7 +149,7 @@ class _CacheRun:
         found, _ = survey_datasets(assemble_datasets(config, of_videos), of_videos, groups, 1)
         self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]
         self.clips = [
-            _Clip(stream, i)
+            _Clip(stream, i, is_control=stream is not videos)
             for videos in self.datasets
             for stream in videos.streams
             for i in used_samples(videos)
@@ -242,7 +243,9 @@ class _CacheRun:
         """Check that args.trusted_cache has clips of this model and not of another in its folder."""
         trusted, found = self.trusted, []
         for clip in map(self.clips.__getitem__, clips.missing.values()):
-            if trusted is not None and (path := trusted.path(clip.dataset, clip.index)) is not None:
+            if trusted is None or clip.is_control:
+                continue
+            if (path := trusted.path(clip.dataset, clip.index)) is not None:
                 found.append((path.stat().st_mtime_ns, path, clip))
         if trusted is None or not found or len(trusted.members) == 1:
             return
@@ -341,7 +344,10 @@ class _CacheRun:
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
                 of_clips = [self.clips[work.missing[key]] for key in good]
                 stored = [
-                    None if trusted is None else trusted.latents(clip.dataset, clip.index)
+                    # Its trainer knows no controls, and names files by their stems alone.
+                    None
+                    if trusted is None or clip.is_control
+                    else trusted.latents(clip.dataset, clip.index)
                     for clip in of_clips
                 ]
                 entries = encode_clips(
@@ -349,6 +355,7 @@ class _CacheRun:
                     list(good),
                     stored,
                     encoder,
+                    [encoder.image_input and not clip.is_control for clip in of_clips],
                     self.args.cached_noised_images,
                     self.groups.device,
                 )

@@ -372,6 +372,10 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
             found = identify(source, configured.out_channels)
             family = Family.of_config(found)
             has_new = model.new_channels is not None
+            if has_new and found.in_channels >= configured.in_channels:
+                text = f"the weights have {found.in_channels} input channels, the network "
+                text += f"{configured.in_channels}: model.new_channels=zero has none to add; leave it out"
+                raise ValueError(text)
             fit = fitted(source, configured, has_new, model.learned_positions)
             found = identify(fit, configured.out_channels)
             check_family(f"args.load={args.load}", Family.of_config(found), configured)

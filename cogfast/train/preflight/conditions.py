@@ -44,6 +44,11 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
     if model.image_latent_scale != "trainer" and "image" not in inputs:
         text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
         refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
+    if model.conditions is not None and "image" not in inputs:
+        for name in ("noised_image_dropout", "noised_image_all_concat"):
+            if value := getattr(model, name):
+                text = f"model.{name}={show(value)} is for the image, which {shown} leaves out"
+                refuse(config, f"model.{name}", f"{text}; leave it out")
     if model.condition_dropout > 0 and not set(inputs) - {"image"}:
         text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
         fix = "leave it out (noised_image_dropout is that of the image)"

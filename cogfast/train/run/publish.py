@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from cogfast.config.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments, conditions_of_run
 from cogfast.config.json_files import brief, read_limited
 from cogfast.config.values import counted
 from cogfast.model.config import member_of
@@ -29,7 +29,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
 )
 from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.image_scale import conditions_of_run, difference_of_run
+from cogfast.model.weights.image_scale import difference_of_run
 from cogfast.sample.prompt_files import given_prompts
 from cogfast.train.preflight.pipeline_folder import is_hub_id
 from cogfast.train.run.page.record import read_run

@@ -22,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
+from cogfast.config.arguments import conditions_of_run
 from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import printable
@@ -308,11 +309,10 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         words += ["args.train_iters=MORE_STEPS"] if is_done else []
         title = "Train on" if is_done else "Resume"
         yield f"{title} from checkpoint {record.checkpoint.name}", " ".join(words)
-        plain = record.plain
-        image = " --image FIRST_FRAME.png" if plain.get("model.noised_image_input") else ""
-        image += (
-            " --control CONTROL.mp4" if "control" in (plain.get("model.conditions") or ()) else ""
-        )
+        keys = ("conditions", "noised_image_input")
+        inputs = conditions_of_run({key: record.plain.get(f"model.{key}") for key in keys})
+        image = " --image FIRST_FRAME.png" if "image" in inputs else ""
+        image += " --control CONTROL.mp4" if "control" in inputs else ""
         prompt = f'--prompt "A PROMPT OF YOUR OWN"{image}'
         yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
