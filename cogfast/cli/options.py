@@ -125,8 +125,8 @@ def _parse_run(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
             f"configs/sft.yaml, or a pipeline: {example} PATH"
         )
-    overrides = _all_overrides(found, [*moved, *overrides])
     settings = start.settings_of(found)
+    overrides = _all_overrides(found, [*moved, *overrides], settings)
     if model is not None:
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
@@ -355,14 +355,19 @@ def _parse_words(
     return parser.parse_intermixed_args(list(argv))
 
 
-def _all_overrides(found: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return SAT's flags as key=value overrides, then `words`. ValueError if both set one key."""
+def _all_overrides(
+    found: argparse.Namespace, words: Sequence[str], settings: start.Settings | None = None
+) -> list[str]:
+    """Return SAT's flags as key=value overrides, then `words`. ValueError if two of them, or of the options
+    in `settings`, set one key."""
     flags, moved = _flag_overrides(found)
     words = [*moved, *words]
-    by_words = {word.partition("=")[0] for word in words}
-    for key in (flag.partition("=")[0] for flag in flags):
-        if key in by_words:
-            name = f"--{key.removeprefix('args.')}"
+    by_flags = [flag.partition("=")[0] for flag in flags]
+    by_words = [word.partition("=")[0] for word in words]
+    options = [(name, key, by_flags + by_words) for key, (_, name) in (settings or {}).items()]
+    options += [(f"--{key.removeprefix('args.')}", key, by_words) for key in by_flags]
+    for name, key, others in options:
+        if key in others:
             raise ValueError(f"{name} and {key} on the command line set the same; keep one")
     return [*flags, *words]
 

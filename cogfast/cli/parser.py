@@ -61,7 +61,8 @@ def refuse_cut(argv: Sequence[str], words: Sequence[str]) -> None:
     """Raise ValueError if one of `words`, which are neither options nor key=value, is a part of a key=value
     that a space has cut."""
     names = {field.name for field in fields(TrainArguments)}
-    for word in words:
+    # A value such as that of --base=word is a part of its option, and no word of argv.
+    for word in filter([*argv].__contains__, words):
         at = [*argv].index(word)
         if word in names or re.fullmatch(rf"({'|'.join(SECTIONS)})(\.\w+)+", word):
             behind = [text for text in (w.lstrip("=:") for w in argv[at + 1 : at + 3]) if text]

@@ -74,7 +74,12 @@ BAD_ARGUMENTS = {
         "--train_iters and args.train_iters on the command line set the same; keep one"
     ),
     "--seed 5 args.seed=2": "--seed and args.seed on the command line set the same; keep one",
+    "--data a args.train_data=[b]": "--data and args.train_data on the command line set the same",
+    "--lora 8 args.lora_rank=4": "--lora and args.lora_rank on the command line set the same",
+    "--out a args.save=b": "--out and args.save on the command line set the same; keep one",
+    "--out a --save b": "--out and args.save on the command line set the same; keep one",
     "fast": "no such file",
+    "--base=fast": "--base fast: no such file; give the path of a YAML file",
     "--seed x": "command line: args.seed='x' must be a whole number",
     "--sdedit": "args.sdedit=true: SAT's code does not read it; use false",
     "--deepspeed_config x.json": "put its contents into the deepspeed section",

@@ -74,7 +74,8 @@ class Scores(Watcher):
 
     def add(self, step: int) -> None:
         """Score the videos that were sampled at `step`."""
-        if self.words:
+        # A run that resumes at its last step makes that step's evaluation again.
+        if self.words and step not in self.waiting and not self._is_scored(step):
             self.waiting.append(step)
             self._write_waiting()
             self.after_step(step)
@@ -132,6 +133,10 @@ class Scores(Watcher):
         choose = min if best.startswith("-") else max
         wanted = [*self.waiting, *([choose(found, key=found.__getitem__)] if found else [])]
         return {max((s for s in steps if s <= step), default=step) for step in wanted}
+
+    def _is_scored(self, step: int) -> bool:
+        lines = (line for line in self.metrics.history if line["step"] == step)
+        return any(key.startswith("score/") for line in lines for key in line)
 
     def _left(self, step: int) -> list[int]:
         """Return the steps up to `step` that the run had not scored when it was stopped."""

@@ -119,6 +119,19 @@ def test_what_was_not_scored_before_a_stop_is_scored_after_the_resume(
     assert json.loads((run / "waiting_scores.json").read_text()) == []
 
 
+def test_the_last_evaluation_that_a_resumed_run_makes_again_is_scored_once(
+    tmp_path: Path, data: Path
+) -> None:
+    base = write_base(tmp_path, data, train_iters=1, eval_interval=None, eval_at_end=True)
+    # The command stops the run that waits for it.
+    run = train(base, "sh -c 'kill -USR1 $PPID; sleep 600' {samples}")
+    assert json.loads((run / "waiting_scores.json").read_text()) == [1] and not scores(run)
+    command = write_script(tmp_path, {1: 0.5})
+    for _ in range(2):  # with the step waiting, then scored
+        train(base, command, "args.resume=latest")
+        assert (run / "metrics.jsonl").read_text().count('"score/clip"') == 1
+
+
 @pytest.mark.parametrize("text", ["[1, 2", '["1"]', "{}", "[3, -1, 2, 2]"])
 def test_a_damaged_list_of_waiting_scores_ends_no_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "waiting_scores.json").write_text(text)
