@@ -266,18 +266,6 @@ class Family:
         """Whether a model has the channels of image-to-video, but lacks a part of such a member."""
         return self.in_channels == 2 * self.out_channels and not self.has_image_part
 
-    @property
-    def maybe_derived(self) -> str:
-        """Say which released model, derived from CogVideoX, it may be; "" if none is known."""
-        if not self.is_derived:
-            return derived_models(self.in_channels, self.out_channels)
-        part = "an ofs embedding" if self.patch.joins_frames else "a learned position table"
-        other = "" if self.is_rotary else ", as cogvideox-2b-img2vid"
-        return (
-            f"{self.in_channels} input channels without {part} are those of CogVideoX-Fun's control "
-            f"models, whose second half is a control video{other}"
-        )
-
     def __str__(self) -> str:
         patch = "x".join(map(str, (self.patch.t, self.patch.h, self.patch.w)))
         facts = [f"patch_size {patch}", f"in_channels {self.in_channels}"]

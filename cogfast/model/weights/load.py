@@ -11,7 +11,7 @@ import torch
 
 from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
-from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.adapters import adapters_of, check_config, only_adapters
@@ -184,11 +184,15 @@ def check_family(path: str, found: Family, config: TransformerConfig) -> None:
     if found == wanted:
         return
     fix = f"use {found.member.config_file} or a checkpoint of {wanted.member.name}"
-    if found.member == wanted.member and found.in_channels != wanted.in_channels:
+    if found.is_derived:  # also beside the file of an image-to-video model
+        fix = f"use {found.member.config_file} with configs/control.yaml behind it"
+        fix += ", if it is a control model"
+    elif found.member == wanted.member and found.in_channels != wanted.in_channels:
         fix = "set in_channels and model.conditions to those of the checkpoint"
         if found.in_channels < wanted.in_channels:
             fix += ", or add channels to it with model.new_channels=zero"
-    about = f" ({found.maybe_derived})" if found.maybe_derived else ""
+    known = derived_models(found.in_channels, found.out_channels)
+    about = f" ({known})" if known else ""
     raise ValueError(f"{path}: the checkpoint is {found}{about}, the config says {wanted}; {fix}")
 
 

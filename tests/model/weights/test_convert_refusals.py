@@ -209,7 +209,7 @@ def test_leftovers_of_a_killed_conversion_are_no_obstacle(made: Path, tmp_path: 
         ("--to diffusers --ema", "1-ema: "),
         ("--to sat --lora-alpha 64", "--lora-alpha 64 is for adapters, but SAT checkpoint"),
         ("--to sat --merge-lora", "no LoRA tensors to merge; use --merge-lora LORA"),
-        ("--to onnx", "invalid choice: 'onnx'"),
+        ("--to onnx", "--to onnx: must be one of sat, diffusers, peft"),
         ("--to sat --verfy", "no option --verfy; did you mean --verify"),
     ],
 )
