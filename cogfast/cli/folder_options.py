@@ -40,8 +40,8 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     return [*map(Path, found.runs)], found.out
 
 
-def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool]:
-    """Return the run, the repository, and whether only to write its files."""
+def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
+    """Return the run, the repository, whether only to write its files, and whether a new one is private."""
     text = "Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four videos of "
     text += "its last evaluation. Captions and paths of the data stay here."
     parser = Parser(prog="cogfast publish", description=text, allow_abbrev=False)
@@ -50,8 +50,10 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool]:
     parser.add_argument("repo", metavar="OWNER/NAME", help=text)
     text = "write the files to RUN/hub and upload nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "make a new repository private; default: the owner's setting on the hub"
+    parser.add_argument("--private", action="store_const", const=True, help=text)
     found = _parse_of_one_run(parser, argv, "run", "repo")
-    return Path(found.run), found.repo, found.dry_run
+    return Path(found.run), found.repo, found.dry_run, found.private
 
 
 def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:

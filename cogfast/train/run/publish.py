@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -43,10 +44,11 @@ _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
 _LOGIN = "no token of the hub; run `hf auth login`, or set HF_TOKEN in the environment"
 
 
-def publish(path: Path, repo: str, is_dry_run: bool = False) -> str:
+def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | None = None) -> str:
     """Run `cogfast publish`. Return where the files are.
 
-    path: a run or one of its checkpoints. ValueError for user errors, RuntimeError if the hub refuses.
+    path: a run or one of its checkpoints. is_private: of a new repository; None: the owner's setting.
+    ValueError for user errors, RuntimeError if the hub refuses.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -58,15 +60,19 @@ def publish(path: Path, repo: str, is_dry_run: bool = False) -> str:
         what = "no run with a checkpoint" if path.is_dir() else "no such folder"
         raise ValueError(f"{path}: {what}; give the folder of a run")
     if is_dry_run:
-        shutil.rmtree(run_of(checkpoint) / "hub", ignore_errors=True)
-        return str(write_files(checkpoint, repo, run_of(checkpoint) / "hub"))
+        target = run_of(checkpoint) / "hub"
+        # A folder that was downloaded may have one, which leads to any folder here.
+        if target.is_symlink():
+            raise ValueError(f"{target}: is a link, which --dry-run would write through; remove it")
+        shutil.rmtree(target, ignore_errors=True)
+        return str(write_files(checkpoint, repo, target))
     if get_token() is None:
         raise ValueError(_LOGIN)
     with TemporaryDirectory(prefix="hub-", dir=run_of(checkpoint)) as scratch:
         folder = write_files(checkpoint, repo, Path(scratch, "files"))
         try:
             api = HfApi()
-            api.create_repo(repo, exist_ok=True)
+            api.create_repo(repo, private=is_private, exist_ok=True)
             # Files that an interrupted upload has sent are not sent again: the hub knows their hashes.
             text = f"cogfast: step {read_manifest(checkpoint)['step']}"
             info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=text)
@@ -119,12 +125,15 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     facts = source.facts
     inputs = conditions_of_run(config.get("model") or {})
     is_i2v, is_control = "image" in inputs, "control" in inputs
-    member = member_of(facts["patch_size"], is_i2v, facts["position"] == "rotary")
+    is_rotary = facts["position"] == "rotary"
+    member = member_of(facts["patch_size"], is_i2v, is_rotary)
+    in_channels = facts["out_channels"] * (1 + member.has_image)
+    is_member = (facts["in_channels"], is_rotary) == (in_channels, member.is_rotary)
     load = str(args.get("load") or "")
-    base = _base_id(load, member.name)
+    base = _base_id(load, member.name if is_member else None)
     widget = _copy_videos(record, args, folder)
     head = {
-        "base_model": base,
+        **({} if base is None else {"base_model": base}),
         **(_license(Path(load)) if load else {"license": "other"}),
         "library_name": "diffusers",
         "pipeline_tag": _tag(is_i2v, is_control),
@@ -181,8 +190,9 @@ def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
         texts = set()
     last = max((s.step for s in record.samples if s.step is not None), default=None)
     videos = [s for s in record.samples if s.step == last and s.file.endswith(".mp4")]
+    videos = [s for s in videos if last is not None and _is_own_file(record.folder, s.file)]
     widget = []
-    for i, sample in enumerate(videos[:_NUM_VIDEOS] if last is not None else []):
+    for i, sample in enumerate(videos[:_NUM_VIDEOS]):
         (folder / "videos").mkdir(exist_ok=True)
         shutil.copyfile(record.folder / sample.file, folder / "videos" / f"{i}.mp4")
         text = sample.prompt[0] if sample.prompt[0] in texts else "-"
@@ -190,13 +200,29 @@ def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
     return widget
 
 
-def _base_id(load: str, member: str) -> str:
-    """Return the base's id on the hub. A path would say where the user keeps it."""
+def _is_own_file(run: Path, name: str) -> bool:
+    """Return whether a run's folder itself has this file. A link of a run that was downloaded may lead to
+    any file here."""
+    path = Path(os.path.realpath(run), name)
+    is_own = os.path.realpath(path) == str(path) and path.is_file()
+    if not is_own:
+        text = "%s is not published: it must be a file of the run, and no link"
+        logger.warning(text, brief(name))
+    return is_own
+
+
+def _base_id(load: str, member: str | None) -> str | None:
+    """Return the base's id on the hub; None if it is not known. A path would say where the user keeps it.
+
+    member: the published model; None: the base is derived from one, such as a control model.
+    """
     cached = _CACHED.search(load)
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"
     if load and is_hub_id(load):
         return load
+    if member is None:
+        return None
     return f"zai-org/{member if '1.5' in member else member.replace('B', 'b')}"
 
 

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +32,7 @@ class Hub(BaseHTTPRequestHandler):
     objects: dict[str, bytes]
     files: dict[str, bytes]
     puts: list[str]
+    created: list[bool]  # whether each new repository is private
     refuses: list[str]  # the next requests with this in their path are refused, once each
 
     def do_GET(self) -> None:
@@ -52,6 +55,8 @@ class Hub(BaseHTTPRequestHandler):
         url = f"http://{self.headers['Host']}"
         if self.path == "/api/repos/create":
             assert self.headers["Authorization"] == "Bearer hf_test"
+            wanted = json.loads(body)  # older clients say {"private": true}
+            self.created.append(wanted.get("visibility") == "private" or "private" in wanted)
             self._answer(200, {"url": f"{url}/{REPO}"})
         elif self.path == "/api/validate-yaml":
             self._answer(200, {"errors": [], "warnings": []})
@@ -106,7 +111,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     from huggingface_hub import constants
 
-    state = {"objects": {}, "files": {}, "puts": [], "refuses": []}
+    state = {"objects": {}, "files": {}, "puts": [], "created": [], "refuses": []}
     handler = type("OneHub", (Hub,), state)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -151,7 +156,8 @@ def test_a_lora_is_published_and_an_interrupted_upload_is_repeated(
     assert "cogfast: me/my-lora is not published (" in capsys.readouterr().err
     sent = list(hub.puts)
     assert len(sent) == 3 and not hub.files
-    assert main(["publish", str(run), REPO]) == 0
+    assert main(["publish", str(run), REPO, "--private"]) == 0
+    assert hub.created == [False, True]
     assert hub.puts == sent, "the hub has these objects"
     assert capsys.readouterr().out.strip().endswith(REPO)
     names = {"README.md", "pytorch_lora_weights.safetensors", "videos/0.mp4", "videos/1.mp4"}
@@ -204,6 +210,69 @@ def test_nothing_of_the_data_is_published(
     # The trainers' scale of the first frame is not the pipeline's.
     assert "pipe.vae.register_to_config(invert_scale_latents=False)" in body
     assert 'subfolder="transformer"' in body
+
+
+def test_only_files_of_the_run_are_published(
+    tmp_path: Path, base_run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(base_run, run)
+    samples = run / "samples" / "step-00000001"
+    for folder in (outside, samples):
+        folder.mkdir(parents=True)
+        (folder / "e.mp4").write_text(f"of {folder.name}")
+    (samples / "a.mp4").symlink_to(outside / "e.mp4")
+    (samples / "b.mp4").symlink_to("../../training_config.yaml")
+    os.mkfifo(samples / "c.mp4")
+    (samples / "d.mp4").symlink_to("d.mp4")
+    words = ["publish", str(run), REPO, "--dry-run"]
+    assert main(words) == 0
+    published = [path.read_text() for path in (run / "hub" / "videos").iterdir()]
+    assert published == ["of step-00000001"]
+    text = (
+        "samples/step-00000001/{}.mp4 is not published: it must be a file of the run, and no link"
+    )
+    found = [line for line in capsys.readouterr().err.splitlines() if "not published" in line]
+    assert [line[-len(text) + 1 :] for line in found] == [text.format(name) for name in "abcd"]
+    # The folder of the samples, and that of the files to publish
+    shutil.rmtree(samples)
+    samples.symlink_to(outside)
+    assert main(words) == 0 and not (run / "hub" / "videos").exists()
+    shutil.rmtree(run / "hub")
+    (run / "hub").symlink_to(outside)
+    assert main(words) == 2 and [*outside.iterdir()] == [outside / "e.mp4"]
+
+
+def test_the_card_of_a_control_model_names_no_other_base(tmp_path: Path, data: Path) -> None:
+    clips = [str(path) for path in sorted((data / "videos").iterdir())]
+    rows = zip(clips, clips[1:] + clips[:1], strict=True)
+    lines = [json.dumps({"path": a, "caption": "a", "control": b}) + "\n" for a, b in rows]
+    (tmp_path / "metadata.jsonl").write_text("".join(lines))
+    size = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
+    dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": size}
+    given = {"train_data": [str(tmp_path / "metadata.jsonl")], "valid_data": None, "split": "1"}
+    load, cards = None, []
+    for conditions, rank in (("control", None), ("control", 4), ("image, control", None)):
+        words = [f"model.conditions=[{conditions}]"]
+        words += [f"model.network_config.params.in_channels={8 * (2 + conditions.count(','))}"]
+        folder = tmp_path / f"{len(cards)}"
+        more = {"dataset": dataset, "eval_interval": None, "load": load, **given}
+        run = train(folder, data, *words, rank=rank, **more)
+        load = str(run) if rank is None and load is None else None
+        assert main(["publish", str(run), REPO, "--dry-run"]) == 0
+        head, body = card_of((run / "hub" / "README.md").read_text())
+        assert "base_model" not in head and head["pipeline_tag"].endswith("to-video")
+        assert "of a control model, trained with cogfast on 6 clips" in body
+        assert "zai-org" not in body and str(tmp_path) not in body
+        cards.append(body)
+    for body in cards[:2]:
+        code = body.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert 'FunControlPipeline.from_pretrained("the folder of the control model"' in " ".join(
+            code.replace("(\n    ", "(").split()
+        )
+    assert "pipe.load_lora_weights" in cards[1]
+    assert "```" not in cards[2] and "`cogfast sample` does" in cards[2]
 
 
 def test_a_run_pushes_its_last_checkpoint_and_survives_a_hub_that_refuses(
