@@ -252,7 +252,7 @@ class FirstStep:
 @pytest.fixture
 def first_step(monkeypatch: pytest.MonkeyPatch) -> FirstStep:
     seen = FirstStep()
-    encode, loss = Encoder.__call__, VideoDiffusionLoss.__call__
+    encode, loss = Encoder.__call__, VideoDiffusionLoss.of
 
     def encode_and_note(self, batch, rng, has_dropout=True):
         latents, conditioning = encode(self, batch, rng, has_dropout)
@@ -267,7 +267,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch) -> FirstStep:
         return found
 
     monkeypatch.setattr(Encoder, "__call__", encode_and_note)
-    monkeypatch.setattr(VideoDiffusionLoss, "__call__", loss_and_note)
+    monkeypatch.setattr(VideoDiffusionLoss, "of", loss_and_note)
     return seen
 
 
