@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "make a new repository private; default: the owner's setting on the hub"
     parser.add_argument("--private", action="store_const", const=True, help=text)
-    found = _parse_of_one_run(parser, argv, "run", "repo")
+    found = _parse_of_one_run(parser, argv, "run", "repo", "me/my-lora")
     return Path(found.run), found.repo, found.dry_run, found.private
 
 
@@ -91,15 +92,18 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     parser.add_argument("--scaling-factor", type=float, metavar="X", help=text)
     text = "print the Python traceback of an error"
     parser.add_argument("--traceback", action="store_true", help=text)
-    found = vars(_parse_of_one_run(parser, argv, "src", "dst"))
+    kind = next((word for word in argv if word in ("sat", "peft")), "diffusers")
+    found = vars(_parse_of_one_run(parser, argv, "src", "dst", f"my_folder --to {kind}"))
     del found["traceback"]
     return found
 
 
 def _parse_of_one_run(
-    parser: Parser, argv: Sequence[str], source: str, target: str
+    parser: Parser, argv: Sequence[str], source: str, target: str, example: str
 ) -> argparse.Namespace:
     """Parse the words of a command that takes one source, perhaps a run, and one target."""
+    given = argv[0] if argv and not argv[0].startswith("-") else "runs/my-lora"
+    parser.example = f"{parser.prog} {shlex.quote(given)} {example}"
     found, more = parser.parse_known_args([*argv])
     # A pattern such as runs/* gives several sources, with the target behind them.
     words = [getattr(found, source), getattr(found, target), *more]

@@ -128,6 +128,8 @@ def _parse_run(
     settings = start.settings_of(found)
     overrides = _all_overrides(found, [*moved, *overrides], settings)
     if model is not None:
+        if loads := [word for word in overrides if word.startswith("args.load=")]:
+            raise ValueError(f"{model!r} and {loads[0]} are both given; give one of them")
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
         has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)

@@ -19,10 +19,18 @@ from cogfast.config.values import nearest
 
 RUN_CONFIG = "training_config.yaml"
 _MOST_NAMED = 3  # runs that an error lists
+# Options or their metavars, and what an error says is missing behind them, with an example
+_VALUES = {
+    "--data": ("a folder", "my_videos"),
+    "--control": ("a video", "dance.mp4"),
+    "RANK": ("a rank", "64"),
+}
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one-line ValueErrors, as all of cogfast's errors are."""
+
+    example = ""  # a complete command, for errors about missing words
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")
@@ -37,7 +45,14 @@ class Parser(argparse.ArgumentParser):
             flag, value, choices = match[1], match[2], match[3].replace("'", "")
             text = f"{flag} {value}: must be one of {choices}{nearest(value, choices.split(', '))}"
         elif text.startswith("the following arguments are required: "):
-            text = f"{self.prog} needs {text.partition(': ')[2]}; --help lists the options"
+            fix = f"write {self.example}" if self.example else "--help lists the options"
+            text = f"{self.prog} needs {text.partition(': ')[2]}; {fix}"
+        elif match := re.match(r"(--[\w-]+).*: expected (?:at least )?one argument$", text):
+            metavar = str(self._option_string_actions[match[1]].metavar or "VALUE")
+            values = _VALUES.get(match[1]) or _VALUES.get(metavar, ("a value", metavar))
+            text = f"{match[1]} needs {values[0]}: {match[1]} {values[1]}"
+        elif match := re.match(r"--lora: '(?:args|model|data|deepspeed)\.\S*=", text):
+            text = "the rank is missing after --lora; write --lora 64"
         raise ValueError(text)
 
 

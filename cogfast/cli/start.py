@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cogfast.config.sat_network import POSITION_KEY
+from cogfast.config.values import nearest_folder
 
 # Keys of the configuration to values and to where they come from, for messages
 Settings = dict[str, tuple[object, str]]
@@ -45,6 +46,7 @@ def find_model(
     if not path.is_dir():
         raise ValueError(
             f"{folder}: no such folder; give the folder of a CogVideoX pipeline, or its id on the hub"
+            f"{nearest_folder(path)}"
         )
     if not any((path / name).is_file() for name in ("model_index.json", "latest")):
         raise ValueError(

@@ -267,7 +267,10 @@ def _arguments(
     if isinstance(node, DictConfig):
         node = to_dict(node)
     if not isinstance(node, Mapping) or not isinstance(node.get("target"), str):
-        raise KeyProblem(where, f"{where or 'component'} must be a mapping with target and params")
+        text = f"{where or 'component'} must be a mapping with target and params"
+        if where == "model.network_config":
+            text += "; give the model's file first: --base cogvideox_5b.yaml control.yaml sft.yaml"
+        raise KeyProblem(where, text)
     check_keys(node, ("target", "params", *_BESIDE_TARGET), where)
     path, key = node["target"], join(where, "target")
     where_params = join(where, "params")

@@ -15,6 +15,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import annotated_types
@@ -100,6 +101,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     # 0.6 is difflib's default: a key with a few wrong letters passes, an unrelated one does not.
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def nearest_folder(path: Path) -> str:
+    """Return `; did you mean X?` for the folder beside `path` with the most similar name, or ""."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return nearest(path.name, [folder.name for folder in beside if folder.is_dir()])
 
 
 def check_keys(section: Mapping, known: Collection[str], where: str) -> None:

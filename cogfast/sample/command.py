@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_of_run
 from cogfast.config.json_files import brief
 from cogfast.config.merged_config import to_dict
-from cogfast.config.values import counted
+from cogfast.config.values import counted, show
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.parallelize import run_without_dynamo
@@ -86,10 +86,12 @@ def sample(
     diffusion = assemble_diffusion(config)
     if groups.is_main:
         log_unused(config)
+        if not all(prompts):
+            logger.info("a prompt is empty: its video is sampled without a caption")
         warn_of_different_schedules(diffusion)
         if weights is None:
             warn_of_image_scale(config)
-        _warn_of_scale_of_loras(config, loras)
+        _warn_of_other_loras(config, loras)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     # Rounded and offloaded weights are for training; adapters are merged into the original ones.
@@ -185,9 +187,16 @@ def _refuse_results(out: Path) -> None:
         )
 
 
-def _warn_of_scale_of_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
-    """Warn of adapters that were trained with another scale of the first frame than this one."""
+def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+    """Warn of adapters that were trained with other conditions, or another scale of the first frame."""
     model = ModelArguments.from_config(config)
+    for lora in loras:
+        run = find_run_checkpoint(Path(lora.path))
+        section = {} if run is None else (read_manifest(run).get("config") or {}).get("model") or {}
+        conditions = conditions_of_run(section)
+        if section and conditions != list(model.inputs):
+            text = "--lora %s was trained with model.conditions=%s, and this samples with %s; use the model of its training"
+            logger.warning(text, lora.path, show(conditions), show(list(model.inputs)))
     for lora in loras if "image" in model.inputs else ():
         trained = scale_of_run(Path(lora.path))
         if trained is not None and trained[0] != model.image_latent_scale:

@@ -97,6 +97,7 @@ class Evaluator:
                 prompts = "args.split, since control videos come with held-out clips"
             keys = ("eval_interval", "eval_at_start", "eval_at_end")
             given = [f"args.{k}={show(getattr(args, k))}" for k in keys if getattr(args, k)]
+            given += ["args.keep_best=-valid_loss"] * (args.keep_best == "-valid_loss")
             text = "%s has nothing to evaluate; set args.valid_data or args.split=9,1,0, or %s"
             logger.warning(text, ", ".join(given), prompts)
 

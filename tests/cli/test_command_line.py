@@ -130,7 +130,11 @@ CUT = {
     "convert model out --to difusers": (
         "--to difusers: must be one of sat, diffusers, peft; did you mean diffusers?"
     ),
-    "convert model out": "cogfast convert needs --to; --help lists the options",
+    "convert model out": "convert needs --to; write cogfast convert model my_folder --to diffusers",
+    "convert runs/my-lora --to peft": "DST; write cogfast convert runs/my-lora my_folder --to peft",
+    "publish runs/my-lora": "needs OWNER/NAME; write cogfast publish runs/my-lora me/my-lora",
+    "publish": "needs RUN, OWNER/NAME; write cogfast publish runs/my-lora me/my-lora",
+    "sample model --control": "cogfast: --control needs a video: --control dance.mp4",
 }
 
 

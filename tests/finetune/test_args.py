@@ -185,7 +185,7 @@ REFUSED = {
     "--do_validation true": "--do_validation true needs --validation_steps; set it",
     "--validation_videos v.txt": "--validation_videos v.txt: no CogVideoX model here takes a video",
     "word": "'word' is neither an option nor key=value",
-    "--rank": "--rank: expected one argument",
+    "--rank": "--rank needs a rank: --rank 64",
 }
 
 

@@ -412,6 +412,7 @@ def test_the_time_of_an_evaluation_is_not_the_steps(
 def test_an_evaluation_of_nothing_is_logged(
     tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(tmp_path, data, "5b_i2v", valid_data=[], eval_prompts=["no image for it"])
-    text = "has nothing to evaluate; set args.valid_data or args.split=9,1,0, or args.eval_prompt_file with "
+    words = ("args.keep_best=-valid_loss", "args.resume=auto")  # a resumed run is not refused
+    make(tmp_path, data, "5b_i2v", words, valid_data=[], eval_prompts=["no image for it"])
+    text = "args.keep_best=-valid_loss has nothing to evaluate; set args.valid_data or args.split=9,1,0, or args.eval_prompt_file with "
     assert text in caplog.text

@@ -239,7 +239,7 @@ def test_lora_needs_its_base_and_a_full_run_does_not(
 
 
 def test_averaged_weights_are_taken_where_a_run_has_them(
-    tmp_path: Path, data: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+    tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """AdamW keeps no average, as a run and as the adapters of another run that has one."""
     plain = train(
@@ -257,7 +257,14 @@ def test_averaged_weights_are_taken_where_a_run_has_them(
     assert settings["ema"] is False
     assert json.loads((tmp_path / "added" / "settings.json").read_text())["ema"] is True
     assert main(["sample", str(plain), "--out", str(tmp_path / "no"), *arguments, "--ema"]) == 2
-    assert "has no EMA weights" in capsys.readouterr().err
+    logged = capsys.readouterr().err
+    assert "has no EMA weights" in logged
+    assert "was trained with model.conditions" not in logged and "is empty" not in logged
+    arguments = ["--prompt", "", "--image", str(picture), LATENTS, "--lora", str(plain)]
+    sample(runs["5b_i2v"], tmp_path / "i2v", *arguments)
+    logged = capsys.readouterr().err
+    assert f"--lora {plain} was trained with model.conditions=[], and this samples with [" in logged
+    assert "a prompt is empty: its video is sampled without a caption" in logged
     lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
     both = open_loras([LoraOverlay(str(lora)), LoraOverlay(str(plain))], None)
     kinds = [adapter.description.partition(" of step")[0] for adapter, _ in both]

@@ -33,6 +33,10 @@ def infer_layout(config: Config) -> Config:
     # A source without a layout is refused later, with the reason.
     each = {source: found for source in sources if (found := _layouts_of(source))}
     if all("VideoFolder" in found for found in each.values()):
+        for source, found in each.items():
+            if len(found) > 1:
+                text = "%s: read as VideoFolder; its files of %s are ignored; data.target=%s.%s reads them"
+                logger.info(text, source, " and ".join(found[1:]), _MODULE, found[1])
         return config
     fits = [name for name in [*each.values()][0] if all(name in of for of in each.values())]
     if len(fits) > 1:

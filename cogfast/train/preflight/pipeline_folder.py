@@ -25,7 +25,7 @@ from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
 from cogfast.config.merged_config import DEFAULT, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
-from cogfast.config.values import Range
+from cogfast.config.values import Range, nearest_folder
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder
@@ -103,6 +103,9 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
+    # A name of a run is no model's, and the hub should not be asked for it.
+    if name.startswith("runs/"):
+        raise ValueError(f"{key}={name}: no such folder; give a run or a model that exists")
     why = ""
     for is_local in (True, False) if may_download else (True,):
         if not is_local:
@@ -127,11 +130,13 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
         if may_download
         else "; --dry-run and a run's configuration download nothing, nor does cogfast plan"
     )
+    fix = "correct it (a relative path starts at the current folder)"
+    # Beside other folders, a wrong path is more likely than a model that was not downloaded.
+    if not Path(name).parent.is_dir():
+        fix += f", or run hf download {name} on a machine with network access and set HF_HOME to the folder of its cache"
     raise ValueError(
         f"{key}={name}: no such folder, and no complete CogVideoX pipeline of this name in the hub's "
-        f"cache {constants.HF_HUB_CACHE}{why}{download}; correct it (a relative path starts at the "
-        f"current folder), or run hf download {name} on a machine with network access and set "
-        "HF_HOME to the folder of its cache"
+        f"cache {constants.HF_HUB_CACHE}{why}{download}; {fix}{nearest_folder(Path(name))}"
     )
 
 

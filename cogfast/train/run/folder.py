@@ -30,7 +30,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
-from cogfast.config.values import cut, printable
+from cogfast.config.values import counted, cut, printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import (
@@ -197,9 +197,10 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
         return checkpoint
     problem = None
     # Users of `cogfast finetune` know its option.
-    how = "--resume_from_checkpoint " if args.folder_layout == "finetune" else "args.resume="
+    how = "--resume_from_checkpoint " if args.folder_layout == "finetune" else "--resume "
     if own is not None:
-        problem = f"has a run with {own.name}; resume it with {how}latest"
+        steps = counted(step_of(own) or 0, "step")
+        problem = f"has a run of {steps}; resume it with {how}latest"
     elif any(step_of(path) is not None for path in run.glob("checkpoint-*")):
         problem = f"has checkpoints that cogfast did not write; resume one with {how}PATH"
     elif (run / "metrics.jsonl").exists() and args.resume != "auto":

@@ -54,7 +54,8 @@ def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | 
 
     if not is_hub_id(repo):
         text = "must be a repository of the hub, such as me/my-lora, and no path here"
-        raise ValueError(f"{brief(repo)} {text}")
+        fix = "" if "/" in repo else f"; write OWNER/{brief(repo)}, with your name or organization"
+        raise ValueError(f"{brief(repo)} {text}{fix}")
     checkpoint = find_run_checkpoint(path) if path.is_dir() else None
     if checkpoint is None:
         what = "no run with a checkpoint" if path.is_dir() else "no such folder"

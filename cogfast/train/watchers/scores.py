@@ -210,6 +210,12 @@ def check_scores(config: Config, args: TrainArguments) -> None:
     if best == "-valid_loss" and not args.has_evaluation and args.resume is None:
         text = "args.keep_best=-valid_loss needs held-out losses, but there are no evaluations;"
         refuse(config, "args.keep_best", f"{text} set args.eval_interval")
+    # Only a manifest may name held-out rows, which are not read here.
+    is_known = str(config.data.get("target")).endswith(("SFTDataset", "VideoFolder", "VideoList"))
+    is_all_trained = re.fullmatch(r"[^,]*(,[ 0.]+(,.*)?)?", args.split) and not args.valid_data
+    if best == "-valid_loss" and is_known and is_all_trained and args.resume is None:
+        text = "args.keep_best=-valid_loss needs held-out losses, but no data is held out;"
+        refuse(config, "args.keep_best", f"{text} set args.valid_data or args.split=9,1,0")
     if command is None:
         return
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_sources_that_no_class_can_read_together_are_refused(clips: Path) -> Non
     )
     with pytest.raises(ValueError, match=message):
         infer_layout(load_config([base], words))
+
+
+def test_a_layout_that_is_not_read_is_logged(
+    clips: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_clips(tmp_path / "clips", num_clips=2)
+    for name in ("videos.txt", "prompts.txt"):
+        (folder / name).write_text((clips / "lists" / name).read_text())
+    (folder / "labels").mkdir(exist_ok=True)
+    for i in range(2):
+        (folder / "labels" / f"{i}.txt").write_text("a bar")
+    caplog.set_level(logging.INFO)
+    config = load_config([write_config(tmp_path / "base.yaml", folder)])
+    assert infer_layout(config) is config
+    text = "read as VideoFolder; its files of VideoList are ignored; data.target=cogfast.data.datasets.VideoList"
+    assert f"{folder}: {text} reads them" in caplog.messages
 
 
 def test_a_layout_of_the_command_line_stays(clips: Path) -> None:

@@ -282,6 +282,14 @@ def test_hub_ids_and_paths_are_distinguished(
         ValueError, match=r"args.load=a/b--c: no such folder, .*; correct it .*, or run"
     ):
         hub_folder("a/b--c")
+    # Beside folders that exist, a wrong path is more likely.
+    (tmp_path / "models" / "CogVideoX-5b").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"; correct it \([^;]*\); did you mean CogVideoX-5b\?$"):
+        hub_folder("models/CogVideoX-5B", may_download=False)
+    with pytest.raises(
+        ValueError, match=r"args.load=runs/my: no such folder; give a run or a model that exists"
+    ):
+        hub_folder("runs/my")
 
 
 class Hub(BaseHTTPRequestHandler):

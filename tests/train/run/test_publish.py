@@ -301,7 +301,8 @@ def test_mistakes(
     assert lines[0].endswith("no run with a checkpoint; give the folder of a run")
     assert (
         lines[1]
-        == "cogfast: my-lora must be a repository of the hub, such as me/my-lora, and no path here"
+        == "cogfast: my-lora must be a repository of the hub, such as me/my-lora, and no path here; "
+        "write OWNER/my-lora, with your name or organization"
     )
 
 

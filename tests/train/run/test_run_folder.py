@@ -236,7 +236,7 @@ def test_a_run_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     run = make_finetune_run(tmp_path / "output", 20)
     with pytest.raises(
         ValueError,
-        match=f"args.run_folder={run} has a run with checkpoint-20; resume it with args.resume=latest, or",
+        match=f"args.run_folder={run} has a run of 20 steps; resume it with --resume latest, or",
     ):
         open_exact(run)
     with pytest.raises(ValueError, match="folder_layout=cogfast, but .* has the names of finetune"):
@@ -245,7 +245,7 @@ def test_a_run_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     for folder in (begun, foreign / "checkpoint-200"):
         folder.mkdir(parents=True)
     (begun / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has a run without a checkpoint; .* args.resume=auto"):
+    with pytest.raises(ValueError, match="has a run without a checkpoint; .* --resume auto"):
         open_exact(begun)
     assert open_exact(begun, resume="auto") == (begun, None)
     with pytest.raises(ValueError, match="has checkpoints that cogfast did not write"):
@@ -317,9 +317,7 @@ def test_a_run_resumes_bit_for_bit_in_the_finetune_layout(finetune: tuple) -> No
     assert losses(whole) == losses(cut) and len(losses(whole)) == 5
     one, other = (read_run_weights(newest_checkpoint(run)) for run in (whole, cut))
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
-    with pytest.raises(
-        ValueError, match=r"command line: args.run_folder=.* has a run with checkpo"
-    ):
+    with pytest.raises(ValueError, match=r"command line: args.run_folder=.* has a run of 5 steps"):
         Trainer(load_config([base], [f"args.run_folder={whole}"]))
 
 

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,7 +248,27 @@ def test_mistakes_are_found_before_training(tmp_path: Path, data: Path, word: st
         check_train(load_config([base], [f"args.{word}"]))
 
 
-def test_a_held_out_loss_needs_evaluations(tmp_path: Path, data: Path) -> None:
-    words = ["args.keep_best=-valid_loss", "args.eval_interval=null", "args.eval_at_end=false"]
-    with pytest.raises(ValueError, match="keep_best=-valid_loss needs held-out losses, but there"):
-        check_train(load_config([write_base(tmp_path, data)], words))
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["args.eval_interval=null", "args.eval_at_end=false"],
+            "there are no evaluations; set args.e",
+        ),
+        (["args.valid_data=[]"], "no data is held out; set args.valid_data or args.split=9,1,0"),
+        (
+            ["args.valid_data=[]", "args.split='1,0.0,0'"],
+            "no data is held out; set args.valid_data",
+        ),
+        (["args.valid_data=[]", "args.split='9,1,0'"], None),
+    ],
+)
+def test_a_held_out_loss_needs_evaluations(
+    tmp_path: Path, data: Path, words: list[str], text: str | None
+) -> None:
+    base = write_base(tmp_path, data)
+    expected = pytest.raises(
+        ValueError, match=f"keep_best=-valid_loss needs held-out losses, but {text}"
+    )
+    with expected if text else nullcontext():
+        check_train(load_config([base], ["args.keep_best=-valid_loss", *words]))
