@@ -65,21 +65,6 @@ class VideoDiffusionLoss:
         self.min_snr_value = min_snr_value
         self.fixed_frames = fixed_frames
 
-    def __call__(
-        self,
-        network: Network,
-        denoiser: DiscreteDenoiser,
-        latents: Tensor,
-        conditioning: Conditioning,
-        rng: SlotRandom,
-    ) -> Tensor:
-        """Return the loss per sample [B] float32 of latents [B, C, T, h, w], with draws of `rng`."""
-        noised = self.add_noise(latents, rng)
-        denoised = denoiser.denoise(
-            network, noised.latents, noised.alpha_sqrt, conditioning, noised.timesteps
-        )
-        return self.of(denoised, noised)
-
     def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
         """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample."""
         # Every draw is keyed by sample slot: the layout of ranks does not change the loss.

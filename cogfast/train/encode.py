@@ -60,7 +60,8 @@ class Encoder:
     latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
     conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
     zeros or, with image_on_all_frames, repeated; control: a video is encoded as the clip. *_dropout:
-    fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros. before_clips: called before clips [B, 3, F, H, W] are encoded, not
+    fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
+    before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
     encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
     captions of training data, and not for first frames and prompts that are sampled. device: where the

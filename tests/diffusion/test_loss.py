@@ -159,15 +159,21 @@ def test_fixed_frames_stay_clean_and_do_not_count():
     torch.testing.assert_close(per_sample, rest, rtol=1e-6, atol=0)
 
 
-def test_call_draws_by_slot():
-    """A call is `at` with the draws of its slots, whatever micro-batch they come in."""
+def test_noise_is_drawn_by_slot():
+    """The loss is that of the draws of its slots, whatever micro-batch they come in."""
     loss, denoiser = parts(offset_noise_level=0.1)
     x0, _ = draws()
+
+    def with_draws(latents: torch.Tensor, rng: SlotRandom) -> torch.Tensor:
+        noised = loss.add_noise(latents, rng)
+        given = noised.latents, noised.alpha_sqrt, TEXT, noised.timesteps
+        return loss.of(denoiser.denoise(toy_network, *given), noised)
+
     whole = SlotRandom(seed=3, step=7, slots=[0, 1, 2, 3], num_slots=4)
-    together = loss(toy_network, denoiser, x0, TEXT, whole)
+    together = with_draws(x0, whole)
     for slot in range(4):
         one = SlotRandom(seed=3, step=7, slots=[slot], num_slots=4)
-        alone = loss(toy_network, denoiser, x0[slot : slot + 1], TEXT, one)
+        alone = with_draws(x0[slot : slot + 1], one)
         torch.testing.assert_close(alone, together[slot : slot + 1], rtol=1e-6, atol=0)
     idx = loss.sigma_sampler.sample(whole)
     noise, offset = whole.normal("noise", SHAPE), whole.normal("offset noise", (4,))

@@ -139,8 +139,11 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
         batch = to_device(next(batches), "cpu")
     transformer, rng = trainer.engine.transformer, SlotRandom(1234, 0, range(4), 4)
     parameters = [p for p in transformer.parameters() if p.requires_grad]
-    given = trainer.encoder(batch, rng)
-    loss = trainer.diffusion.loss(transformer, trainer.diffusion.denoiser, *given, rng).mean()
+    latents, conditioning = trainer.encoder(batch, rng)
+    noised = trainer.add_noise(latents, rng)
+    given = noised.latents, noised.alpha_sqrt, conditioning, noised.timesteps
+    estimate = trainer.diffusion.denoiser.denoise(transformer, *given)
+    loss = trainer.loss.of(estimate, noised).mean()
     plain = torch.autograd.grad(loss, parameters)
     wanted = torch.stack([g.square().sum() for g in plain]).sum().sqrt()
     trainer.engine.backward(trainer.compute_loss(batch))

@@ -31,7 +31,8 @@ def encode_clips(
     """Yield the entry of each sample. Consecutive samples of one size are encoded together.
 
     keys: seed the noise of noised images. latents: scaled ones of samples that are not to be encoded.
-    have_images: whether a sample's first frame is kept. num_noised_images: 0 stores the first frame as uint8 instead (image-to-video).
+    have_images: whether a sample's first frame is kept (image-to-video). num_noised_images: 0 keeps it
+    as uint8.
     """
     rows = zip(samples, keys, latents, have_images, strict=True)
     # Buckets give clips of several sizes, which cannot be stacked.
