@@ -14,7 +14,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from cogfast.config.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.folders import is_picture
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.sources.tar_shards import read_member
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
@@ -47,20 +47,19 @@ class Survey:
 
 def survey(dataset: CaptionedVideos) -> Survey:
     """Read the headers of all videos of a data set and choose a bucket for each sample. A sample whose
-    control video does not fit its clip gets none."""
+    control or mask does not fit its clip gets none."""
     clips, sizes = dataset.clips, dataset.settings.sizes
     reasons: dict[int, str] = {}
     buckets = np.full(len(clips), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
     slow = []
-    headers, controls = read_headers(clips), dataset.controls
-    of_controls = repeat(None) if controls is None else read_headers(controls.clips)
-    for i, (header, of_control) in enumerate(
-        zip(headers, of_controls, strict=controls is not None)
-    ):
+    headers = read_headers(clips)
+    of_others = {name: _headers_of_others(other) for name, other in dataset.others.items()}
+    for i, header in enumerate(headers):
         problem = header.reason
-        if not problem and of_control is not None:
-            problem = control_problem(dataset, i, header, of_control)
+        for name, of_other in of_others.items():
+            if not problem and i in of_other:
+                problem = other_problem(dataset, name, i, header, of_other[i])
         if problem:
             reasons[i] = problem
             continue
@@ -79,34 +78,41 @@ def survey(dataset: CaptionedVideos) -> Survey:
     return Survey(buckets, reasons, slow)
 
 
-def control_problem(dataset: CaptionedVideos, index: int, clip: Header, control: Header) -> str:
-    """Say why the control video of a sample does not fit its clip; "" if it does."""
-    assert dataset.controls is not None, "asked of samples with controls"
-    name = dataset.controls.paths[index]
-    shapes = [f"{one.height}x{one.width}" for one in (clip, control)]
-    if control.reason:
-        problem = control.reason
-    elif abs(control.num_frames - clip.num_frames) > 1 or abs(control.fps / clip.fps - 1) > _SAME:
-        numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (control, clip)]
+def _headers_of_others(videos: CaptionedVideos) -> dict[int, Header]:
+    """Read the headers of further videos: {sample: header}, without pictures and samples that have none."""
+    there = [i for i, name in enumerate(videos.paths) if name and not is_picture(name)]
+    return dict(zip(there, read_headers(videos.clips.take(there)), strict=True))
+
+
+def other_problem(
+    dataset: CaptionedVideos, kind: str, index: int, clip: Header, other: Header
+) -> str:
+    """Say why the control or mask of a sample does not fit its clip; "" if it does."""
+    name = dataset.others[kind].paths[index]
+    shapes = [f"{one.height}x{one.width}" for one in (clip, other)]
+    if other.reason:
+        problem = other.reason
+    elif abs(other.num_frames - clip.num_frames) > 1 or abs(other.fps / clip.fps - 1) > _SAME:
+        numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (other, clip)]
         problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
-    elif abs(control.width * clip.height / (control.height * clip.width) - 1) > _SAME:
+    elif abs(other.width * clip.height / (other.height * clip.width) - 1) > _SAME:
         problem = f"is {shapes[1]}, the clip {shapes[0]}; give one of the same shape"
-    elif control == clip and _are_equal(dataset.clips, index):
+    elif other == clip and _are_equal(dataset.clips, kind, index):
         # The loss would fall, and the model would learn to copy its input.
         problem = "is the clip itself; give a video that is made of it, such as its edges or depth"
     else:
         return ""
-    return f"its control {name} {problem}"
+    return f"its {kind} {name} {problem}"
 
 
-def _are_equal(clips: ClipList, index: int) -> bool:
-    """Return whether the control of a sample has the bytes of its clip."""
-    assert clips.controls is not None, "asked of samples with controls"
-    one, other = clips.files[index], clips.controls[index]
+def _are_equal(clips: ClipList, kind: str, index: int) -> bool:
+    """Return whether a further video of a sample has the bytes of its clip."""
+    others = clips.others[kind]
+    one, other = clips.files[index], others.files[index]
     try:
-        if clips.places is None or clips.control_places is None:
+        if clips.places is None or others.places is None:
             return filecmp.cmp(one, other, shallow=False)
-        places = clips.places[index].tolist(), clips.control_places[index].tolist()
+        places = clips.places[index].tolist(), others.places[index].tolist()
         if places[0][1] != places[1][1]:
             return False
         return read_member(one, *places[0]) == read_member(other, *places[1])

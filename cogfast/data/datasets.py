@@ -1,9 +1,9 @@
 """Data sets of captioned videos: SAT's folders, lists, manifests and tar shards.
 
 Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
-"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame, and
-"control" uint8 [F, 3, H, W] if it gives a control video, whose frames are those of the clip. Each
-raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
+"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame,
+"control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8 [F, 1, H, W], 1 where the mask
+is white, if it gives a mask. Their frames are those of the clip. Each raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
 the constructor.
 """
 
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from cogfast.config.values import counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.sources.clip_list import ClipList, PackedStrings, join
+from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -34,6 +35,7 @@ from cogfast.data.sources.folders import (
     find_videos,
     first_line,
     in_place_of_videos,
+    is_picture,
     label_of,
     named,
     other_videos,
@@ -83,6 +85,7 @@ class Sample(TypedDict):
     video: Tensor  # uint8 [F, 3, H, W]
     images: NotRequired[Tensor]  # uint8 [3, H, W]
     control: NotRequired[Tensor]  # uint8 [F, 3, H, W]
+    mask: NotRequired[Tensor]  # uint8 [F, 1, H, W], 0 or 1
     txt: str
     fps: float
     num_frames: int  # before padding
@@ -104,10 +107,11 @@ class CaptionedVideos(Dataset):
         self.source_sizes = tuple(source_sizes)
         # True if at least one sample has its own conditioning image for image-to-video.
         self.has_images = clips.images is not None
-        # The control videos, which are read as the clips are; None if the samples have none.
-        self.controls = (
-            None if clips.controls is None else CaptionedVideos(_controls(clips), settings)
-        )
+        # The samples' further videos by name, which are read as the clips are.
+        self.others = {
+            name: CaptionedVideos(_other(clips, files), settings)
+            for name, files in clips.others.items()
+        }
         # Every reading process keeps its own clips, in its copy of the data set.
         self._kept: dict[int, Sample] = {}
         self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
@@ -121,9 +125,10 @@ class CaptionedVideos(Dataset):
         return self.clips.captions
 
     @property
-    def streams(self) -> list[CaptionedVideos]:
-        """The clips and, where samples have them, their controls."""
-        return [self] if self.controls is None else [self, self.controls]
+    def encoded(self) -> dict[str, CaptionedVideos]:
+        """The videos that a latent cache holds, by name: the clips and, where there are any, their controls."""
+        others = {name: other for name, other in self.others.items() if name != "mask"}
+        return {"video": self, **others}
 
     def with_clips(self, clips: ClipList) -> CaptionedVideos:
         """Return this data set with `clips` as its samples."""
@@ -191,12 +196,11 @@ class CaptionedVideos(Dataset):
             self._kept[index] = sample.copy()
         return sample
 
-    def read_control(self, index: int, bucket: Bucket) -> Tensor:
-        """Read the control video of a sample at another size, uint8 [F, 3, H, W]. The last frame of a
-        shorter one is repeated."""
-        assert self.controls is not None, "asked of samples with controls"
+    def read_other(self, name: str, index: int, bucket: Bucket) -> Tensor:
+        """Read a further video of a sample, or its mask, at another size, [F, C, H, W] as in a Sample. The
+        last frame of a shorter one is repeated."""
         settings = replace(self.settings_at_own_rate(index).for_bucket(bucket), short_clips="pad")
-        return self.controls._decode(index, settings)[0]
+        return self._other(name, index, settings, None)
 
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
@@ -225,22 +229,48 @@ class CaptionedVideos(Dataset):
             image, size = clips.images[index], settings.video_size
             picture = read_image(image, size, settings.resize) if image else clip[0].clone()
             sample["images"] = picture.to(clip.device)
-        if self.controls is not None:
-            file = self.controls.paths[index]
-            try:
-                sample["control"], own = self.controls._decode(index, settings)
-            except BadSample as error:
-                raise BadSample(file, f"its control {file}: {error.reason}") from None
-            if not np.array_equal(own.indices, selection.indices):
-                raise BadSample(file, f"its control {file} {OTHER_FRAMES}")
+        if "control" in self.others:
+            sample["control"] = self._other("control", index, settings, selection)
+        if "mask" in self.others:
+            sample["mask"] = self._other("mask", index, settings, selection)
         return sample
 
+    def _other(
+        self, name: str, index: int, settings: ClipSettings, of_clip: Selection | None
+    ) -> Tensor:
+        """Read a further video, uint8 [F, 3, H, W], or a mask [F, 1, H, W]. of_clip: the frames of the clip."""
+        videos = self.others[name]
+        file = videos.paths[index]
+        shape = (settings.max_num_frames, 3, *settings.video_size)
+        if not file:
+            # Only masks may be missing: the whole clip is within such a mask.
+            return torch.ones(shape, dtype=torch.uint8)[:, :1]
+        try:
+            if is_picture(file):  # a mask for all frames
+                picture = read_image(file, settings.video_size, settings.resize)
+                video, own = picture.expand(shape), None
+            else:
+                video, own = videos._decode(index, settings)
+        except BadSample as error:
+            raise BadSample(file, f"its {name} {file}: {error.reason}") from None
+        if own and of_clip and not np.array_equal(own.indices, of_clip.indices):
+            raise BadSample(file, f"its {name} {file} {OTHER_FRAMES}")
+        return video if name == "control" else _mask(video, file)
 
-def _controls(clips: ClipList) -> ClipList:
-    """Return the list whose files are the control videos of `clips`."""
-    assert clips.controls is not None, "asked of clips with controls"
-    other = {"images": None, "controls": None, "control_places": None}
-    return replace(clips, files=clips.controls, places=clips.control_places, **other)
+
+def _mask(video: Tensor, file: str) -> Tensor:
+    """Return a mask [F, 1, H, W] of 0 and 1 from the frames of its file, uint8 [F, 3, H, W]."""
+    mask = (video.sum(dim=1, keepdim=True, dtype=torch.int32) > 3 * 127).to(torch.uint8)
+    if (whole := mask.float().mean()) in (0, 1):  # sync: with DALI, beside the training
+        color = "white" if whole else "black"
+        fix = "its white part is what is trained or made; draw it, or leave the mask out"
+        raise BadSample(file, f"its mask {file} is {color} in all frames; {fix}")
+    return mask
+
+
+def _other(clips: ClipList, files: OtherFiles) -> ClipList:
+    """Return the list whose clips are further videos of `clips`."""
+    return replace(clips, files=files.files, places=files.places, images=None, others={})
 
 
 @dataclass(eq=False, repr=False)
@@ -421,6 +451,8 @@ class VideoList(ListedVideos):
     # file with the path of a control video per line, for models with model.conditions: [control]; it is
     # read if it is there
     control_column: str = "controls.txt"
+    # file with the path of a mask per line, a video or a picture; it is read if it is there
+    mask_column: str = "masks.txt"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
@@ -429,8 +461,12 @@ class VideoList(ListedVideos):
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
-        if (folder / self.control_column).is_file():
-            columns["control_column"] = self.control_column
+        for key, name in (
+            ("control_column", self.control_column),
+            ("mask_column", self.mask_column),
+        ):
+            if (folder / name).is_file():
+                columns[key] = name
         files = {key: folder / name for key, name in columns.items()}
         return read_lists(files, allow_empty_captions)
 

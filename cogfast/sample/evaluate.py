@@ -392,7 +392,7 @@ def _control(
         whole: Any = dataset.dataset
         return _control(whole, dataset.indices[index], item, video)
     if isinstance(dataset, CaptionedVideos):
-        pixels = dataset.read_control(index, Bucket(video.num_frames, *video.pixels))
+        pixels = dataset.read_other("control", index, Bucket(video.num_frames, *video.pixels))
     else:
         pixels = item["control"]
     return pixels.cpu()  # sync: a clip of an evaluation, which DALI has decoded on the GPU

@@ -44,6 +44,9 @@ from cogfast.train.memory.host_blocks import allocate_base, hold_base
 
 logger = logging.getLogger(__name__)
 
+# The kinds of further videos of samples, and the conditions that read them
+_OTHERS = {"control": ("control videos", "control"), "mask": ("masks", "mask, masked_video")}
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -282,7 +285,7 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
     try:
         made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
-        return _with_controls(made, key, "control" in ModelArguments.from_config(config).inputs)
+        return _with_others(made, key, ModelArguments.from_config(config).inputs)
     except ValueError as error:
         # Data sets do not know which key lists their sources. instantiate may have put the error
         # into its own.
@@ -292,23 +295,27 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         raise
 
 
-def _with_controls(dataset: SizedDataset, key: str, is_used: bool) -> SizedDataset:
-    """Return a data set of videos whose samples have controls if the model takes them, else none."""
+def _with_others(dataset: SizedDataset, key: str, inputs: Sequence[str]) -> SizedDataset:
+    """Return a data set of videos whose samples have the controls and masks that the model takes."""
     if not isinstance(dataset, CaptionedVideos):
         return dataset
-    controls = dataset.clips.controls
-    if not is_used:
-        if controls is None:
-            return dataset
-        logger.info("%s: control videos are not read; model.conditions: [control] reads them", key)
-        return dataset.with_clips(dataclasses.replace(dataset.clips, controls=None))
-    lacking = [i for i in range(len(dataset)) if controls is None or not controls[i]]
-    if lacking:
-        raise ValueError(
-            f"{key}: {len(lacking)} of {counted(len(dataset), 'sample')} have no control video, first "
-            f"{dataset.name(lacking[0])}, which model.conditions needs; list one for each clip, in "
-            "column control of a manifest, in controls.txt beside videos.txt, or as x.control.mp4 in a shard"
-        )
+    others = dataset.clips.others
+    unused = [name for name in others if name not in inputs]
+    for name in unused:
+        what, named = _OTHERS[name]
+        logger.info("%s: %s are not read; model.conditions: [%s] reads them", key, what, named)
+    if unused:
+        used = {name: files for name, files in others.items() if name not in unused}
+        dataset = dataset.with_clips(dataclasses.replace(dataset.clips, others=used))
+    if "control" in inputs:
+        files = others["control"].files if "control" in others else [""] * len(dataset)
+        lacking = [i for i, file in enumerate(files) if not file]
+        if lacking:
+            raise ValueError(
+                f"{key}: {len(lacking)} of {counted(len(dataset), 'sample')} have no control video, first "
+                f"{dataset.name(lacking[0])}, which model.conditions needs; list one for each clip, in "
+                "column control of a manifest, in controls.txt beside videos.txt, or as x.control.mp4 in a shard"
+            )
     return dataset
 
 

@@ -83,7 +83,7 @@ def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
         assert sample["txt"] == "second"
         assert not survey(data).reasons
         # At the size of an evaluation
-        assert data.read_control(1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
+        assert data.read_other("control", 1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_an_identical_control_in_a_shard_is_named(folder: Path) -> None:
 
 def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
     data = VideoList(str(folder), **CLIP)
-    longer = data.read_control(0, Bucket(17, *SIZE))
+    longer = data.read_other("control", 0, Bucket(17, *SIZE))
     assert torch.equal(longer[:9], data[0]["control"])
     assert (longer[9:] == longer[8]).all()
 

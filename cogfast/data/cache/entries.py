@@ -208,32 +208,36 @@ class CachedVideos(CaptionedVideos):
 
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
     uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
-    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control),
+    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control), "mask" (read from its file),
     "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
     "num_padded"}.
 
     videos: the data set that this one replaces. entries: those of "video" and of "text". keys: of the
-    samples' clips. control_keys: of their controls, where they have any.
+    samples' videos, by the names of `CaptionedVideos.encoded`.
     """
 
     def __init__(
         self,
         videos: CaptionedVideos,
         entries: Mapping[str, Entries],
-        keys: Sequence[str],
-        control_keys: Sequence[str] | None = None,
+        keys: Mapping[str, Sequence[str]],
     ) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
-        self.entries, self.keys, self.control_keys = entries, keys, control_keys
+        self.entries, self.keys = entries, keys
 
     def __getitem__(self, index: int) -> dict:
         caption = self.captions[index]
-        clip = self._entry("video", self.keys[index], index)
+        clip = self._entry("video", self.keys["video"][index], index)
         text = self._entry("text", hash_text(caption), index)
         found = {name: clip[stored] for name, stored in _STORED.items() if stored in clip}
-        if self.control_keys is not None:
-            control = self._entry("video", self.control_keys[index], index)
+        if "control" in self.keys:
+            control = self._entry("video", self.keys["control"][index], index)
             found |= {f"control_{n}": control[n] for n in ("mean", "logvar") if n in control}
+        if "mask" in self.others:
+            try:
+                found["mask"] = self._other("mask", index, self.settings_of(index), None)
+            except BadSample as error:
+                raise BadSample(self.name(index), error.reason) from None
         return {
             **found,
             "prompt_embedding": text["embedding"],

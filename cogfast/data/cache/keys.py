@@ -53,12 +53,14 @@ def source_files(videos: CaptionedVideos, indices: Sequence[int]) -> Files:
         found[clips.files[index]] = () if place[0] < 0 else place
         if clips.images is not None and clips.images[index]:
             found[clips.images[index]] = ()
-    return found if videos.controls is None else found | source_files(videos.controls, indices)
+    for name, other in videos.encoded.items():
+        found |= {} if name == "video" else source_files(other, indices)
+    return found
 
 
 def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
-    """The key of a sample's clip: a hash of its file's content and of its own settings. Controls have
-    keys of their own: those of samples of `videos.controls`.
+    """The key of a sample's clip: a hash of its file's content and of its own settings. Its
+    further videos have keys of their own: those of samples of `videos.encoded`.
 
     Copies of a file, even in different data sets, share an entry.
     """

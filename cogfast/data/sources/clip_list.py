@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class PackedStrings(Sequence[str]):
 
 
 SPLITS = ("train", "valid", "test")
+OTHER_VIDEOS = ("control", "mask")  # that a sample may have beside its clip
 # Values that stand for a missing column where sources with and without it are joined.
 _NONE = {
     "spans": np.nan,
@@ -41,8 +42,20 @@ _NONE = {
     "weights": 1.0,
     "splits": 0,
     "places": -1,
-    "control_places": -1,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFiles:
+    """One further file for each sample, such as its control video. files: named as ClipList.files;
+    "": none. places: as ClipList.places."""
+
+    files: PackedStrings
+    places: np.ndarray | None = None
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> OtherFiles:
+        files = PackedStrings(self.files[int(i)] for i in indices)
+        return OtherFiles(files, None if self.places is None else self.places[np.asarray(indices)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +71,8 @@ class ClipList:
     splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
-    controls: PackedStrings | None = None  # a control video for each clip, named as files; "": none
-    control_places: np.ndarray | None = None  # those of the controls, as places
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
+    others: Mapping[str, OtherFiles] = field(default_factory=dict)  # by name: "control" or "mask"
 
     def __len__(self) -> int:
         return len(self.files)
@@ -73,7 +85,8 @@ class ClipList:
                 columns[name] = PackedStrings(column[int(i)] for i in indices)
             elif column is not None:
                 columns[name] = column[np.asarray(indices, dtype=np.int64)]
-        return ClipList(**columns)
+        others = {name: files.take(indices) for name, files in self.others.items()}
+        return ClipList(**columns, others=others)
 
     def with_weights(self, weights: np.ndarray) -> ClipList:
         """Multiply each sample's weight by `weights` [n]."""
@@ -91,8 +104,8 @@ def join(lists: Sequence[ClipList]) -> ClipList:
     if len(lists) == 1:
         return lists[0]
     columns = {}
-    for field in fields(ClipList):
-        parts = [_columns(one)[field.name] for one in lists]
+    for name in _columns(lists[0]):
+        parts = [_columns(one)[name] for one in lists]
         if all(part is None for part in parts):
             continue
         # Lists that lack a column get its default where another list has it.
@@ -101,19 +114,32 @@ def join(lists: Sequence[ClipList]) -> ClipList:
                 part if part is not None else [""] * len(one)
                 for part, one in zip(parts, lists, strict=True)
             )
-            columns[field.name] = PackedStrings(text for part in filled for text in part)
+            columns[name] = PackedStrings(text for part in filled for text in part)
         else:
             like = next(part for part in parts if isinstance(part, np.ndarray))
-            columns[field.name] = np.concatenate(
+            columns[name] = np.concatenate(
                 [
                     part
                     if part is not None
-                    else np.full((len(one), *like.shape[1:]), _NONE[field.name], like.dtype)
+                    else np.full((len(one), *like.shape[1:]), _NONE[name], like.dtype)
                     for part, one in zip(parts, lists, strict=True)
                 ]
             )
-    return ClipList(**columns)
+    names = dict.fromkeys(name for one in lists for name in one.others)
+    return ClipList(**columns, others={name: _join_others(lists, name) for name in names})
+
+
+def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
+    """Concatenate the files of one name; lists without it have none."""
+    files, places = [], []
+    for one in lists:
+        other = one.others.get(name)
+        files += [""] * len(one) if other is None else other.files
+        is_apart = other is None or other.places is None
+        places.append(np.full((len(one), 2), -1) if is_apart else other.places)
+    joined = np.concatenate(places)
+    return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None)
 
 
 def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
-    return {field.name: getattr(clips, field.name) for field in fields(clips)}
+    return {each.name: getattr(clips, each.name) for each in fields(clips) if each.name != "others"}

@@ -18,7 +18,7 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 # str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".gif")
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".gif")
 
 
 class SourceError(ValueError):
@@ -91,7 +91,7 @@ def in_place_of_videos(folder: Path) -> str:
     others = other_videos(folder)
     if others:
         return f", but {others}"
-    number = sum(file.lower().endswith(_PICTURES) for file in _find_files(folder))
+    number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in _find_files(folder))
     if number:
         text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
         return f"{text} takes their first frames, or the pictures of a manifest's column image"
@@ -186,3 +186,8 @@ def named(names: Sequence[str]) -> str:
 
 
 ADD_CAPTIONS = "add them or set data.params.allow_empty_captions=true"
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is a picture, by the end of its name."""
+    return name.lower().endswith(PICTURE_ENDINGS)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cogfast.config.values import nearest
-from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import text_lines
 from cogfast.data.sources.manifest import table_hint
 
@@ -14,6 +14,7 @@ _WHAT = {
     "caption_column": "caption",
     "image_column": "image",
     "control_column": "control video",
+    "mask_column": "mask",
 }
 
 
@@ -21,7 +22,7 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
     """Read the samples of a folder; ValueError that names file and line of a fault.
 
     files: the list of `video_column`, of `caption_column` and, where there are any, of
-    `image_column` and `control_column`. Paths are relative to the list that names them.
+    `image_column`, `control_column` and `mask_column`. Paths are relative to the list that names them.
     """
     raw = {key: _read(key, file) for key, file in files.items()}
     if not allow_empty_captions:
@@ -45,7 +46,7 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
                 f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
     columns = {}
-    for key in ("video_column", "image_column", "control_column"):
+    for key in ("video_column", "image_column", "control_column", "mask_column"):
         if key in lines:
             paths = [str(files[key].parent / line) for line in lines[key]]
             _refuse_missing(files[key], raw[key], paths)
@@ -54,7 +55,11 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
         files=columns["video_column"],
         captions=PackedStrings(captions),
         images=columns.get("image_column"),
-        controls=columns.get("control_column"),
+        others={
+            name: OtherFiles(columns[f"{name}_column"])
+            for name in OTHER_VIDEOS
+            if f"{name}_column" in columns
+        },
     )
 
 

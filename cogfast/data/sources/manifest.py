@@ -2,8 +2,9 @@
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
-image (first frame for image-to-video), control (a control video, also as control_file_path), weight (how often an epoch reads the sample) and split
-(train, valid or test). Paths are relative to the file.
+image (first frame for image-to-video), control (a control video, also as control_file_path),
+mask (a video or picture of black and white), weight (how often an epoch reads the sample) and split (train,
+valid or test). Paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from cogfast.config.values import counted
-from cogfast.data.sources.clip_list import SPLITS, ClipList, PackedStrings
+from cogfast.data.sources.clip_list import OTHER_VIDEOS, SPLITS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import (
     SourceError,
     check_caption_size,
@@ -35,7 +36,7 @@ TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
 _OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
-_COLUMNS = ("path", "caption", *_NUMBERS, "image", "control", "split")
+_COLUMNS = ("path", "caption", *_NUMBERS, "image", *OTHER_VIDEOS, "split")
 # Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
 _CAPTIONS = ("caption", "prompt", "text")
@@ -92,7 +93,8 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
-    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": [], "control": []}
+    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
+    texts |= {name: [] for name in OTHER_VIDEOS}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, empty, gone, num_pictures = [], [], [], 0
     for place, row in _rows_of(file):
@@ -117,7 +119,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if not os.path.isfile(texts["path"][-1]):
             gone.append(f"{place}: {texts['path'][-1]}")
         texts["caption"].append(caption)
-        for name, other in zip(("image", "control"), others, strict=True):
+        for name, other in zip(("image", *OTHER_VIDEOS), others, strict=True):
             texts[name].append(str(file.parent / other) if other else "")
         for name, missing in _NUMBERS.items():
             numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
@@ -150,7 +152,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),
         images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
-        controls=PackedStrings(texts["control"]) if any(texts["control"]) else None,
+        others={n: OtherFiles(PackedStrings(texts[n])) for n in OTHER_VIDEOS if any(texts[n])},
         spans=None if np.isnan(spans).all() else spans,
         fps=None if np.isnan(fps).all() else fps,
         weights=None if (weights == 1).all() else weights,

@@ -2,7 +2,8 @@
 
 Members whose names are equal up to the first dot form a sample: x.mp4 (or avi, mov, mkv, webm) with
 its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption": ...}),
-in x.json or in x.txt, in this order, and maybe a control video in x.control.mp4. Shards are local files, or URLs that fsspec opens.
+in x.json or in x.txt, in this order, and maybe a control video in x.control.mp4 and a mask in
+x.mask.mp4. Shards are local files, or URLs that fsspec opens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.sources.folders import SourceError, check_caption_size, decoded, named
 
@@ -219,7 +220,7 @@ def list_shard(url: str, caption_key: str) -> ClipList:
     for fault in faults:
         logger.warning("%s %s", url, fault)
     files, captions, places, others = [], [], [], []
-    controls, control_places = [], []
+    further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
     for key, caption, members in rows:
         # A sample with several videos is read from the first kind in VIDEO_KINDS.
         kind = next((k for k in VIDEO_KINDS if k in members), None)
@@ -229,9 +230,10 @@ def list_shard(url: str, caption_key: str) -> ClipList:
         files.append(f"{url}{MEMBER}{key}.{kind}")
         captions.append(caption)
         places.append(members[kind])
-        control = next((k for k in VIDEO_KINDS if f"control.{k}" in members), None)
-        controls.append("" if control is None else f"{url}{MEMBER}{key}.control.{control}")
-        control_places.append((-1, -1) if control is None else members[f"control.{control}"])
+        for name, (own, own_places) in further.items():
+            other = next((f"{name}.{k}" for k in VIDEO_KINDS if f"{name}.{k}" in members), None)
+            own.append("" if other is None else f"{url}{MEMBER}{key}.{other}")
+            own_places.append((-1, -1) if other is None else members[other])
     if not files:
         raise ValueError(
             f"{url}: contains no video ({', '.join(VIDEO_KINDS)}); leave the shard out of the data"
@@ -243,8 +245,11 @@ def list_shard(url: str, caption_key: str) -> ClipList:
         files=PackedStrings(files),
         captions=PackedStrings(captions),
         places=np.array(places, dtype=np.int64),
-        controls=PackedStrings(controls) if any(controls) else None,
-        control_places=np.array(control_places, dtype=np.int64) if any(controls) else None,
+        others={
+            name: OtherFiles(PackedStrings(own), np.array(own_places, dtype=np.int64))
+            for name, (own, own_places) in further.items()
+            if any(own)
+        },
     )
 
 

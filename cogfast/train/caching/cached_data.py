@@ -36,25 +36,29 @@ def read_from_cache(
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     every = [train] if valid is None else [train, valid]
     entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
-    cached = [CachedVideos(v, entries, *of_v) for v, of_v in zip(every, keys, strict=True)]
+    cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
     return Datasets(cached[0], None if valid is None else cached[1])
 
 
 def _find(
     every: list[CaptionedVideos], config: Config, args: TrainArguments, overrides: EncodeOverrides
-) -> tuple[dict[str, Entries], list[list[PackedStrings]]]:
-    """Return the entries by kind, and the keys of each data set: of its clips and of their controls."""
+) -> tuple[dict[str, Entries], list[dict[str, PackedStrings]]]:
+    """Return the entries by kind, and the keys of each data set: by the names of
+    `CaptionedVideos.encoded`."""
     assert args.latent_cache is not None, "the caller reads from it"
     folder = Path(args.latent_cache)
     sources = Sources(folder)
     specs = cache_specs(config, args, every[0].settings, overrides)
     changed = [name for v in every for name in sources.changed(source_files(v, used_samples(v)))]
     keys = [
-        [PackedStrings(sample_key(one, i, sources) for i in range(len(v))) for one in v.streams]
+        {
+            name: PackedStrings(sample_key(one, i, sources) for i in range(len(v)))
+            for name, one in v.encoded.items()
+        }
         for v in every
     ]
     used = [(number, i) for number, v in enumerate(every) for i in used_samples(v)]
-    clips = [tuple(of_one[i] for of_one in keys[number]) for number, i in used]
+    clips = [tuple(of_one[i] for of_one in keys[number].values()) for number, i in used]
     texts = [hash_text(every[number].captions[i]) for number, i in used]
     wanted = {"video": set().union(*clips), "text": set(texts)}
     entries, there = {}, {}

@@ -151,7 +151,7 @@ class _CacheRun:
         self.clips = [
             _Clip(stream, i, is_control=stream is not videos)
             for videos in self.datasets
-            for stream in videos.streams
+            for stream in videos.encoded.values()
             for i in used_samples(videos)
         ]
         self.keys: dict[str, list[str]] = {}  # of the clips, by kind; rank 0 alone has them

@@ -66,7 +66,7 @@ def cached(tmp_path: Path, videos: CaptionedVideos) -> CachedVideos:
     entries["video"].write_bad(KEYS[3], "broken")
     for i in range(2):
         entries["text"].write(hash_text(f"caption {i}"), {"embedding": torch.tensor([i])})
-    return CachedVideos(videos, entries, KEYS)
+    return CachedVideos(videos, entries, {"video": KEYS})
 
 
 def path_of(cached: CachedVideos, key: str) -> Path:
