@@ -276,7 +276,7 @@ def _name_of(dataset: SizedDataset, index: int) -> str:
 
 
 def _collate(items: list[dict]) -> Batch:
-    """Collate items with the same keys: tensors stacked, numbers as a tensor, strings listed."""
+    """Collate items with the same keys: tensors stacked, numbers as a tensor, strings and prior listed."""
     keys = list(items[0])
     for item in items[1:]:
         if list(item) != keys:
@@ -293,6 +293,6 @@ def _collate(items: list[dict]) -> Batch:
                 f"samples of one batch differ in the shape of {key!r}: {shapes}; return one shape for "
                 "every sample, or use batch_size 1"
             )
-        # default_collate stacks straight into shared memory when it runs in a worker.
-        batch[_BATCH_KEY.get(key, key)] = default_collate(values)
+        # prior decides what is computed, so that it stays on the CPU. default_collate stacks straight into shared memory when it runs in a worker.
+        batch[_BATCH_KEY.get(key, key)] = values if key == "prior" else default_collate(values)
     return batch

@@ -3,7 +3,7 @@
 Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
 "path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame,
 "control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8 [F, 1, H, W], 1 where the mask
-is white, if it gives a mask. Their frames are those of the clip. Each raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
+is white, if it gives a mask, and "prior" if any sample of the data set has the base model as target. Their frames are those of the clip. Each raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
 the constructor.
 """
 
@@ -86,6 +86,7 @@ class Sample(TypedDict):
     images: NotRequired[Tensor]  # uint8 [3, H, W]
     control: NotRequired[Tensor]  # uint8 [F, 3, H, W]
     mask: NotRequired[Tensor]  # uint8 [F, 1, H, W], 0 or 1
+    prior: NotRequired[bool]
     txt: str
     fps: float
     num_frames: int  # before padding
@@ -233,6 +234,8 @@ class CaptionedVideos(Dataset):
             sample["control"] = self._other("control", index, settings, selection)
         if "mask" in self.others:
             sample["mask"] = self._other("mask", index, settings, selection)
+        if clips.prior is not None:
+            sample["prior"] = bool(clips.prior[index])
         return sample
 
     def _other(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from cogfast.config.values import Range
+from cogfast.core.shapes import (
+    SPATIAL_COMPRESSION,
+    TEMPORAL_COMPRESSION,
+    PatchSize,
+    pad_latent_frames,
+)
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
@@ -22,6 +29,8 @@ class Noised:
 
     clean, latents (noised), noise: [B, C, T, h, w] float32. timesteps: [B] int64. alpha_sqrt: [B] float32,
     the share of the clean latents: latents = alpha_sqrt * clean + sqrt(1 - alpha_sqrt^2) * noise.
+    target: [B, C, T, h, w], what the estimate is compared with; None: clean. weights: of the error,
+    [B, 1, T, h, w]; None: 1.
     """
 
     clean: Tensor
@@ -29,6 +38,8 @@ class Noised:
     noise: Tensor
     timesteps: Tensor
     alpha_sqrt: Tensor
+    target: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class VideoDiffusionLoss:
@@ -58,12 +69,18 @@ class VideoDiffusionLoss:
         min_snr_value: Annotated[float, Range(1e-6, 10**6)] | None = None,
         # leading latent frames that stay clean in the input and are not in the loss
         fixed_frames: Annotated[int, Range(0, 10**5)] = 0,
+        # weight of the error where a sample's mask is black, 1 where it is white (docs/losses.md);
+        # null: masks have no effect on the loss
+        masked: Annotated[float, Range(0, 1)] | None = None,
+        # weight of the loss of samples with `prior: true` in a manifest (docs/losses.md)
+        prior_weight: Annotated[float, Range(0, 1000)] = 1.0,
     ) -> None:
         self.sigma_sampler = sigma_sampler
         self.is_squared = type == "l2"
         self.offset_noise_level = offset_noise_level
         self.min_snr_value = min_snr_value
         self.fixed_frames = fixed_frames
+        self.masked, self.prior_weight = masked, prior_weight
 
     def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
         """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample."""
@@ -85,12 +102,13 @@ class VideoDiffusionLoss:
         idx: Tensor,
         noise: Tensor,
         offset_noise: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Return the loss per sample [B] float32 at timesteps idx [B] and noise [B, C, T, h, w].
 
-        offset_noise: [B] normal numbers, needed where offset_noise_level is above 0.
+        offset_noise: [B] normal numbers, needed where offset_noise_level is above 0. weights: of the error.
         """
-        noised = self._noised_at(latents, idx, noise, offset_noise)
+        noised = replace(self._noised_at(latents, idx, noise, offset_noise), weights=weights)
         denoised = denoiser.denoise(network, noised.latents, noised.alpha_sqrt, conditioning, idx)
         return self.of(denoised, noised)
 
@@ -108,9 +126,26 @@ class VideoDiffusionLoss:
     def of(self, denoised: Tensor, noised: Noised) -> Tensor:
         """Return the loss per sample [B] float32 of the denoiser's estimate [B, C, T, h, w]."""
         # Fixed frames are given to the network: their error says nothing.
-        error = (denoised - noised.clean)[:, :, self.fixed_frames :]
+        target = noised.clean if noised.target is None else noised.target
+        error = (denoised - target)[:, :, self.fixed_frames :]
         error = error.square() if self.is_squared else error.abs()
+        if noised.weights is not None:
+            error = error * noised.weights[:, :, self.fixed_frames :]
         return self.weight(noised.alpha_sqrt) * error.flatten(1).mean(dim=1)
+
+    def for_samples(
+        self, noised: Noised, mask: Tensor | None, base: Tensor | None, is_prior: Tensor | None
+    ) -> Noised:
+        """Return `noised` with the weights of masks [B, 1, T, h, w], and with the base model's estimate
+        [B, C, T, h, w] as the target of the samples that is_prior [B] marks."""
+        if base is None or is_prior is None:
+            return noised if mask is None else replace(noised, weights=mask)
+        target = torch.where(broadcast_over(is_prior, base), base, noised.clean)
+        if self.prior_weight != 1:
+            factors = torch.where(is_prior, self.prior_weight, 1.0)
+            ones = torch.ones_like(base[:, :1]) if mask is None else mask
+            mask = ones * broadcast_over(factors, ones)
+        return replace(noised, target=target, weights=mask)
 
     def noised(self, x0: Tensor, noise: Tensor, alpha_sqrt: Tensor) -> Tensor:
         """Noise latents [B, C, T, h, w] to level alpha_sqrt [B]; fixed frames stay clean."""
@@ -133,3 +168,26 @@ class VideoDiffusionLoss:
             return 1 / (1 - alpha_sqrt**2)
         snr = alpha_sqrt**2 / (1 - alpha_sqrt**2)
         return snr.clamp(max=self.min_snr_value)
+
+
+def mask_weights(loss: object, batch: Mapping[str, Any], patch: PatchSize) -> Tensor | None:
+    """Return the weights of the error [B, 1, T, h, w] by the masks of a batch; None if `loss` uses none.
+
+    batch: {"mask": [B, F, 1, H, W], 1 where it is white}. A latent position has the mean of the weights
+    of its pixels, whose first frame is encoded apart from the groups of four that follow.
+    """
+    if not isinstance(loss, VideoDiffusionLoss) or loss.masked is None:
+        return None
+    if "mask" not in batch:
+        raise ValueError(
+            f"loss_fn_config.params.masked={loss.masked:g}, but the batch has no mask; use a data set "
+            "that returns one for each sample, or remove the key"
+        )
+    mask, side = batch["mask"], SPATIAL_COMPRESSION
+    tiles = mask.unflatten(4, (-1, side)).unflatten(3, (-1, side))  # [B, F, 1, h, 8, w, 8]
+    white = tiles.mean(dim=(4, 6), dtype=torch.float32).transpose(1, 2)  # [B, 1, F, h, w]
+    groups = (white.shape[2] - 1) // TEMPORAL_COMPRESSION, TEMPORAL_COMPRESSION
+    later = white[:, :, 1:].unflatten(2, groups).mean(dim=3)
+    white = pad_latent_frames(torch.cat([white[:, :, :1], later], dim=2), patch)
+    # lerp gives exactly 1 where all is white: samples without a mask have the loss of no mask.
+    return torch.lerp(torch.full_like(white, loss.masked), torch.ones_like(white), white)

@@ -9,7 +9,8 @@ one. Parts may have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,10 @@ NUM_PARTS = {"attention.qkv": 3, "attention.out": 1, "fc1": 1, "fc2": 1}
 
 class LoraLinear(nn.Module):
     """A linear (`original`) with adapters. parts: the parts of the output, of num_parts, that have a
-    pair; None: all. The names of a pair end in the index of its part."""
+    pair; None: all. The names of a pair end in the index of its part. is_on: False runs the original
+    alone (`without_adapters`)."""
+
+    is_on = True
 
     def __init__(
         self,
@@ -91,6 +95,8 @@ class LoraLinear(nn.Module):
 
         a: of joined_a. b: the matrices B.
         """
+        if not self.is_on:
+            return product
         low = nn.functional.linear(self.dropout(x), a)
         parts = [int(name) for name in self.matrix_A]
         return self.kernels.add_low_rank(product, low, b, parts, self.num_parts, self.scaling)
@@ -115,6 +121,19 @@ def add_lora(
             # SAT.
             lora = LoraLinear(original, num_parts, rank, alpha, dropout, parts, kernels=kernels)
             block.set_submodule(name, lora)
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Run the base model within the block: linears without their adapters."""
+    adapted = [each for each in module.modules() if isinstance(each, LoraLinear)]
+    for each in adapted:
+        each.is_on = False
+    try:
+        yield
+    finally:
+        for each in adapted:
+            each.is_on = True
 
 
 def is_lora_parameter(name: str) -> bool:

@@ -32,7 +32,7 @@ from cogfast.data.video.clip import Bucket, resize_picture
 from cogfast.data.video.transform import Resize
 from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.diffusion.loss import NUM_BANDS
+from cogfast.diffusion.loss import NUM_BANDS, mask_weights
 from cogfast.distributed.lost_ranks import UnsharedError, is_of_another_rank
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups, StopRequest
@@ -210,8 +210,8 @@ class Evaluator:
 
     def _encoded(
         self, batch: dict, order: GlobalOrder
-    ) -> tuple[Tensor, Conditioning, SlotRandom, Tensor]:
-        """Return latents, conditioning, random draws, and a mask [B] of the samples to count.
+    ) -> tuple[Tensor, Conditioning, SlotRandom, Tensor, Tensor | None]:
+        """Return latents, conditioning, random draws, which samples [B] to count, and the weights of the error.
 
         With strict_eval each sample counts once. Draws are keyed by the position of a sample in the
         order, so they do not depend on the number of ranks.
@@ -222,10 +222,19 @@ class Evaluator:
         latents, conditioning = self.encoder(batch, rng, has_dropout=False)
         is_strict, step = self.args.strict_eval, batch["step"]
         is_counted = [not is_strict or order.is_in_first_epoch(step, s) for s in batch["slots"]]
-        return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device)
+        # Held-out data need not have masks.
+        mask = mask_weights(
+            self.diffusion.loss if "mask" in batch else None, batch, self.encoder.patch
+        )
+        return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device), mask
 
     def _band_losses(
-        self, latents: Tensor, conditioning: Conditioning, rng: SlotRandom, is_counted: Tensor
+        self,
+        latents: Tensor,
+        conditioning: Conditioning,
+        rng: SlotRandom,
+        is_counted: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         """Return the summed loss per band and the number of samples, [bands + 1] float64."""
         loss_fn = self.diffusion.loss
@@ -238,7 +247,7 @@ class Evaluator:
             # Fixed timesteps and noise: losses of two steps differ by the weights alone.
             middle = int((band + 0.5) / NUM_BANDS * loss_fn.sigma_sampler.num_idx)
             idx = torch.full((len(latents),), middle, device=latents.device)
-            losses = loss_fn.at(*given, idx, noise, offset_noise)
+            losses = loss_fn.at(*given, idx, noise, offset_noise, *([] if mask is None else [mask]))
             sums.append((losses.double() * is_counted).sum())
         return torch.stack([*sums, is_counted.double().sum()])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, instantiate, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments, select
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
@@ -44,8 +44,11 @@ from cogfast.train.memory.host_blocks import allocate_base, hold_base
 
 logger = logging.getLogger(__name__)
 
-# The kinds of further videos of samples, and the conditions that read them
-_OTHERS = {"control": ("control videos", "control"), "mask": ("masks", "mask, masked_video")}
+# The kinds of further videos of samples, and what reads them
+_OTHERS = {
+    "control": ("control videos", "model.conditions: [control]"),
+    "mask": ("masks", "model.conditions: [mask, masked_video] or loss_fn_config.params.masked"),
+}
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -285,7 +288,9 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
     try:
         made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
-        return _with_others(made, key, ModelArguments.from_config(config).inputs)
+        inputs = ModelArguments.from_config(config).inputs
+        is_masked = select(config.model, "loss_fn_config.params.masked") is not None
+        return _with_others(made, key, inputs, is_masked)
     except ValueError as error:
         # Data sets do not know which key lists their sources. instantiate may have put the error
         # into its own.
@@ -295,15 +300,21 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
         raise
 
 
-def _with_others(dataset: SizedDataset, key: str, inputs: Sequence[str]) -> SizedDataset:
-    """Return a data set of videos whose samples have the controls and masks that the model takes."""
+def _with_others(
+    dataset: SizedDataset, key: str, inputs: Sequence[str], is_masked: bool
+) -> SizedDataset:
+    """Return a data set of videos whose samples have the controls and masks that model and loss take."""
     if not isinstance(dataset, CaptionedVideos):
         return dataset
     others = dataset.clips.others
-    unused = [name for name in others if name not in inputs]
-    for name in unused:
-        what, named = _OTHERS[name]
-        logger.info("%s: %s are not read; model.conditions: [%s] reads them", key, what, named)
+    unused = {*others} - {*inputs, *(["mask"] * is_masked)}
+    for name in sorted(unused):
+        logger.info("%s: %s are not read; %s reads them", key, *_OTHERS[name])
+    if is_masked and "mask" not in others and key == "args.train_data":
+        raise ValueError(
+            f"{key}: no sample has a mask, but loss_fn_config.params.masked is set; list masks in column mask "
+            "of a manifest, in masks.txt beside videos.txt, or as x.mask.mp4 in a shard, or remove the key"
+        )
     if unused:
         used = {name: files for name, files in others.items() if name not in unused}
         dataset = dataset.with_clips(dataclasses.replace(dataset.clips, others=used))
@@ -317,6 +328,20 @@ def _with_others(dataset: SizedDataset, key: str, inputs: Sequence[str]) -> Size
                 "column control of a manifest, in controls.txt beside videos.txt, or as x.control.mp4 in a shard"
             )
     return dataset
+
+
+def check_prior(config: Config, args: TrainArguments, dataset: SizedDataset) -> None:
+    """Raise ValueError if samples have the base model as target, but adapters are not all that is trained."""
+    if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
+        return
+    names = (n for n, p in build_on_meta(config, args, None).named_parameters() if p.requires_grad)
+    if all(map(is_lora_parameter, names)):
+        return
+    having = counted(int(dataset.clips.prior.sum()), "sample has", "samples have")
+    raise ValueError(
+        f"args.train_data: {having} prior: true, whose target is the model without its adapters, but this "
+        "run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove column prior"
+    )
 
 
 def _weighed(dataset: SizedDataset, weights: Sequence[float]) -> SizedDataset:

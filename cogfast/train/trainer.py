@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.config.values import counted
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import Batch
+from cogfast.data.datasets import CaptionedVideos
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.diffusion.loss import Noised, VideoDiffusionLoss
+from cogfast.diffusion.loss import Noised, VideoDiffusionLoss, mask_weights
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import StopRequest
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.stop_signals import keep_in_last_line
+from cogfast.model.lora import without_adapters
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.parts import warn_of_image_scale
@@ -169,13 +172,19 @@ class Trainer:
         if self.engine.transformer.config.lora_dropout > 0:
             rng.seed_pytorch("lora dropout")
         with CLOCK.part("forward"):
-            losses = self.losses(batch, self.add_noise(latents, rng), conditioning)
+            noised, is_prior = self.add_noise(latents, rng), self._is_prior(batch)
+            mask = mask_weights(self.loss, batch, self.encoder.patch)
+            # Before the pass with gradients, which keeps its activations.
+            base = None if is_prior is None else self._predict_by_base(noised, conditioning)
+            if mask is not None or base is not None:
+                noised = self.loss.for_samples(noised, mask, base, is_prior)
+            losses = self.losses(batch, noised, conditioning)
         if losses.shape != latents.shape[:1]:
             raise ValueError(
                 f"losses returned the shape {list(losses.shape)} for {len(latents)} samples; return one "
                 "loss for each sample, before their mean"
             )
-        self.bands.add(rng, losses)
+        self.bands.add(rng, losses, is_prior)
         return losses.mean()
 
     def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
@@ -213,6 +222,33 @@ class Trainer:
         return self.diffusion.denoiser.denoise(
             self.engine, latents, alpha_sqrt, conditioning, timesteps
         )
+
+    def _is_prior(self, batch: dict) -> Tensor | None:
+        """Return which samples [B] have the base model's own estimate as target; None if it is not needed.
+
+        Ranks of one model have the same samples. Under ZeRO-3 all ranks call the network together, in
+        each micro-batch.
+        """
+        dataset = self.datasets.train
+        if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
+            return None
+        is_prior = batch["prior"]  # a list, so that the decision waits for no device
+        if not any(is_prior) and self.engine.stage < 3:
+            return None
+        return torch.tensor(is_prior).to(self.groups.device, non_blocking=True)
+
+    @torch.no_grad()
+    def _predict_by_base(self, noised: Noised, conditioning: Conditioning) -> Tensor:
+        """Return the estimate of the model without its adapters, [B, C, T, h, w]."""
+        transformer = self.engine.transformer
+        # Evaluation mode leaves out activation checkpointing, which a pass without gradients has no use for.
+        is_training = transformer.training
+        transformer.eval()
+        with without_adapters(transformer):
+            given = noised.latents, noised.timesteps, conditioning
+            estimate = self.predict(*given, noised.alpha_sqrt)
+        transformer.train(is_training)
+        return estimate
 
     def _loss_at(self, step: int, batch: dict) -> Tensor:
         """Return the loss of a micro-batch of `step`, which counts from 1, with the current weights."""

@@ -208,7 +208,7 @@ class CachedVideos(CaptionedVideos):
 
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
     uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
-    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control), "mask" (read from its file),
+    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control), "mask" (read from its file), "prior",
     "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
     "num_padded"}.
 
@@ -238,6 +238,8 @@ class CachedVideos(CaptionedVideos):
                 found["mask"] = self._other("mask", index, self.settings_of(index), None)
             except BadSample as error:
                 raise BadSample(self.name(index), error.reason) from None
+        if self.clips.prior is not None:
+            found["prior"] = bool(self.clips.prior[index])
         return {
             **found,
             "prompt_embedding": text["embedding"],

@@ -41,6 +41,7 @@ _NONE = {
     "fps": np.nan,
     "weights": 1.0,
     "splits": 0,
+    "prior": False,
     "places": -1,
 }
 
@@ -69,6 +70,7 @@ class ClipList:
     fps: np.ndarray | None = None  # float64 [n] frames per second of the clip; nan: the settings'
     weights: np.ndarray | None = None  # float64 [n] how often an epoch reads the sample
     splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
+    prior: np.ndarray | None = None  # bool [n], whether the base model's own estimate is the target
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out

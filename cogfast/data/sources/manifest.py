@@ -3,8 +3,8 @@
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
 image (first frame for image-to-video), control (a control video, also as control_file_path),
-mask (a video or picture of black and white), weight (how often an epoch reads the sample) and split (train,
-valid or test). Paths are relative to the file.
+mask (a video or picture of black and white), weight (how often an epoch reads the sample), prior (true: the
+target is the base model's own estimate) and split (train, valid or test). Paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
-_OTHER_TOOLS = ("height",)  # a column of other tools that resembles "weight"
+_OTHER_TOOLS = ("height", "priority")  # columns of other tools that resemble weight and prior
 _NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
-_COLUMNS = ("path", "caption", *_NUMBERS, "image", *OTHER_VIDEOS, "split")
+_COLUMNS = ("path", "caption", *_NUMBERS, "image", *OTHER_VIDEOS, "prior", "split")
 # Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
 _CAPTIONS = ("caption", "prompt", "text")
@@ -48,6 +48,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "control": ("control", "control_file_path"),  # VideoX-Fun's
 }
 _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
+_FLAGS = {"": False, "false": False, "0": False, "true": True, "1": True}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
 
@@ -96,7 +97,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     texts |= {name: [] for name in OTHER_VIDEOS}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, empty, gone, num_pictures = [], [], [], 0
+    splits, prior, empty, gone, num_pictures = [], [], [], [], 0
     for place, row in _rows_of(file):
         where = f"{file}: {place}"
         if row.get("type") == "image":
@@ -132,6 +133,10 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if split not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
+        flag = str(row.get("prior") or "").strip().lower()
+        if flag not in _FLAGS:
+            raise ValueError(f"{where}: prior={flag[:80]!r} must be true or false")
+        prior.append(_FLAGS[flag])
     if num_pictures:
         logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
     if not texts["path"]:
@@ -157,6 +162,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         fps=None if np.isnan(fps).all() else fps,
         weights=None if (weights == 1).all() else weights,
         splits=numbered.astype(np.int8) if numbered.any() else None,
+        prior=np.array(prior) if any(prior) else None,
     )
 
 

@@ -45,6 +45,7 @@ from cogfast.train.assembly import (
     assemble_encoder,
     assemble_order,
     assemble_transformer,
+    check_prior,
 )
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import encode_first
@@ -128,6 +129,7 @@ class Parts:
         # Before the model is built: headers determine buckets and order, and unreadable data should
         # fail early.
         videos, bad = survey_datasets(assemble_datasets(config, args), args, groups, global_batch)
+        check_prior(config, args, videos.train)
         datasets = read_from_cache(videos, config, args, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)

@@ -59,9 +59,10 @@ class BandLosses:
 
     def __init__(self, loss: object, device: torch.device) -> None:
         self.sampler = loss.sigma_sampler if isinstance(loss, VideoDiffusionLoss) else None
-        self.sums = torch.zeros(2, NUM_BANDS, device=device)  # of losses, and their number
+        # Sums of losses, and their number; the last column has the samples of column prior.
+        self.sums = torch.zeros(2, NUM_BANDS + 1, device=device)
 
-    def add(self, rng: SlotRandom, losses: Tensor) -> None:
+    def add(self, rng: SlotRandom, losses: Tensor, is_prior: Tensor | None = None) -> None:
         """Add the losses [B] of a micro-batch whose draws are those of `rng`. No host sync."""
         if self.sampler is None:
             return
@@ -69,14 +70,17 @@ class BandLosses:
         # A draw is a function of its key: these are the timesteps that the loss has drawn.
         bands = self.sampler.sample(rng) * NUM_BANDS // self.sampler.num_idx
         is_finite = losses.isfinite()
-        self.sums[0].index_add_(0, bands, losses.where(is_finite, 0.0))
-        self.sums[1].index_add_(0, bands, is_finite.float())
+        added = torch.stack([losses.where(is_finite, 0.0), is_finite.float()])
+        self.sums.index_add_(1, bands, added)
+        if is_prior is not None:
+            self.sums[:, NUM_BANDS] += (added * is_prior).sum(dim=1)
 
     def named(self, sums: Sequence[float]) -> dict[str, float | None]:
         """Return the means by key, None for a band without samples. sums: those of all ranks."""
-        totals, numbers = sums[:NUM_BANDS], sums[NUM_BANDS:]
-        pairs = enumerate(zip(totals, numbers, strict=True))
-        return {f"train_loss_band_{i}": s / n if n else None for i, (s, n) in pairs}
+        totals, numbers = sums[: NUM_BANDS + 1], sums[NUM_BANDS + 1 :]
+        *bands, prior = [s / n if n else None for s, n in zip(totals, numbers, strict=True)]
+        named = {f"train_loss_band_{i}": band for i, band in enumerate(bands)}
+        return named if prior is None else {**named, "loss_prior": prior}
 
 
 class Metrics(Watcher):

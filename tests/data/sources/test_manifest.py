@@ -12,6 +12,7 @@ from PIL import Image
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
+from cogfast.data.sources.clip_list import join
 from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
@@ -242,6 +243,22 @@ def test_other_layouts_name_the_one_that_reads_metadata(layout, tmp_path):
     message = "metadata.jsonl is read with data.target=cogfast.data.datasets.VideoManifest"
     with pytest.raises(ValueError, match=message):
         layout(tmp_path, **CLIP)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_samples_of_the_base_model(kind, tmp_path):
+    values = ["true", "False", "", "1"] if kind == "csv" else [True, False, None, 1]
+    rows = [{"path": "a.mp4", "caption": "a", "prior": value} for value in values]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "csv":
+        text = "path,caption,prior\n" + "".join(f"a.mp4,a,{value}\n" for value in values)
+    found = read_manifest(_csv(tmp_path, text, f"data.{kind}"))
+    assert found.prior.tolist() == [True, False, False, True]
+    assert found.take([1, 3]).prior.tolist() == [False, True]
+    plain = read_manifest(_csv(tmp_path, "path,caption,priority\na.mp4,a,high\n"))
+    assert plain.prior is None and join([plain, found]).prior.tolist()[:2] == [False, True]
+    with pytest.raises(ValueError, match="line 2: prior='maybe' must be true or false"):
+        read_manifest(_csv(tmp_path, "path,caption,prior\na.mp4,a,Maybe\n"))
 
 
 def test_a_clip_that_does_not_exist_is_named_with_its_line(tmp_path, caplog):

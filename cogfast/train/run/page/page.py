@@ -46,7 +46,7 @@ _TIMESTEPS = "model.loss_fn_config.params.sigma_sampler_config.params.num_idx"
 _BAND = re.compile(r"(?:valid|train)_loss_band_(\d{1,4})")
 # Title, pattern of the keys, unit, whether smoothing applies.
 _PLOTS = (
-    ("Loss", "loss|valid_loss", "", True),
+    ("Loss", "loss(?:_prior)?|valid_loss", "", True),
     ("Held-out loss by noise level", r"valid_loss_band_\d{1,4}", "", False),
     ("Training loss by noise level", r"train_loss_band_\d{1,4}", "", True),
     ("Learning rate", "lr", "", False),
