@@ -36,7 +36,8 @@ class BatchLoader:
     """Iterator over the micro-batches of one data-parallel rank, endless or `num_steps` long.
 
     A step has `accumulation` micro-batches. Item i of micro-batch a on rank r fills slot
-    a * (micro_batch * dp_size) + r * micro_batch + i of the global batch. A micro-batch is
+    a * (micro_batch * dp_size) + r * micro_batch + i of the global batch; the order may multiply
+    micro_batch by a number for each bucket. A micro-batch is
     {"mp4": uint8 [B, F, 3, H, W], "txt": [str], "fps": [B], "num_frames": [B], "paths": [str]}, or
     the keys of the data set's items (tensors stacked, strings listed), plus
     {"step": int, "slots": [int], "bad": [(path, reason)] of the samples replaced in it}.
@@ -78,7 +79,7 @@ class BatchLoader:
             dali = dali_of_this_process(dataset.settings.video_backend)
         self._batches = read_ahead(
             _MicroBatches(dataset, order, timeout),
-            _slots_of_steps(micro_batch, accumulation, dp_rank, dp_size, start_step, num_steps),
+            _slots_of_steps(order, accumulation, dp_rank, dp_size, start_step, num_steps),
             dali=dali,
             by_threads=is_cached and num_workers > 0,
             num_workers=num_workers,
@@ -163,7 +164,7 @@ class TooSlow(BadSample):
 
 
 def _slots_of_steps(
-    micro_batch: int,
+    order: GlobalOrder,
     accumulation: int,
     dp_rank: int,
     dp_size: int,
@@ -175,6 +176,7 @@ def _slots_of_steps(
     for step in itertools.count(start_step):
         if num_steps is not None and step == start_step + num_steps:
             return
+        micro_batch = order.num_slots(step) // (accumulation * dp_size)
         # The micro-batches of all ranks together fill consecutive slots.
         for number in range(dp_rank, accumulation * dp_size, dp_size):
             yield step, list(range(number * micro_batch, (number + 1) * micro_batch))

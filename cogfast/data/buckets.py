@@ -4,7 +4,7 @@ A bucket is a size [frames, rows, columns]. A clip gets the bucket that keeps mo
 the product of three shares: of the clip's duration, of its picture after the crop, and of its
 sharpness (the scale factor, if below 1). Ties go to the bucket with the fewest pixels. Buckets longer
 than the clip are excluded; if all are and data.params.short_clips=pad, the clip gets the bucket that
-repeats the fewest frames.
+repeats the fewest frames. Pictures, and no videos of several frames, get buckets of one frame.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 from cogfast.config.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.folders import is_picture
+from cogfast.data.sources.clip_list import TYPES, ClipList
+from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.sources.tar_shards import read_member
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 
+_NAMES = {"image": "picture", "video": "video"}
 _SAME = 0.02  # by which the rates and shapes of a clip and its control may differ
 _SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -56,7 +57,7 @@ def survey(dataset: CaptionedVideos) -> Survey:
     headers = read_headers(clips)
     of_others = {name: _headers_of_others(other) for name, other in dataset.others.items()}
     for i, header in enumerate(headers):
-        problem = header.reason
+        problem = header.reason or _type_problem(clips, i, header)
         for name, of_other in of_others.items():
             if not problem and i in of_other:
                 problem = other_problem(dataset, name, i, header, of_other[i])
@@ -73,14 +74,24 @@ def survey(dataset: CaptionedVideos) -> Survey:
             reasons[i] = bucket
         else:
             buckets[i] = bucket
-            if settings.frame_selection == "timestamp" and header.fps < _SLOW * settings.fps:
+            is_slow = not header.is_picture and header.fps < _SLOW * settings.fps
+            if settings.frame_selection == "timestamp" and is_slow:
                 slow.append(i)
     return Survey(buckets, reasons, slow)
 
 
+def _type_problem(clips: ClipList, index: int, header: Header) -> str:
+    """Say how a file is not what its manifest's column type says; "" if it is."""
+    stated = "" if clips.types is None else TYPES[clips.types[index]]
+    found = "image" if header.is_picture else "video"
+    if stated in ("", found):
+        return ""
+    return f"its row has type {stated}, but the file is a {_NAMES[found]}; set type to {found}"
+
+
 def _headers_of_others(videos: CaptionedVideos) -> dict[int, Header]:
-    """Read the headers of further videos: {sample: header}, without pictures and samples that have none."""
-    there = [i for i, name in enumerate(videos.paths) if name and not is_picture(name)]
+    """Read the headers of further videos: {sample: header}, without samples that have none."""
+    there = [i for i, name in enumerate(videos.paths) if name]
     return dict(zip(there, read_headers(videos.clips.take(there)), strict=True))
 
 
@@ -92,7 +103,12 @@ def other_problem(
     shapes = [f"{one.height}x{one.width}" for one in (clip, other)]
     if other.reason:
         problem = other.reason
-    elif abs(other.num_frames - clip.num_frames) > 1 or abs(other.fps / clip.fps - 1) > _SAME:
+    elif other.is_picture and kind == "mask":
+        return ""  # it is that of all frames
+    elif other.is_picture != clip.is_picture:
+        kinds = [_NAMES["image" if one.is_picture else "video"] for one in (other, clip)]
+        problem = f"is a {kinds[0]}, and the file is a {kinds[1]}; give a {kinds[1]}"
+    elif not clip.is_picture and _differ_in_time(other, clip):
         numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (other, clip)]
         problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
     elif abs(other.width * clip.height / (other.height * clip.width) - 1) > _SAME:
@@ -103,6 +119,10 @@ def other_problem(
     else:
         return ""
     return f"its {kind} {name} {problem}"
+
+
+def _differ_in_time(one: Header, other: Header) -> bool:
+    return abs(one.num_frames - other.num_frames) > 1 or abs(one.fps / other.fps - 1) > _SAME
 
 
 def _are_equal(clips: ClipList, kind: str, index: int) -> bool:
@@ -131,13 +151,28 @@ def choose(
     header: Header, settings: ClipSettings, sizes: tuple[Bucket, ...], span: Span | None = None
 ) -> int | str:
     """Return the index in `sizes` of a video's bucket, or the reason why none fits."""
+    numbered = sorted(enumerate(sizes), key=lambda pair: pair[1])
+    pictures = [pair for pair in numbered if pair[1].num_frames == 1]
+    if header.is_picture:
+        if span is not None and not np.isnan(span).all():
+            return "a picture, of which start and end select nothing; leave them out"
+        kept = lambda pair: round(kept_share(header.height, header.width, pair[1]), 9)
+        best = max(pictures, key=kept, default=None)  # the smallest of equals
+        return (
+            f"a picture, not a video; to train on pictures, {ADD_BUCKET}"
+            if best is None
+            else best[0]
+        )
     try:
         times = _times(header, span)
     except ValueError as error:
         return str(error)
+    # A video that is too short for the other buckets does not become a picture.
+    if len(times) > 1 and len(pictures) < len(sizes):
+        numbered = [pair for pair in numbered if pair not in pictures]
     best, reason = None, ""
     # Shortest bucket first: the reason for a clip that is too short names the least it needs.
-    for number, size in sorted(enumerate(sizes), key=lambda pair: pair[1]):
+    for number, size in numbered:
         try:
             selection = select_frames(times, header.fps, settings.for_bucket(size))
         except ValueError as error:
@@ -173,10 +208,10 @@ def table(dataset: CaptionedVideos, found: Survey, global_batch: int) -> str:
     counts = Counter(found.buckets.tolist())
     rows = ["buckets (frames x rows x columns): clips"]
     for number, size in enumerate(sizes):
-        note = ""
-        if 0 < counts[number] < global_batch:
-            times = -(-global_batch // counts[number])
-            note = f"  (fewer than a step's {global_batch}: each up to {times} times in one)"
+        note, of_step = "", global_batch * dataset.settings.batches[number]
+        if 0 < counts[number] < of_step:
+            times = -(-of_step // counts[number])
+            note = f"  (fewer than a step's {of_step}: each up to {times} times in one)"
         rows.append(f"  {size!s:<16} {counts[number]:>9}{note}")
     if found.reasons:
         rows.append(f"  {'left out':<16} {len(found.reasons):>9}")

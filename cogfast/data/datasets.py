@@ -1,10 +1,11 @@
 """Data sets of captioned videos: SAT's folders, lists, manifests and tar shards.
 
 Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fps", "num_frames",
-"path", "num_padded"}, plus "images" uint8 [3, H, W] if the source gives its own first frame,
-"control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8 [F, 1, H, W], 1 where the mask
-is white, if it gives a mask, and "prior" if any sample of the data set has the base model as target. Their frames are those of the clip. Each raises BadSample for a file that cannot be used. Files are listed and captions are read once, in
-the constructor.
+"path", "num_padded"}, of a picture with F = 1, plus "images" uint8 [3, H, W] if the source gives its
+own first frame, "control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8
+[F, 1, H, W], 1 where the mask is white, if it gives a mask, and "prior" if any sample of the data set
+has the base model as target. Their frames are those of the clip. Each raises BadSample for a file that
+cannot be used. Files are listed and captions are read once, in the constructor.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
+from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cogfast.config.values import counted, cut
+from cogfast.config.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
@@ -69,6 +70,7 @@ from cogfast.data.video.transform import FrameSelection, Resize, Selection
 logger = logging.getLogger(__name__)
 
 Buckets = list[list[Side]]
+BucketBatch = Annotated[int, Range(1, 4096)]
 OTHER_FRAMES = "has other frames than the clip; give one of the same length and frame rate"
 _LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
 
@@ -154,7 +156,8 @@ class CaptionedVideos(Dataset):
                 f"epoch, which must be above 0 and below {_LONGEST_EPOCH}; change "
                 "args.train_data_weights or the manifest's column weight"
             )
-        return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets)
+        times = self.settings.batches
+        return GlobalOrder(len(clips), seed, global_batch, clips.weights, clips.buckets, times)
 
     def name(self, index: int) -> str:
         """The sample's name in logs: its file, plus `#t=start,end` for a part of it."""
@@ -249,9 +252,9 @@ class CaptionedVideos(Dataset):
             # Only masks may be missing: the whole clip is within such a mask.
             return torch.ones(shape, dtype=torch.uint8)[:, :1]
         try:
-            if is_picture(file):  # a mask for all frames
-                picture = read_image(file, settings.video_size, settings.resize)
-                video, own = picture.expand(shape), None
+            if name == "mask" and is_picture(file):  # that of all frames
+                one = settings.for_bucket(Bucket(1, *settings.video_size))
+                video, own = videos._decode(index, one)[0].expand(shape), None
             else:
                 video, own = videos._decode(index, settings)
         except BadSample as error:
@@ -282,6 +285,7 @@ class ListedVideos(CaptionedVideos, ABC):
 
     Its fields are `data.params` of the YAML, with their meanings above them, as docs/options.md has
     them; a subclass that is a dataclass too adds its own.
+    has_pictures: whether pictures are trained on, for `find`.
     reads_pixels: whether items are decoded from video files as data.params describes. Then sizes
     are checked before training, and a latent cache can replace the files. A subclass that returns
     anything else sets it to False.
@@ -315,13 +319,17 @@ class ListedVideos(CaptionedVideos, ABC):
     # memory), for data sets so small that decoding would slow training down
     keep_decoded_mib: Mebibytes = 0
     # sizes [frames, rows, columns] in place of max_num_frames and video_size; each clip gets the one
-    # that keeps most of it
+    # that keeps most of it. Pictures are trained on if there is a size of one frame, which only they get
     buckets: Buckets | None = None
+    # for each of the buckets, by what args.batch_size is multiplied in its steps, such as [1, 11] for
+    # clips and pictures; null: by 1
+    bucket_batch: list[BucketBatch] | None = None
     reads_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(ClipSettings)}
         settings = ClipSettings(**given)
+        self.has_pictures = bool(settings.picture_buckets)
         lists = self.find(self.data_dir, self.allow_empty_captions)
         super().__init__(join(lists), settings, [len(one) for one in lists])
 
@@ -390,10 +398,11 @@ class VideoFolder(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
         for folder in data_folders(data_dir):
-            found = list(find_videos(folder))
+            found = list(find_videos(folder, self.has_pictures))
             if not found:
                 more = table_hint(folder) or in_place_of_videos(folder)
-                raise SourceError(f"{folder}: no .mp4 file in it{more}")
+                what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
+                raise SourceError(f"{folder}: {what} in it{more}")
             if others := other_videos(folder):
                 logger.warning("%s: not read: %s", folder, others)
             captions, longer = [], []
@@ -432,7 +441,8 @@ class VideoManifest(ListedVideos):
     missing_source = staticmethod(_missing_manifest)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        return [read_manifest(Path(file), allow_empty_captions) for file in data_sources(data_dir)]
+        files = map(Path, data_sources(data_dir))
+        return [read_manifest(file, allow_empty_captions, self.has_pictures) for file in files]
 
 
 @dataclass(eq=False, repr=False)
@@ -492,7 +502,7 @@ class VideoShards(ListedVideos):
         lists = []
         for source in data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
-            parts = [list_shard(shard, self.caption_key) for shard in shards]
+            parts = [list_shard(shard, self.caption_key, self.has_pictures) for shard in shards]
             lists.append(join(parts))
         if not allow_empty_captions:
             empty = [

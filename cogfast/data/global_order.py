@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class GlobalOrder:
     of a step read from one bucket, and each bucket has its own endless sequence. An epoch has as
     many steps of a bucket as are needed to read all of it once more; the last of them continues
     with the bucket's next epoch. The steps of an epoch are shuffled. weights: see ShuffledSamples.
+    bucket_batch: for each bucket, by what the slots of its steps are multiplied; empty: by 1.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class GlobalOrder:
         global_batch: int,
         weights: np.ndarray | None = None,
         buckets: np.ndarray | None = None,
+        bucket_batch: Sequence[int] = (),
     ) -> None:
         assert global_batch > 0, f"{global_batch=}"
         self.num_samples = num_samples
@@ -107,6 +110,8 @@ class GlobalOrder:
             self._sequences.append(ShuffledSamples(seed, samples, parts, key))
         self._lengths = np.array([sequence.length for sequence in self._sequences])
         self.epoch_size = int(self._lengths.sum())  # samples read in an epoch
+        times = [bucket_batch[b] for b in self.buckets] if bucket_batch else [1] * len(self.buckets)
+        self._num_slots = [global_batch * n for n in times]  # of a step, for each sequence
         self._deck: tuple[int, np.ndarray, np.ndarray] | None = None  # epoch, and its steps
 
     @property
@@ -118,12 +123,14 @@ class GlobalOrder:
             if sequence._edges is not None:
                 digest.update(sequence._edges.tobytes())
             digest.update(repr((sequence.seed, sequence.key)).encode())
+        if self.most_slots > self.global_batch:
+            digest.update(repr(self._num_slots).encode())
         return digest.hexdigest()
 
     def epoch(self, step: int) -> int:
         """The epoch that the first slot of `step` belongs to."""
         # A first guess: steps that are filled up from the next epoch make the true one earlier.
-        epoch = step * self.global_batch // self.epoch_size
+        epoch = int(step / sum(self._lengths / self._num_slots))
         while self.num_steps(epoch) > step:
             epoch -= 1
         while self.num_steps(epoch + 1) <= step:
@@ -137,6 +144,19 @@ class GlobalOrder:
     def bucket(self, step: int) -> int:
         """The bucket that all slots of `step` read from."""
         return self.buckets[self._place(step)[0]]
+
+    def num_slots(self, step: int) -> int:
+        """The number of slots of `step`: the global batch, times bucket_batch of the step's bucket."""
+        return self._num_slots[self._place(step)[0]]
+
+    @property
+    def most_slots(self) -> int:
+        return max(self._num_slots)
+
+    def share(self, buckets: Collection[int]) -> float:
+        """The fraction of the steps that read from `buckets`."""
+        steps = self._lengths / self._num_slots
+        return float(steps[[b in buckets for b in self.buckets]].sum() / steps.sum())
 
     def is_in_first_epoch(self, step: int, slot: int) -> bool:
         """Whether the slot reads a sample for the first time."""
@@ -155,8 +175,8 @@ class GlobalOrder:
         neighbouring slots do not all get the same replacement. After the epoch's samples follow all
         samples of the bucket, because with weights an epoch need not contain each.
         """
-        assert 0 <= slot < self.global_batch and attempt >= 0, f"{slot=} {attempt=}"
         number, position = self._place(step)
+        assert 0 <= slot < self._num_slots[number] and attempt >= 0, f"{slot=} {attempt=}"
         sequence = self._sequences[number]
         n = sequence.length
         epoch, entry = divmod(position + slot, n)
@@ -172,18 +192,20 @@ class GlobalOrder:
 
     def _steps_of(self, epochs: float) -> list[int]:
         """For each bucket, the number of steps after which it has been read `epochs` times."""
-        return [math.ceil(epochs * int(n) / self.global_batch) for n in self._lengths]
+        pairs = zip(self._lengths, self._num_slots, strict=True)
+        return [math.ceil(epochs * int(n) / slots) for n, slots in pairs]
 
     def _place(self, step: int) -> tuple[int, int]:
         """The number of the sequence that a step reads, and the position of its first slot in it."""
         if len(self._sequences) == 1:
-            return 0, step * self.global_batch
+            return 0, step * self._num_slots[0]
         epoch = self.epoch(step)
         if self._deck is None or self._deck[0] != epoch:
             self._deck = (epoch, *self._shuffled_steps(epoch))
         _, numbers, rounds = self._deck
         card = step - self.num_steps(epoch)
-        return int(numbers[card]), int(rounds[card]) * self.global_batch
+        number = int(numbers[card])
+        return number, int(rounds[card]) * self._num_slots[number]
 
     def _shuffled_steps(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """For each step of an epoch: the sequence it reads, and that sequence's earlier steps."""

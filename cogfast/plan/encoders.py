@@ -115,8 +115,10 @@ def find_encoders(
     shape: tuple[int, int, int, int],
     text_length: int,
     number_bytes: int,
+    num_captions: int,
 ) -> Encoders:
-    """Return what the encoders of a configuration take; files that are missing need not exist."""
+    """Return what the encoders of a configuration take; files that are missing need not exist.
+    num_captions: the most of a micro-batch."""
     model = ModelArguments.from_config(config)
     # A data section that is still to come counts as one of clips.
     is_of_clips = "target" not in config.data or video_data(config) is not None
@@ -130,7 +132,7 @@ def find_encoders(
     if args.mode == "inference":
         in_step, samples = (False, False), True
     in_evaluation = (samples, samples)
-    text_bytes, text_peak = _text_encoder(config, args, text_length, number_bytes, shape[0])
+    text_bytes, text_peak = _text_encoder(config, args, text_length, number_bytes, num_captions)
     is_known, mode = _first_stage(config)
     return Encoders(
         text_bytes=text_bytes,

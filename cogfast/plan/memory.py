@@ -21,7 +21,6 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.deepspeed_keys import stage_and_sums
 from cogfast.config.merged_config import to_dict
-from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.optimizers import Muon
 from cogfast.distributed.tensor_parallel import ParallelGroup
@@ -43,7 +42,7 @@ from cogfast.train.memory.activation_checkpointing import LADDER, Policy
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.memory.quantized_base import base_linears
 from cogfast.train.optimizer import build_optimizer
-from cogfast.train.video_size import LatentSize, largest_size
+from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
 
 GIB = 2**30
 MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
@@ -56,9 +55,9 @@ _UNKNOWN = 2**62  # free bytes of a card that is not known
 class Setup:
     """The numbers that decide the memory of a run.
 
-    traces: of the shard of one rank. size, batch_size: of the largest micro-batch.
-    choice: args.activation_checkpointing. eval_batch: samples of an evaluation's forward pass; 0 without
-    one. batch_bytes: of the batches on the device. is_sampling: args.mode=inference.
+    traces: of the shard of one rank. size, batch_size: of the micro-batch with the most tokens.
+    choice: args.activation_checkpointing. eval_shape: (B, S) of an evaluation's forward pass; None
+    without one. batch_bytes: of the batches on the device. is_sampling: args.mode=inference.
     """
 
     traces: Traces
@@ -67,7 +66,7 @@ class Setup:
     batch_size: int
     choice: str
     encoders: Encoders
-    eval_batch: int = 0
+    eval_shape: tuple[int, int] | None = None
     batch_bytes: int = 0
     model_size: int = 1
     context_size: int = 1
@@ -95,8 +94,7 @@ class Setup:
     @property
     def shape(self) -> tuple[int, int]:
         """Return (B, S) of the blocks' input on this rank."""
-        rows = -(-self.size.num_tokens(self.transformer.config) // self.context_size)
-        return self.batch_size, rows
+        return self.batch_size, _rows(self.size, self.transformer.config, self.context_size)
 
     @property
     def edges(self) -> Edges:
@@ -312,7 +310,7 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation[0]):
         parts = {**base, **encoders.fetched(encoders.text_bytes)}
         phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
-    if setup.eval_batch:
+    if setup.eval_shape is not None:
         base = base_parts(setup, is_evaluated=True)
         phases += _evaluation_phases(setup, base, card, "evaluation")
     return phases
@@ -321,7 +319,8 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
 def _evaluation_phases(
     setup: Setup, base: dict[str, int], card: int | None, name: str
 ) -> list[Phase]:
-    forward = setup.traces.forward((setup.eval_batch, setup.shape[1]))
+    assert setup.eval_shape is not None, "there is an evaluation"
+    forward = setup.traces.forward(setup.eval_shape)
     phases = [Phase(name, {**base, "block at work": forward})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
     how, num_bytes = setup.encoders.decode_peak(max(0, free))
@@ -340,27 +339,30 @@ def setup_of(
     """
     traces = traces or Traces(_build(config, args))
     model = traces.transformer.config
-    size = largest_size(config, model)
-    shape = (
-        args.batch_size,
-        size.num_frames,
-        size.height * SPATIAL_COMPRESSION,
-        size.width * SPATIAL_COMPRESSION,
-    )
+    clip, batches = largest_size(config, model), batch_sizes(config, model)
+    times, size = max(batches, key=lambda pair: pair[0] * pair[1].num_tokens(model))
+    # Pictures are encoded one by one, which takes less than a clip.
+    shape = (args.batch_size, clip.num_frames, *clip.pixels)
+    captions = args.batch_size * max(times for times, _ in batches)
     number = DTYPES[args.precision].itemsize
-    encoders = find_encoders(config, args, shape, model.text_length, number)
+    encoders = find_encoders(config, args, shape, model.text_length, number, captions)
     is_sampling = args.mode == "inference"
     # Guidance runs the conditional and the unconditional half together.
-    eval_batch = 2 * (args.eval_batch_size or args.batch_size)
+    evaluated = args.eval_batch_size or args.batch_size
+    eval_shapes = [
+        (evaluated * times, _rows(size, model, args.context_parallel_size))
+        for times, size in ((2, clip), *batches)
+    ]
     return Setup(
         traces=traces,
         rules=rules_of(config, args, world_size // args.model_parallel_size),
         size=size,
-        batch_size=args.batch_size,
+        batch_size=args.batch_size * times,
         choice=str(args.activation_checkpointing),
         encoders=encoders,
-        eval_batch=eval_batch if args.has_evaluation or is_sampling else 0,
-        batch_bytes=_batch_bytes(args, encoders, size, model),
+        eval_shape=max(eval_shapes, key=math.prod) if args.has_evaluation or is_sampling else None,
+        batch_bytes=args.batch_size
+        * max(times * _sample_bytes(encoders, size, model) for times, size in batches),
         model_size=args.model_parallel_size,
         context_size=args.context_parallel_size,
         is_sampling=is_sampling,
@@ -368,11 +370,14 @@ def setup_of(
     )
 
 
-def _batch_bytes(
-    args: TrainArguments, encoders: Encoders, size: LatentSize, model: TransformerConfig
-) -> int:
-    """Return the bytes of the batch in use."""
-    clip = 3 * math.prod(encoders.shape[1:])
+def _rows(size: LatentSize, model: TransformerConfig, context_size: int) -> int:
+    """Return the rows of a sample that a rank has."""
+    return -(-size.num_tokens(model) // context_size)
+
+
+def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig) -> int:
+    """Return the bytes of a sample of the batch in use."""
+    clip = 3 * size.num_frames * math.prod(size.pixels)
     # Three of the clip's latents, and those of the conditions, in float32
     channels = 2 * model.out_channels + model.in_channels
     latents = 4 * channels * size.frames * size.height * size.width
@@ -380,7 +385,7 @@ def _batch_bytes(
     per_sample = latents + text
     if encoders.encodes_clips:
         per_sample += encoders.num_videos * 5 * clip  # as bytes and as float32
-    return args.batch_size * per_sample
+    return per_sample
 
 
 def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:

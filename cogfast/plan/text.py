@@ -116,12 +116,12 @@ def _model_line(args: TrainArguments, plan: MemoryPlan) -> str:
 
 def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
     setup = plan.setup
-    _, frames, rows, columns = setup.encoders.shape
+    frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
     copies = setup.rules.data_size // setup.context_size
     mesh = f"dp {copies}{context} x tp {setup.model_size}"
     zero = "" if setup.is_sampling else f", ZeRO-{setup.rules.stage}"
-    batch = f"batches of {args.batch_size} x {frames} frames of {rows}x{columns}"
+    batch = f"batches of {setup.batch_size} x {counted(frames, 'frame')} of {rows}x{columns}"
     tokens = setup.size.num_tokens(setup.transformer.config)
     return f"on: {counted(setup.world_size, 'GPU')} ({mesh}){zero}, {batch} ({tokens} tokens)"
 

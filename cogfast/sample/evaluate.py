@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -217,7 +218,7 @@ class Evaluator:
         order, so they do not depend on the number of ranks.
         """
         # The position in the whole evaluation stands for the slot, with step 0 for all.
-        places = [batch["step"] * order.global_batch + slot for slot in batch["slots"]]
+        places = [batch["step"] * order.most_slots + slot for slot in batch["slots"]]
         rng = SlotRandom(_SEED, 0, places, 0, self.groups.device)
         latents, conditioning = self.encoder(batch, rng, has_dropout=False)
         is_strict, step = self.args.strict_eval, batch["step"]
@@ -303,8 +304,10 @@ class Evaluator:
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
         # Each text gets the first frame or the control of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
-        number = len(texts) or min(self.args.eval_num_samples, len(dataset))
-        chosen = [i * len(dataset) // number for i in range(number)]  # evenly spaced over the data
+        clips = _clips(dataset)
+        number = len(texts) or min(self.args.eval_num_samples, len(clips))
+        # Evenly spaced over the data
+        chosen = [clips[i * len(clips) // number] for i in range(number)]
         captions = None if self.encoder.conditions else _captions(dataset)
         if captions is not None:
             prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
@@ -380,6 +383,14 @@ class Evaluator:
     def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
         """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
         return None if path is None else read_image(path, size.pixels, self.resize, "the image")
+
+
+def _clips(dataset: SizedDataset) -> Sequence[int]:
+    """Return the numbers of the samples, without pictures if there are clips."""
+    if not isinstance(dataset, CaptionedVideos) or dataset.clips.buckets is None:
+        return range(len(dataset))
+    is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
+    return np.flatnonzero(is_clip).tolist() or range(len(dataset))
 
 
 def _captions(dataset: SizedDataset) -> Sequence[str] | None:

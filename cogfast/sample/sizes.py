@@ -18,9 +18,9 @@ from cogfast.data.video.clip import (
     ClipSettings,
     checked_size,
     read_clip,
-    read_pixels,
     resize_picture,
 )
+from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem

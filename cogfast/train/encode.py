@@ -59,7 +59,8 @@ class Encoder:
     scale_factor: latents = scale_factor * sample of the first stage. image_scale: the same for image
     latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
     conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
-    zeros or, with image_on_all_frames, repeated; control: a video is encoded as the clip. *_dropout:
+    zeros or, with image_on_all_frames, repeated, and of a picture all are zeros; control: a video is
+    encoded as the clip. *_dropout:
     fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
     before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
@@ -214,7 +215,10 @@ class Encoder:
         pixels, latents = self._latents(batch, rng)
         found = []
         for name in self.conditions:
-            if name == "image":
+            if name == "image" and self.num_frames(batch) == 1:
+                # A picture is its own first frame, which would teach the model to copy it.
+                values = torch.zeros_like(latents)
+            elif name == "image":
                 values = self._image_latents(batch, pixels, latents, rng)
             else:
                 values = pad_latent_frames(self._control_latents(batch, rng), self.patch)
@@ -316,7 +320,10 @@ class Encoder:
 
     def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
         """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
-        return self._sample(self.encode_moments(pixels), rng, purpose, self.scale_factor)
+        # Pictures one by one: many of them in a batch take no more memory than a clip.
+        parts = pixels.split(1 if pixels.shape[2] == 1 else len(pixels))
+        moments = _joined([self.encode_moments(part) for part in parts], torch.cat)
+        return self._sample(moments, rng, purpose, self.scale_factor)
 
     def encode_image(self, frame: Tensor, rng: SlotRandom) -> Tensor:
         """Encode first frames [B, 3, 1, H, W] in [-1, 1] to image latents [B, C, 1, h, w]."""

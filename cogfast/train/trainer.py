@@ -265,9 +265,8 @@ class Trainer:
         # A batch without slots is taken for consecutive samples of the global batch.
         start = self.groups.data_rank * len(first)
         slots = batch.get("slots") or range(start, start + len(first))
-        return SlotRandom(
-            self.args.seed, self.step, slots, self.parts.global_batch, self.groups.device
-        )
+        num_slots = self.order.num_slots(self.step)
+        return SlotRandom(self.args.seed, self.step, slots, num_slots, self.groups.device)
 
     def _evaluate(self, stop: StopRequest) -> None:
         CLOCK.enter("evaluation")

@@ -22,7 +22,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.data.video.clip import checked_buckets, checked_size
+from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,17 @@ def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
 
 
 def largest_size(config: Config, model: TransformerConfig) -> LatentSize:
-    """Return the training size with the most tokens."""
+    """Return the training size with the most tokens, a picture's only if there is no other."""
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
-    return max(sizes, key=lambda size: size.num_tokens(model))
+    clips = [size for size in sizes if size.num_frames > 1]
+    return max(clips or sizes, key=lambda size: size.num_tokens(model))
+
+
+def batch_sizes(config: Config, model: TransformerConfig) -> list[tuple[int, LatentSize]]:
+    """Return each training size, and by what args.batch_size is multiplied for it."""
+    sizes = bucket_sizes(config, model)
+    batches = checked_batches(data_arguments(config).get("bucket_batch"), sizes)
+    return list(zip(batches, sizes, strict=True)) or [(1, sampled_size(config, model))]
 
 
 def warn_of_pipeline_positions(config: Config) -> None:
@@ -105,7 +113,9 @@ def warn_of_pipeline_positions(config: Config) -> None:
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
     if model.learnable_position:
         held = model.grid.t
-        few = sorted({size.num_frames for size in sizes if size.frames < held})
+        few = sorted(
+            {size.num_frames for size in sizes if size.num_frames > 1 and size.frames < held}
+        )
         if few:
             logger.warning(
                 "videos of %s frames use a part of the learned position table, which has %d latent "
@@ -276,6 +286,9 @@ class SampleSize:
 
     def __init__(self, config: Config, model: TransformerConfig, fps: float | None) -> None:
         sizes = bucket_sizes(config, model)
+        self.is_picture = False  # whether the last batch had pictures
+        numbers = {size.num_frames > 1 for size in sizes}
+        self.has_both = len(numbers) > 1  # whether the run has pictures and clips
         self.latents = sampled_size(config, model)
         self.num_tokens = self.latents.num_tokens(model)  # of the last batch's samples
         self.has_buckets = self.is_known = bool(sizes)
@@ -284,6 +297,7 @@ class SampleSize:
     def note(self, batch: dict, latents: Tensor, num_text: int, num_frames: int) -> None:
         """Note the size of a batch. latents: [B, C, T, h, w]."""
         self.num_tokens = TokenGrid.from_latents(latents, self._patch).num_tokens + num_text
+        self.is_picture = num_frames == 1
         if not self.is_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
             channels, frames, height, width = latents.shape[1:]

@@ -150,3 +150,37 @@ def test_each_sample_counts_once_in_the_first_epoch():
         if order.is_in_first_epoch(step, slot)
     ]
     assert sorted(counted) == [i for i in range(20) if BUCKETS[i] >= 0]
+
+
+def test_steps_of_a_bucket_may_have_more_slots():
+    """Each bucket is read once in an epoch, in steps of its own size, in the order of a single bucket."""
+    times, global_batch = (1, 1, 5), 2
+    groups = np.array([0] * 7 + [1] * 3 + [2] * 40)
+    order = GlobalOrder(50, 3, global_batch, buckets=groups, bucket_batch=times)
+    plain = GlobalOrder(50, 3, global_batch, buckets=groups)
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    num_steps = order.num_steps(4)
+    assert num_steps == 4 * 7 // 2 + 4 * 3 // 2 + 4 * 40 // 10
+    for step in range(num_steps):
+        bucket = order.bucket(step)
+        assert order.num_slots(step) == global_batch * times[bucket]
+        found[bucket] += [order.index(step, slot) for slot in range(order.num_slots(step))]
+    for bucket, read in found.items():
+        members = np.flatnonzero(groups == bucket).tolist()
+        for epoch in range(4):
+            part = read[epoch * len(members) : (epoch + 1) * len(members)]
+            assert sorted(part) == members
+        steps = (s for s in range(200) if plain.bucket(s) == bucket)
+        alone = [plain.index(step, slot) for step in steps for slot in range(global_batch)]
+        assert read == alone[: len(read)]
+    # Epochs of one step each: of 3.5, 1.5 and 4 steps
+    assert order.share([2]) == pytest.approx(4 / 9) and order.share([0, 1, 2]) == 1
+    assert [order.epoch(step) for step in (0, 9, 10, num_steps - 1)] == [0, 0, 1, 3]
+    copy = pickle.loads(pickle.dumps(order))
+    assert [copy.index(s, 1) for s in (20, 3)] == [order.index(s, 1) for s in (20, 3)]
+    assert order.fingerprint != plain.fingerprint
+    same = GlobalOrder(50, 3, global_batch, buckets=groups, bucket_batch=(1, 1, 1))
+    assert same.fingerprint == plain.fingerprint
+    # A slot's replacements are all samples of its bucket.
+    step = next(s for s in range(num_steps) if order.bucket(s) == 2)
+    assert sorted(order.index(step, 9, a) for a in range(40)) == list(range(10, 50))

@@ -189,3 +189,27 @@ def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
 def test_without_a_gpu_the_peak_stands_alone(capsys: pytest.CaptureFixture) -> None:
     assert plan_command() == 0
     assert "There is no GPU here to compare with; --gpu NAME" in capsys.readouterr().out
+
+
+def test_the_largest_step_counts_with_its_number_of_pictures() -> None:
+    """A step of few pictures is below that of the clip; one of many is planned as a batch of pictures."""
+    flat = ("data.params.max_num_frames=1", "args.batch_size=2000", "args.latent_cache=cache")
+    both = "data.params.buckets=[[49,480,720],[1,480,720]]"
+    size = lambda config: setup_of(*config, 1)
+    plain = size(config_of("_2b", CACHED[0]))
+    few = size(config_of("_2b", CACHED[0], both, "data.params.bucket_batch=[1,11]"))
+    assert (few.size, few.batch_size, few.shape) == (plain.size, 1, plain.shape)
+    assert (few.encoders.shape, few.eval_shape) == (plain.encoders.shape, plain.eval_shape)
+    many = size(config_of("_2b", CACHED[0], both, "data.params.bucket_batch=[1,2000]"))
+    alone = size(config_of("_2b", *flat))
+    # 13 latent frames of 30 x 45 tokens and a caption, or 1
+    assert plain.shape == (1, 13 * 30 * 45 + 226) and many.shape == (2000, 30 * 45 + 226)
+    assert (many.size, many.shape) == (alone.size, alone.shape)
+    assert many.batch_bytes == alone.batch_bytes > plain.batch_bytes
+    assert many.encoders.shape[1] == 49  # of the clip: pictures are encoded one by one
+    args = ("args.eval_interval=5", "args.eval_batch_size=3")
+    evaluated = size(config_of("_2b", CACHED[0], both, "data.params.bucket_batch=[1,2000]", *args))
+    assert evaluated.eval_shape == (3 * 2000, 30 * 45 + 226)
+    # Captions of pictures are encoded together.
+    text = lambda *words: size(config_of("_2b", *words)).encoders.text_peak
+    assert text(both, "data.params.bucket_batch=[1,11]") == 11 * text(both)

@@ -35,6 +35,7 @@ class PackedStrings(Sequence[str]):
 
 SPLITS = ("train", "valid", "test")
 OTHER_VIDEOS = ("control", "mask")  # that a sample may have beside its clip
+TYPES = ("", "video", "image")  # what a manifest says that a file is
 # Values that stand for a missing column where sources with and without it are joined.
 _NONE = {
     "spans": np.nan,
@@ -42,6 +43,7 @@ _NONE = {
     "weights": 1.0,
     "splits": 0,
     "prior": False,
+    "types": 0,
     "places": -1,
 }
 
@@ -71,6 +73,7 @@ class ClipList:
     weights: np.ndarray | None = None  # float64 [n] how often an epoch reads the sample
     splits: np.ndarray | None = None  # int8 [n], indices into SPLITS
     prior: np.ndarray | None = None  # bool [n], whether the base model's own estimate is the target
+    types: np.ndarray | None = None  # int8 [n], indices into TYPES
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out

@@ -18,7 +18,8 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 # str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
-PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".gif")
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+ADD_BUCKET = "add [1, rows, columns] to data.params.buckets"
 
 
 class SourceError(ValueError):
@@ -45,13 +46,14 @@ def data_folders(data_dir: DataDir) -> list[Path]:
     return [Path(folder) for folder in dirs]
 
 
-def find_videos(folder: Path) -> Iterator[str]:
-    """Yield every .mp4 file below `folder`, sorted by name.
+def find_videos(folder: Path, has_pictures: bool = False) -> Iterator[str]:
+    """Yield every .mp4 file below `folder`, sorted by name; with has_pictures every picture, too.
 
     Follows links to folders and visits each folder once.
     """
+    endings = (".mp4", *PICTURE_ENDINGS) if has_pictures else ".mp4"
     for path in _find_files(folder):
-        if path.lower().endswith(".mp4"):
+        if path.lower().endswith(endings):
             yield path
 
 
@@ -94,7 +96,8 @@ def in_place_of_videos(folder: Path) -> str:
     number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in _find_files(folder))
     if number:
         text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
-        return f"{text} takes their first frames, or the pictures of a manifest's column image"
+        text += " takes their first frames, or the pictures of a manifest's column image; to train on the"
+        return f"{text} pictures themselves, {ADD_BUCKET}"
     return "; give a folder of .mp4 clips, each with its caption in a .txt file beside it"
 
 

@@ -25,6 +25,7 @@ from cogfast.data.video.file import (
     open_container,
     video_stream,
 )
+from cogfast.data.video.picture import holds_picture, picture_size
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,9 @@ _SECONDS = 10.0  # between log lines of progress
 
 
 class Header(NamedTuple):
-    """Header of one video.
+    """Header of one video or picture, which has one frame and no rate.
 
-    reason: "" for a readable video, else why it is not; then the other fields are 0.
+    reason: "" for a readable one, else why it is not; then the other fields are 0.
     """
 
     num_frames: int = 0
@@ -43,6 +44,10 @@ class Header(NamedTuple):
     height: int = 0  # rows
     width: int = 0  # columns
     reason: str = ""
+
+    @property
+    def is_picture(self) -> bool:
+        return self.num_frames == 1 and not self.fps
 
 
 def read_headers(clips: ClipList) -> list[Header]:
@@ -122,12 +127,19 @@ def _probe(clips: ClipList, index: int) -> Header:
 
 
 def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
-    """Read the header of an open video file or path; a Header with a reason if that fails."""
+    """Read the header of an open file or a path; a Header with a reason if that fails."""
     import av
     from av.error import FFmpegError
 
     if num_bytes == 0:
         return Header(reason="the file is empty (0 bytes)")
+    try:
+        if holds_picture(source):
+            size = picture_size(source)
+            if size is not None:
+                return Header(1, 0.0, *size)
+    except ValueError as error:
+        return Header(reason=str(error))
     try:
         with open_container(source) as container:
             stream = video_stream("", container)

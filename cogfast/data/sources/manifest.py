@@ -2,7 +2,8 @@
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
 Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
-image (first frame for image-to-video), control (a control video, also as control_file_path),
+type (video, or image for a picture to train on), image (first frame for image-to-video), control (a
+control video, also as control_file_path),
 mask (a video or picture of black and white), weight (how often an epoch reads the sample), prior (true: the
 target is the base model's own estimate) and split (train, valid or test). Paths are relative to the file.
 """
@@ -22,8 +23,16 @@ from pathlib import Path
 import numpy as np
 
 from cogfast.config.values import counted
-from cogfast.data.sources.clip_list import OTHER_VIDEOS, SPLITS, ClipList, OtherFiles, PackedStrings
+from cogfast.data.sources.clip_list import (
+    OTHER_VIDEOS,
+    SPLITS,
+    TYPES,
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+)
 from cogfast.data.sources.folders import (
+    ADD_BUCKET,
     SourceError,
     check_caption_size,
     refuse_samples,
@@ -88,8 +97,11 @@ def manifest_of(source: Path) -> Path:
     return found
 
 
-def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
-    """Read the samples of a manifest, in its order; ValueError with file and line of a fault."""
+def read_manifest(
+    source: Path, allow_empty_captions: bool = False, has_pictures: bool = False
+) -> ClipList:
+    """Read the samples of a manifest, in its order; ValueError with file and line of a fault.
+    has_pictures: rows of type image are samples."""
     file = manifest_of(source)
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
@@ -97,10 +109,11 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     texts |= {name: [] for name in OTHER_VIDEOS}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, prior, empty, gone, num_pictures = [], [], [], [], 0
+    splits, types, prior, empty, gone, num_pictures = [], [], [], [], [], 0
     for place, row in _rows_of(file):
         where = f"{file}: {place}"
-        if row.get("type") == "image":
+        kind = str(row.get("type")).strip().lower()
+        if kind == "image" and not has_pictures:
             num_pictures += 1
             continue
         path, caption, *others = (
@@ -137,8 +150,11 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         if flag not in _FLAGS:
             raise ValueError(f"{where}: prior={flag[:80]!r} must be true or false")
         prior.append(_FLAGS[flag])
+        # Other tools' values of this column say something else.
+        types.append(TYPES.index(kind) if kind in TYPES else 0)
     if num_pictures:
-        logger.info("%s: left out %s of type image", file, counted(num_pictures, "row"))
+        text = "%s: left out %s of type image; %s to train on pictures"
+        logger.info(text, file, counted(num_pictures, "row"), ADD_BUCKET)
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     if gone:
@@ -163,6 +179,7 @@ def read_manifest(source: Path, allow_empty_captions: bool = False) -> ClipList:
         weights=None if (weights == 1).all() else weights,
         splits=numbered.astype(np.int8) if numbered.any() else None,
         prior=np.array(prior) if any(prior) else None,
+        types=np.array(types, np.int8) if any(types) else None,
     )
 
 

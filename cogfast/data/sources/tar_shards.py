@@ -3,7 +3,8 @@
 Members whose names are equal up to the first dot form a sample: x.mp4 (or avi, mov, mkv, webm) with
 its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption": ...}),
 in x.json or in x.txt, in this order, and maybe a control video in x.control.mp4 and a mask in
-x.mask.mp4. Shards are local files, or URLs that fsspec opens.
+x.mask.mp4. Where pictures are trained on, x.jpg (or png, ...) may take the place of x.mp4. Shards are
+local files, or URLs that fsspec opens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.file_index import user_index
-from cogfast.data.sources.folders import SourceError, check_caption_size, decoded, named
+from cogfast.data.sources.folders import (
+    PICTURE_ENDINGS,
+    SourceError,
+    check_caption_size,
+    decoded,
+    named,
+)
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -192,8 +199,9 @@ def read_member(file: str, offset: int, size: int) -> bytes:
     return data
 
 
-def list_shard(url: str, caption_key: str) -> ClipList:
-    """List the samples of a shard in its order; the caption is "" if there is none.
+def list_shard(url: str, caption_key: str, has_pictures: bool = False) -> ClipList:
+    """List the samples of a shard in its order; the caption is "" if there is none. has_pictures:
+    samples without a video may have a picture.
 
     The list is read from the index in the user's cache folder if the shard has not changed.
     """
@@ -221,9 +229,10 @@ def list_shard(url: str, caption_key: str) -> ClipList:
         logger.warning("%s %s", url, fault)
     files, captions, places, others = [], [], [], []
     further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
+    kinds = VIDEO_KINDS + (tuple(end[1:] for end in PICTURE_ENDINGS) if has_pictures else ())
     for key, caption, members in rows:
         # A sample with several videos is read from the first kind in VIDEO_KINDS.
-        kind = next((k for k in VIDEO_KINDS if k in members), None)
+        kind = next((k for k in kinds if k in members), None)
         if kind is None:
             others.append(f"{key}: {', '.join(members)}")
             continue
@@ -231,12 +240,12 @@ def list_shard(url: str, caption_key: str) -> ClipList:
         captions.append(caption)
         places.append(members[kind])
         for name, (own, own_places) in further.items():
-            other = next((f"{name}.{k}" for k in VIDEO_KINDS if f"{name}.{k}" in members), None)
+            other = next((f"{name}.{k}" for k in kinds if f"{name}.{k}" in members), None)
             own.append("" if other is None else f"{url}{MEMBER}{key}.{other}")
             own_places.append((-1, -1) if other is None else members[other])
     if not files:
         raise ValueError(
-            f"{url}: contains no video ({', '.join(VIDEO_KINDS)}); leave the shard out of the data"
+            f"{url}: contains no video ({', '.join(kinds)}); leave the shard out of the data"
         )
     if others:
         text = "%s: not read: %s (names up to the first dot) without a video: %s"

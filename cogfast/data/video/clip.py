@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from cogfast.data.video.dali import (
     check_backend,
     dali_of_this_process,
 )
-from cogfast.data.video.file import check_file, one_line
+from cogfast.data.video.file import check_file
+from cogfast.data.video.picture import holds_picture, read_pixels
 from cogfast.data.video.reader import ReaderName, VideoReader, open_video
 from cogfast.data.video.transform import (
     FrameSelection,
@@ -34,9 +34,6 @@ from cogfast.data.video.transform import (
     select_frames_uniform,
     stretch_picture,
 )
-
-# Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
-_PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame
 ShortClips = Literal["skip", "pad"]
@@ -76,12 +73,14 @@ class ClipSettings:
     video_backend: VideoBackend = "auto"
     keep_decoded_mib: int = 0
     buckets: tuple[Bucket, ...] | None = None
+    bucket_batch: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in the key of
         # a latent cache.
         object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
+        checked_batches(self.bucket_batch, self.buckets or ())
         if float(self.fps).is_integer():
             object.__setattr__(self, "fps", int(self.fps))
         # A library that is missing is reported here, before any reading process starts.
@@ -102,6 +101,16 @@ class ClipSettings:
     def sizes(self) -> tuple[Bucket, ...]:
         """The buckets; without buckets, the one size of all clips."""
         return self.buckets or (Bucket(self.max_num_frames, *self.video_size),)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The factors of args.batch_size, one for each of the sizes."""
+        return tuple(self.bucket_batch or (1,) * len(self.sizes))
+
+    @property
+    def picture_buckets(self) -> list[int]:
+        """The indices of the sizes of one frame."""
+        return [number for number, size in enumerate(self.sizes) if size.num_frames == 1]
 
     def for_bucket(self, bucket: Bucket) -> ClipSettings:
         """Return the settings of a clip in a bucket."""
@@ -134,6 +143,16 @@ def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ..
         if list(bucket) in [list(other) for other in buckets[:i]]:
             raise ValueError(f"data.params.buckets[{i}]={list(bucket)} is listed twice; remove it")
     return tuple(Bucket(*bucket) for bucket in buckets)
+
+
+def checked_batches(given: Sequence[int] | None, sizes: Sequence[Any]) -> list[int]:
+    """Check data.params.bucket_batch, and return its number for each of the sizes."""
+    if given is not None and len(given) != len(sizes):
+        raise ValueError(
+            f"data.params.bucket_batch={list(given)} must have one number for each entry of "
+            f"data.params.buckets, which are {len(sizes)}; use 1 for clips"
+        )
+    return list(given or [1] * len(sizes))
 
 
 def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Selection:
@@ -178,12 +197,16 @@ def frames_within(times: np.ndarray, span: Span | None) -> slice:
 def read_clip(
     path: str, settings: ClipSettings, span: Span | None = None
 ) -> tuple[Tensor, Selection]:
-    """Read the clip [F, 3, rows, columns] uint8 of a video file or of a part of it.
+    """Read the clip [F, 3, rows, columns] uint8 of a video file or of a part of it; a picture is a clip
+    of one frame.
 
     With DALI the clip lies on the process's device; PyAV decodes the files that DALI cannot. Call
     within on_readers_device.
     """
     dali = dali_of_this_process(settings.video_backend)
+    if settings.max_num_frames == 1 and check_file(path) and holds_picture(path):
+        clip = read_image(path, settings.video_size, settings.resize)[None]
+        return (clip if dali is None else clip.to(dali.device)), Selection(np.zeros(1, int), 1)
     video = None if dali is None else dali.open(path)
     if dali is None or video is None:
         clip, selection = _read_on_cpu(path, settings, span)
@@ -256,24 +279,6 @@ def resize_picture(pixels: Tensor, size: tuple[int, int], resize: Resize) -> Ten
     if resize == "stretch":
         return stretch_picture(pixels, size)
     return resize_and_center_crop(pixels[None], size)[0]
-
-
-def read_pixels(source: str | bytes) -> Tensor:
-    """Read all pixels of a picture, uint8 RGB [H, W, 3], rotated for display.
-
-    Raises ValueError if the picture cannot be read.
-    """
-    from PIL import Image, ImageOps
-
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
-    try:
-        with Image.open(file, formats=_PICTURES) as image:
-            return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB")))
-    # Pillow's readers raise many types of exceptions for damaged files.
-    except Exception as error:
-        what = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({one_line(error)})"
-        kinds = ", ".join(_PICTURES[:-1]) + f" or {_PICTURES[-1]}"
-        raise ValueError(f"not a readable image{what}; use {kinds}") from None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_d
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
-from cogfast.data.video.clip import checked_buckets, checked_size
+from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
@@ -571,7 +571,9 @@ def _check_pixel_data(
     if "video_size" in params:
         size = checked_size(params["video_size"])
         check_size(config, network, *size, key="data.params.video_size")
-    for i, bucket in enumerate(checked_buckets(params.get("buckets")) or ()):
+    buckets = checked_buckets(params.get("buckets")) or ()
+    checked_batches(params.get("bucket_batch"), buckets)
+    for i, bucket in enumerate(buckets):
         key = f"data.params.buckets[{i}]"
         check_frames(config, network, bucket.num_frames, key)
         check_size(config, network, bucket.height, bucket.width, key=key)

@@ -13,6 +13,7 @@ from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
+from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 
@@ -68,6 +69,20 @@ def survey_datasets(
             total = counted(len(valid), "held-out video")
             logger.warning(what, len(found[1].reasons), total, valid.name(first), reason)
     return Datasets(train, valid), bad
+
+
+def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
+    """Log the share of steps that train on pictures; warn if all do."""
+    if not isinstance(dataset, CaptionedVideos):
+        return
+    share = order.share(dataset.settings.picture_buckets)
+    if share == 1:
+        logger.warning(
+            "only pictures are trained, from which the model learns no motion, and may lose it; add clips, "
+            "and their sizes to data.params.buckets"
+        )
+    elif share:
+        logger.info("pictures: %.1f%% of the steps (data.params.bucket_batch)", 100 * share)
 
 
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:

@@ -59,7 +59,7 @@ from cogfast.train.optimizer import (
 )
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
-from cogfast.train.preflight.header_scan import record_bad, survey_datasets
+from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
@@ -132,6 +132,8 @@ class Parts:
         check_prior(config, args, videos.train)
         datasets = read_from_cache(videos, config, args, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
+        if groups.is_main:
+            log_pictures(datasets.train, order)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
         learning_rate = build_learning_rate(args, num_steps)
@@ -255,7 +257,7 @@ def assemble_watchers(
         parts.bands,
         start_step=parts.step,
         num_steps=parts.num_steps,
-        samples_per_step=parts.global_batch,
+        num_slots=parts.order.num_slots,
     )
     scores = Scores(args, folder, metrics, parts.step)
     parts.writer.kept = scores.kept

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -86,7 +86,8 @@ class BandLosses:
 class Metrics(Watcher):
     """Collects a run's numbers on the device and reads them only at logging steps.
 
-    Rank 0 writes; the other ranks only take part in the means.
+    Rank 0 writes; the other ranks only take part in the means. num_slots: returns the number of samples
+    of a step, which counts from 0.
     """
 
     def __init__(
@@ -100,14 +101,15 @@ class Metrics(Watcher):
         *,
         start_step: int,
         num_steps: int,
-        samples_per_step: int,
+        num_slots: Callable[[int], int],
     ) -> None:
         self.folder, self.groups, self.engine = folder, groups, engine
         self.config = engine.transformer.config
         self.size, self.bands, self.log_interval = size, bands, args.log_interval
-        self.num_steps, self.samples_per_step = num_steps, samples_per_step
-        self.timed_tokens, self.timed_flops = 0, 0.0  # per sample, summed over the timed steps
-        self.loss_sum = torch.zeros(2, device=groups.device)  # sum and number of finite losses
+        self.num_steps, self.num_slots = num_steps, num_slots
+        self.timed_samples, self.timed_tokens, self.timed_flops = 0, 0, 0.0
+        # Sum and number of finite losses, of clips and of pictures
+        self.loss_sum = torch.zeros(2, 2, device=groups.device)
         self.num_unlogged_steps = self.num_unlogged_losses = 0  # since the last line
         self.running_loss = math.nan  # until the first line
         self.has_logged = False  # the first line's data wait includes the start of the workers
@@ -151,15 +153,19 @@ class Metrics(Watcher):
         is_finite = loss.isfinite()
         self.num_unlogged_losses += 1
         # There is no branch, which would need the loss on the host in every step.
-        self.loss_sum += torch.stack([loss.where(is_finite, 0.0), is_finite.float()])
+        self.loss_sum[int(self.size.is_picture)] += torch.stack(
+            [loss.where(is_finite, 0.0), is_finite.float()]
+        )
 
     def after_step(self, step: int) -> dict | None:
         """Count the step, and log a line if one is due. All samples of a step have as many tokens."""
         if CLOCK.num_steps == 0:  # it has been restarted
-            self.timed_tokens, self.timed_flops = 0, 0.0
+            self.timed_samples, self.timed_tokens, self.timed_flops = 0, 0, 0.0
         CLOCK.num_steps += 1
-        self.timed_tokens += self.size.num_tokens
-        self.timed_flops += train_flops(self.config, self.size.num_tokens)
+        samples = self.num_slots(step - 1)
+        self.timed_samples += samples
+        self.timed_tokens += samples * self.size.num_tokens
+        self.timed_flops += samples * train_flops(self.config, self.size.num_tokens)
         self.num_unlogged_steps += 1
         if not self._is_logged(step):
             return None
@@ -174,7 +180,7 @@ class Metrics(Watcher):
         # rank turns the sum into a gather.
         waits = self.loss_sum.new_zeros(size)
         waits[groups.data_rank].fill_(CLOCK.data_seconds)  # an assignment would wait for a copy
-        parts = [self.loss_sum / size, self.bands.sums.flatten(), waits]
+        parts = [self.loss_sum.flatten() / size, self.bands.sums.flatten(), waits]
         # All ranks of one model have the same losses: its first rank gives them.
         if not groups.is_first_of_model:
             parts = [torch.zeros_like(part) for part in parts]
@@ -183,10 +189,11 @@ class Metrics(Watcher):
         numbers = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
         parts.append(torch.stack([number.to(sums) for number in numbers]))
         packed = iter(torch.cat([sums, parts[-1]]).tolist())  # sync: one per interval
-        (total, number), bands, waits, (norm, skipped, in_a_row) = (
+        by_kind, bands, waits, (norm, skipped, in_a_row) = (
             [*islice(packed, len(part))] for part in parts
         )
         seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
+        total, number = by_kind[0] + by_kind[2], by_kind[1] + by_kind[3]
         loss = total / number if number else math.nan
         if math.isfinite(loss):
             # Per step, so that the running mean does not depend on the log interval.
@@ -194,22 +201,21 @@ class Metrics(Watcher):
             # The mean begins at the first loss, without a bias towards zero.
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
-        per_second = num_timed * self.samples_per_step / seconds
-        of_interval = self.samples_per_step / seconds
         # Per device: the ranks of one model share the work of a sample.
-        flops = of_interval * self.timed_flops / self.groups.world_size
+        flops = self.timed_flops / seconds / self.groups.world_size
         peak = peak_flops(self.groups.device)
         line = {
             "step": step,
             "loss": loss,
             "loss_running": self.running_loss,
+            **(_of_kinds(by_kind) if self.size.has_both else {}),
             "lr": engine.optimizer.param_groups[0]["lr"],
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / num_timed,
             "data_wait_ms": 1000 * max(waits) / num_timed,
             **dataclasses.asdict(CLOCK.take()),
-            "samples_per_s": per_second,
-            "tokens_per_s": of_interval * self.timed_tokens,
+            "samples_per_s": self.timed_samples / seconds,
+            "tokens_per_s": self.timed_tokens / seconds,
             "model_tflops": flops / 1e12,
             "mfu": None if peak is None else flops / peak,
             "skipped": int(skipped),
@@ -286,6 +292,12 @@ class Metrics(Watcher):
         if self.groups.is_main:
             self.page.write(self.history, is_active)
         self.next_page = time.perf_counter() + _PAGE_SECONDS
+
+
+def _of_kinds(sums: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean loss of clips and of pictures, None for a kind without steps."""
+    means = [sums[i] / sums[i + 1] if sums[i + 1] else None for i in (0, 2)]
+    return dict(zip(("loss_video", "loss_image"), means, strict=True))
 
 
 def _history_until(step: int, path: Path) -> list[dict]:

@@ -78,7 +78,7 @@ KINDS = {
     "a pipe": (_made("a pipe"), "not a file but a folder, pipe", "not a file but a folder, pipe"),
     "a picture": (
         _made("a picture"),
-        r"an image \(png\), not a video",
+        "a picture, not a video; to train on pictures, add",
         r"image \(png\)|not a readable|1 frame at",
     ),
     "all at once": (

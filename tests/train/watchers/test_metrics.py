@@ -108,11 +108,11 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             tmp_path,
             TwoRanks(rank, 2, rank, torch.device("cpu"), None, False),
             engine,
-            SimpleNamespace(num_tokens=1),
+            SimpleNamespace(num_tokens=1, is_picture=False, has_both=False),
             BandLosses(None, torch.device("cpu")),
             start_step=0,
             num_steps=2,
-            samples_per_step=2,
+            num_slots=lambda _: 2,
         )
         for rank in (1, 0)
     ]

@@ -47,6 +47,7 @@ _BAND = re.compile(r"(?:valid|train)_loss_band_(\d{1,4})")
 # Title, pattern of the keys, unit, whether smoothing applies.
 _PLOTS = (
     ("Loss", "loss(?:_prior)?|valid_loss", "", True),
+    ("Training loss by kind", "loss_(?:video|image)", "", True),
     ("Held-out loss by noise level", r"valid_loss_band_\d{1,4}", "", False),
     ("Training loss by noise level", r"train_loss_band_\d{1,4}", "", True),
     ("Learning rate", "lr", "", False),
@@ -56,7 +57,13 @@ _PLOTS = (
     ("Throughput", "samples_per_s", "samples/s", True),
     ("Score", "score/.+", "", False),
 )
-_LABELS = {"loss": "training", "valid_loss": "held out", "step_ms": "whole step"}
+_LABELS = {
+    "loss": "training",
+    "loss_video": "clips",
+    "loss_image": "pictures",
+    "valid_loss": "held out",
+    "step_ms": "whole step",
+}
 
 
 class RunPage:
