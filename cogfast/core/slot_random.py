@@ -8,9 +8,11 @@ same noise, timesteps and dropouts, and a resumed run draws what an uninterrupte
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,12 +57,15 @@ class SlotRandom:
             row.normal_(generator=generator)
         return out
 
-    def seed_pytorch(self, purpose: str) -> None:
-        """Seed PyTorch's global generators, for ops such as dropout that take no generator argument.
+    def seed_generators(self, purpose: str) -> None:
+        """Seed the global generators of PyTorch, NumPy and Python, for dropout and a user's own methods.
 
         The seed is a function of all slots of the micro-batch together.
         """
-        torch.manual_seed(random_bits(self.seed, self.step, *self.slots, purpose))
+        bits = random_bits(self.seed, self.step, *self.slots, purpose)
+        torch.manual_seed(bits)
+        np.random.seed(bits % 2**32)
+        random.seed(bits)
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one uniform float64 number in [0, 1) per slot, [B], on the CPU."""

@@ -8,6 +8,7 @@ from typing import Any
 
 _MODULES = {
     "Args": "schemas",
+    "Components": "schemas",
     "Trainer": "trainer",
     **dict.fromkeys(("register", "get_model_cls", "show_supported_models"), "registry"),
 }

@@ -4,6 +4,7 @@ encode_video(video [1, 3, F, H, W] in [-1, 1]) -> scaled latents [1, C, T, h, w]
 encode_text(prompt) -> embedding [1, L, E]
 collate_fn(samples) -> batch
 compute_loss(batch) -> loss
+load_components() -> components, initialize_pipeline() -> pipe, validation_step(data, pipe) -> a video
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from torch import Tensor
 
 from cogfast.data.cache.keys import hash_text
 
-OVERRIDABLE = ("encode_video", "encode_text", "collate_fn", "compute_loss")
+OVERRIDABLE = (
+    "encode_video",
+    "encode_text",
+    "collate_fn",
+    "compute_loss",
+    "load_components",
+    "initialize_pipeline",
+    "validation_step",
+)
 # Key of a batch -> key of a sample
 SAMPLE_KEYS = {
     "encoded_videos": "encoded_video",
     "prompt_embedding": "prompt_embedding",
     "images": "image",
 }
+# Further keys of a batch -> key of a sample. Videos are there without a latent cache.
+FURTHER_KEYS = {"videos": "video", "paths": "path", "txt": "prompt"}
 
 
 def overridden(cls: type, base: type) -> dict[str, list[Callable]]:
@@ -55,13 +66,19 @@ def check_encoded(what: str, found: Any, shape: tuple[int, ...]) -> Tensor:
 def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     """Return the samples of a batch with upstream's keys, on the CPU as those of its workers."""
     # sync: only for a user's own collate_fn, which gets CPU tensors as upstream's does
-    parts = {name: batch[key].cpu() for key, name in SAMPLE_KEYS.items() if key in batch}
+    parts = {name: batch[key] for key, name in (SAMPLE_KEYS | FURTHER_KEYS).items() if key in batch}
+    parts = {name: part.cpu() if isinstance(part, Tensor) else part for name, part in parts.items()}
     frames, height, width = parts["encoded_video"].shape[2:]
     size = {"num_frames": frames, "height": height, "width": width}
     return [
-        {**{name: tensor[i] for name, tensor in parts.items()}, "video_metadata": dict(size)}
+        {**{name: part[i] for name, part in parts.items()}, "video_metadata": dict(size)}
         for i in range(number)
     ]
+
+
+def reads(function: Callable, name: str) -> bool:
+    """Return whether the code of a method reads the attribute `name`."""
+    return inspect.isfunction(function) and name in function.__code__.co_names
 
 
 def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss_own: bool) -> dict:

@@ -66,8 +66,14 @@ def _dated_folder() -> Path:
     return Path(f"train_results/{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
+class Components(BaseModel):
+    """Holds what upstream's load_components returns, as attributes of any name."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class Args(BaseModel):
-    """One run's arguments, checked when they are built.
+    """One run's arguments, checked when they are built. The fields of a subclass are options, too.
 
     Values may be text, as on a command line. Raises ValueError with option, value, rule and fix.
     """
@@ -175,7 +181,7 @@ class Args(BaseModel):
     validation_images: str | None = None
     """file with the path of a first frame per line; do_validation of i2v needs it"""
     validation_videos: str | None = None
-    """not supported: CogVideoX takes no videos"""
+    """file with the path of a video per line, for a validation_step of your own"""
     gen_fps: Annotated[int, Range(1, 1000)] = 15
     """frames per second of sampled videos"""
     fps: Annotated[float, Range(0.01, 1000)] | None = None
@@ -203,19 +209,21 @@ class Args(BaseModel):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise problem_of(error, json_schema(Args), given, "", is_option=True) from None
+            raise problem_of(error, json_schema(type(self)), given, "", is_option=True) from None
 
     @classmethod
     def parse_args(cls, words: Sequence[str] | None = None) -> Args:
         """Parse a command line; None reads sys.argv, as upstream's `parse_args` does."""
-        found = vars(_parser().parse_intermixed_args(words))
+        found = vars(_parser(cls).parse_intermixed_args(words))
         # A list takes the key=value words that follow it.
         modules = found.get("target_modules", [])
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
         missing = [
-            f"--{name}" for name in Args.model_fields if _is_required(name) and name not in found
+            f"--{name}"
+            for name in cls.model_fields
+            if _is_required(cls, name) and name not in found
         ]
         if missing:
             raise ValueError(
@@ -229,8 +237,8 @@ class Args(BaseModel):
         return self
 
 
-def _is_required(name: str) -> bool:
-    return name in _REQUIRED_IN_SHELL or Args.model_fields[name].is_required()
+def _is_required(cls: type[Args], name: str) -> bool:
+    return name in _REQUIRED_IN_SHELL or cls.model_fields[name].is_required()
 
 
 def _shown(default: Any) -> str:
@@ -254,11 +262,6 @@ def _check_combinations(args: Args) -> None:
             f"--model_type {args.model_type} with --model_name {args.model_name}: the name is one of "
             f"a {args.model_name[-3:]} model; change one of them"
         )
-    if args.validation_videos is not None:
-        raise ValueError(
-            f"--validation_videos {cut(args.validation_videos)}: no CogVideoX model here takes a "
-            "video as its condition; leave it out"
-        )
     if not args.do_validation:
         return
     needed = ["validation_steps", "validation_dir", "validation_prompts"]
@@ -280,7 +283,7 @@ class _Parser(Parser):
         super().error(message)
 
 
-def _parser() -> _Parser:
+def _parser(cls: type[Args]) -> _Parser:
     parser = _Parser(
         prog="cogfast finetune",
         usage="cogfast finetune --model_path PATH --model_name NAME ... [key=value ...]",
@@ -292,10 +295,13 @@ def _parser() -> _Parser:
     )
     group: Any = None
     is_own = False
-    for name, field in Args.model_fields.items():
+    is_of_subclass = False
+    for name, field in cls.model_fields.items():
         if name in _GROUPS:
             group, is_own = parser.add_argument_group(_GROUPS[name]), name == "fps"
-        kind, text = field.annotation, str(field.description).replace("\n", " ")
+        if name not in Args.model_fields and not is_of_subclass:
+            group, is_of_subclass = parser.add_argument_group(f"Of {cls.__name__}"), True
+        kind, text = field.annotation, (field.description or "").replace("\n", " ")
         if name == "overrides":
             group.add_argument(name, nargs="*", default=[], metavar="key=value", help=text)
             continue
@@ -306,7 +312,7 @@ def _parser() -> _Parser:
         elif get_origin(kind) is list:
             options = {"nargs": "+", "metavar": ("NAME", "NAME")}
         default = field.get_default(call_default_factory=True)
-        shown = "required" if _is_required(name) else _shown(default)
+        shown = "required" if _is_required(cls, name) else _shown(default)
         flags = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         # Only our own options have both spellings, as in `cogfast train`.
         spellings = list(flags) if is_own else [f"--{name}"]

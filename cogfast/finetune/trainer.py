@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,53 +17,63 @@ from torch import Tensor
 import cogfast.train.trainer
 from cogfast.cli.streams import start_logging
 from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import read_json
 from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.values import cut
 from cogfast.core.files import write_text
-from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames
+from cogfast.core.shapes import SPATIAL_COMPRESSION, TokenGrid, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
-from cogfast.data.batches import to_device
+from cogfast.data.batches import in_unit_range, to_device
+from cogfast.data.video.clip import read_clip
+from cogfast.data.video.dali import on_readers_device
+from cogfast.finetune.components import (
+    SHARED_MODEL,
+    Accelerator,
+    RunComponents,
+    rotary_tables,
+)
 from cogfast.finetune.overrides import (
     SAMPLE_KEYS,
     check_collated,
     check_encoded,
     identity,
     overridden,
+    reads,
     samples_of,
 )
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
+from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
+from cogfast.sample.prompt_files import given_prompts, listed_files
 from cogfast.train.encode import EncodeOverrides, Encoder
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PREPARATION = (
-    "cogfast prepares a run from its configuration; pass key=value words in Args.overrides"
+    "cogfast prepares a run from its configuration; pass key=value words in Args.overrides, and build "
+    "networks of your own in __init__, after super().__init__(args), on self.accelerator.device"
 )
-# Methods and attributes of upstream's Trainer that nothing calls here -> the reason
+_VALIDATION = (
+    "cogfast reads --validation_prompts, --validation_images and --validation_videos and calls "
+    "validation_step for each; override that"
+)
+# Methods of upstream's Trainer that nothing calls here -> the reason
 _NOT_CALLED = {
     "check_setting": _PREPARATION,
-    "load_components": _PREPARATION,
-    "initialize_pipeline": _PREPARATION,
     "prepare_models": _PREPARATION,
-    "prepare_dataset": _PREPARATION,
+    "prepare_dataset": (
+        "cogfast reads the data; collate_fn gets the path of each sample, and self.read_video reads "
+        "what lies beside it"
+    ),
     "prepare_trainable_parameters": _PREPARATION,
     "prepare_optimizer": _PREPARATION,
     "prepare_for_training": _PREPARATION,
-    "prepare_for_validation": _PREPARATION,
+    "prepare_for_validation": _VALIDATION,
     "prepare_trackers": _PREPARATION,
-    "validate": "cogfast samples the prompts itself",
-    "validation_step": "cogfast samples the prompts itself",
-    "UNLOAD_LIST": "the encoders are unloaded when everything is encoded",
-}
-
-
-# Attributes that upstream's methods read -> what to use in their place
-_ABSENT = {
-    "components": "call the method of super() for what CogVideo's trainer does with it",
-    "accelerator": "use the device of a tensor, such as video.device",
+    "validate": _VALIDATION,
 }
 
 
@@ -73,20 +84,30 @@ class _Facts(dict):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"transformer/config.json has no {name}") from None
+            from diffusers import CogVideoXTransformer3DModel
+
+            # Published files lack keys that their version of diffusers did not have.
+            default = signature(CogVideoXTransformer3DModel).parameters.get(name)
+            if default is None:
+                raise AttributeError(f"transformer/config.json has no {name}") from None
+            return default.default
 
 
 @dataclass
 class State:
-    """Facts about a run. The last two are 0 until Trainer.fit prepares it."""
+    """Facts about a run. The last two numbers are 0 until Trainer.fit prepares it.
+
+    generator: seeded by step and sample before each call of an overridden method.
+    """
 
     train_frames: int
     train_height: int
     train_width: int
     weight_dtype: torch.dtype
-    transformer_config: dict[str, Any]  # of transformer/config.json
+    transformer_config: Any  # transformer/config.json, whose keys are attributes, too
     num_trainable_parameters: int = 0
     total_batch_size_count: int = 0
+    generator: torch.Generator | None = None
 
 
 class LearningRate:
@@ -106,23 +127,32 @@ class _Run(cogfast.train.trainer.Trainer):
     def __init__(self, config: Config, owner: Trainer) -> None:
         self.owner, self.methods = owner, overridden(type(owner), Trainer)
         super().__init__(config, owner._encode_overrides(self.methods))
+        if {"initialize_pipeline", "validation_step"} & self.methods.keys():
+            self.evaluator.make_videos = partial(StepVideos, owner)
 
     def compute_loss(self, batch: dict) -> Tensor:
         # Overridden methods read upstream's keys; cogfast's own loss reads the moments that a cache has.
         if {"compute_loss", "collate_fn"} & self.methods.keys():
             rng = self._random(batch)
-            batch = self.encoder.encode_batch(batch, rng)
+            videos = {"videos": batch["mp4"].transpose(1, 2)} if "mp4" in batch else {}
+            batch = self.encoder.encode_batch(batch, rng) | videos
             if "collate_fn" in self.methods:
                 batch = self._collate(batch, rng)
-        return self.owner.compute_loss(batch)
+            self.owner.seed_generators(rng, "compute_loss")
+        loss: Any = self.owner.compute_loss(batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        raise ValueError(
+            f"{type(self.owner).__name__}.compute_loss returned a {type(loss).__name__}; return the loss "
+            "alone, a tensor of one number"
+        )
 
     def own_loss(self, batch: dict) -> Tensor:
         return super().compute_loss(batch)
 
     def _collate(self, batch: dict, rng: SlotRandom) -> dict:
         samples = samples_of(batch, len(rng.slots))
-        # Its random operations must be those of a resumed run.
-        rng.seed_pytorch("collate_fn")
+        self.owner.seed_generators(rng, "collate_fn")
         what = f"{type(self.owner).__name__}.collate_fn"
         is_loss_own = "compute_loss" in self.methods
         found = self.owner.collate_fn(samples)
@@ -134,11 +164,11 @@ class _Run(cogfast.train.trainer.Trainer):
 
 
 class Trainer:
-    """One run. Subclasses may override `compute_loss`, `collate_fn`, `encode_video` and `encode_text`;
-    overriding another of upstream's methods is a TypeError.
+    """One run. Subclasses may override the methods of OVERRIDABLE (overrides.py); overriding another of
+    upstream's methods is a TypeError.
 
     config: the same run as a configuration of `cogfast train`. dataset, optimizer and lr_scheduler are
-    None until `fit`.
+    None until `fit`. UNLOAD_LIST has no effect: encoders that are not used are never loaded.
     """
 
     def __init__(self, args: Args) -> None:
@@ -162,6 +192,10 @@ class Trainer:
         self.lr_scheduler: LearningRate | None = None
         self._run: _Run | None = None
         self._encoding: tuple[Encoder, SlotRandom] | None = None  # of the sample that is encoded
+        self.accelerator = Accelerator()
+        self._has_components = False  # whether load_components was called
+        self._components = RunComponents(self, Path(self.config.args.load))
+        self._check_methods()
 
     def __init_subclass__(cls) -> None:
         # A method that silently never runs would cost a whole run; this fails when it is defined.
@@ -169,9 +203,100 @@ class Trainer:
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        reason = f" in cogfast's trainer; {_ABSENT[name]}" if name in _ABSENT else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name}{reason}")
+    def _check_methods(self) -> None:
+        """Raise ValueError for overridden methods that the configuration cannot serve."""
+        methods, train = overridden(type(self), Trainer), TrainArguments.from_config(self.config)
+        if train.model_parallel_size * train.context_parallel_size > 1:
+            for name, functions in methods.items():
+                if any(reads(function, "components") for function in functions):
+                    what = f"{type(self).__name__}.{name} reads self.components, which"
+                    raise ValueError(f"{what} {SHARED_MODEL}")
+        self._videos: list[Path] = []
+        videos = self.args.validation_videos
+        if videos is None:
+            return
+        if "validation_step" not in methods:
+            raise ValueError(
+                f"--validation_videos {cut(videos)}: no CogVideoX model here takes a video as its "
+                "condition; leave it out, or override validation_step"
+            )
+        if self.args.do_validation:
+            assert self.args.validation_dir is not None, "Args asks for it"
+            path, number = self.args.validation_dir / videos, len(given_prompts(train))
+            self._videos = listed_files("--validation_videos", path, "video", number)
+
+    @property
+    def components(self) -> RunComponents:
+        """transformer, vae, text_encoder, tokenizer, scheduler and pipeline_cls, as upstream's methods use them."""
+        if not self._has_components:
+            self._has_components = True  # first: load_components may read them
+            found = self.load_components()
+            self._components.take(found, f"{type(self).__name__}.load_components")
+        return self._components
+
+    def load_components(self) -> Any:
+        """Return the components. An override may replace scheduler, tokenizer and pipeline_cls."""
+        return self._components
+
+    def initialize_pipeline(self) -> Any:
+        """Return the pipeline that validation_step gets."""
+        names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+        parts = {name: getattr(self.components, name) for name in names}
+        pipe = self.components.pipeline_cls(**parts)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def validation_step(self, eval_data: dict[str, Any], pipe: Any) -> list[tuple[str, Any]]:
+        """Return the video of a prompt as ("video", PIL images).
+
+        eval_data: "prompt", "image" (a PIL image or None) and "video" (PIL images of a line of
+        --validation_videos, or None).
+        """
+        given = {"prompt": eval_data["prompt"], "num_frames": self.state.train_frames}
+        given |= {"height": self.state.train_height, "width": self.state.train_width}
+        given["max_sequence_length"] = self.state.transformer_config.max_text_seq_length
+        if eval_data["image"] is not None:
+            given["image"] = eval_data["image"]
+        return [("video", pipe(**given, generator=self.state.generator).frames[0])]
+
+    def validation_video(self, index: int) -> Tensor | None:
+        """Read the clip [3, F, H, W] in [-1, 1] of a line of --validation_videos; None without them."""
+        return self.read_video(self._videos[index])[0] if self._videos else None
+
+    def read_video(self, path: str | Path) -> Tensor:
+        """Read a file as the clips of the data are read: [1, 3, F, H, W] in [-1, 1], on the CPU.
+
+        The last frame of a shorter one is repeated.
+        """
+        settings = replace(self._prepare().datasets.train.settings, short_clips="pad")
+        with on_readers_device(settings.video_backend):
+            clip, _ = read_clip(str(path), settings)
+        return in_unit_range(clip.cpu()).transpose(0, 1)[None]
+
+    def prepare_rotary_positional_embeddings(
+        self, height: int, width: int, num_frames: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the network's rotary tables of a video of num_frames latent frames and height x width
+        pixels, cosines and sines [V, D]; None for a model without them. Upstream's other arguments, such
+        as transformer_config, are known here."""
+        transformer = self._prepare().engine.transformer
+        patch = transformer.patch_size
+        rows, columns = (side // SPATIAL_COMPRESSION for side in (height, width))
+        grid = TokenGrid(-(-num_frames // patch.t), rows // patch.h, columns // patch.w)
+        rotation = transformer.rotary(grid)
+        return None if rotation is None else rotary_tables(rotation)
+
+    def seed_generators(self, rng: SlotRandom, purpose: str) -> None:
+        """Seed what a method may draw from, so that a resumed run draws the same."""
+        rng.seed_generators(purpose)
+        if self.state.generator is None:
+            self.state.generator = torch.Generator(rng.device)
+        self.state.generator.manual_seed(torch.initial_seed())
+
+    def is_in_step(self) -> bool:
+        """Return whether a training step runs, and no encoding or validation."""
+        run = self._run
+        return run is not None and self._encoding is None and run.engine.transformer.training
 
     def fit(self) -> None:
         """Prepare the run, and train to its end or until a signal asks to stop."""
@@ -197,8 +322,9 @@ class Trainer:
     def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack samples to the batch of `compute_loss`.
 
-        samples: {"encoded_video": [C, T, h, w], "prompt_embedding": [L, E], "video_metadata"} and, for
-        image-to-video, "image": [3, H, W] in [-1, 1], on the CPU.
+        samples: {"encoded_video": [C, T, h, w], "prompt_embedding": [L, E], "video_metadata", "path",
+        "prompt"}, for image-to-video "image": [3, H, W] in [-1, 1], and without a latent cache "video":
+        [3, F, H, W] in [-1, 1], on the CPU.
         """
         keys = [(key, name) for key, name in SAMPLE_KEYS.items() if name in samples[0]]
         return {key: torch.stack([sample[name] for sample in samples]) for key, name in keys}
@@ -234,6 +360,7 @@ class Trainer:
                 rows, columns = (side // SPATIAL_COMPRESSION for side in sides)
                 shape = (1, network.out_channels, num_latent_frames(frames), rows, columns)
             self._encoding = encoder, rng
+            self.seed_generators(rng, name)
             try:
                 found = getattr(self, name)(sample)
             finally:
@@ -249,6 +376,12 @@ class Trainer:
 
     def _prepare(self) -> _Run:
         if self._run is None:
+            if self._encoding is not None:
+                raise ValueError(
+                    "encode_video and encode_text run before the network is built; use it in compute_loss "
+                    "or validation_step"
+                )
+            _ = self.components  # a mistake in load_components ends the run here
             run = self._run = _Run(self.config, self)
             self.dataset, self.optimizer = run.datasets.train, run.engine.optimizer
             self.lr_scheduler = LearningRate(run)

@@ -88,6 +88,7 @@ class Evaluator:
         self.given = given_prompts(args) if args.has_evaluation else []
         self.samples: Path | None = None  # folder of the last videos
         self.sampled_step: int | None = None  # of the last videos
+        self.make_videos: Callable[..., VideoMaker] = VideoMaker  # with its arguments
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self.report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None
         if args.has_evaluation and dataset is None and not self._has_prompts():
@@ -260,7 +261,7 @@ class Evaluator:
             self.groups.on_all(lambda: self.encoder.first_stage)
             clip = torch.empty(1, 3, size.num_frames, *size.pixels, device="meta")
             self.encoder.choose_for(clip)
-        maker = VideoMaker(
+        maker = self.make_videos(
             self.engine,
             self.diffusion,
             self.encoder,

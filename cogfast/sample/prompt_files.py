@@ -39,7 +39,7 @@ def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
                 f"args.eval_images={args.eval_images}, but the lines of args.eval_prompt_file have images "
                 "(prompt@@image), too; remove those, or set args.eval_images=null"
             )
-        images = _read_images(Path(args.eval_images), len(texts))
+        images = [*listed_files("args.eval_images", Path(args.eval_images), "image", len(texts))]
     return [GivenPrompt(*pair) for pair in zip(texts, images, strict=True)]
 
 
@@ -77,7 +77,7 @@ def _read_prompt_file(path: Path) -> tuple[list[str], list[Path | None]]:
             f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
             f"{without[0][:80]!r} has no image; give every prompt an image, or none"
         )
-    images = [_find_image(image, path, key) if image else None for _, image in pairs]
+    images = [_find_file(image, path, key) if image else None for _, image in pairs]
     return [prompt for prompt, _ in pairs], images
 
 
@@ -95,18 +95,18 @@ def files_of_prompts(option: str, names: Sequence[str], num_prompts: int) -> lis
     return files
 
 
-def _read_images(path: Path, num_prompts: int) -> list[Path | None]:
-    key = f"args.eval_images={path}"
-    images: list[Path | None] = [
-        _find_image(line.strip(), path, f"{key} line {number}")
-        for number, line in _lines(path, key)
+def listed_files(option: str, path: Path, what: str, num_prompts: int) -> list[Path]:
+    """Return the files that the lines of a file name, one for each prompt. what: they are."""
+    key = f"{option}={path}"
+    files = [
+        _find_file(line.strip(), path, f"{key} line {number}") for number, line in _lines(path, key)
     ]
-    if len(images) != num_prompts:
+    if len(files) != num_prompts:
         raise ValueError(
-            f"{key} names {counted(len(images), 'image')} for {counted(num_prompts, 'prompt')}; name one for each prompt of "
+            f"{key} names {counted(len(files), what)} for {counted(num_prompts, 'prompt')}; name one for each prompt of "
             "args.eval_prompt_file or args.eval_prompts, in their order"
         )
-    return images
+    return files
 
 
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
@@ -119,9 +119,9 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _find_image(name: str, listing: Path, where: str) -> Path:
-    """Return the path of an image, relative to the file that lists it or to the current folder."""
-    # Beside the list first, so that a folder with list and images can be moved.
+def _find_file(name: str, listing: Path, where: str) -> Path:
+    """Return the path of a file, relative to the file that lists it or to the current folder."""
+    # Beside the list first, so that a folder with list and files can be moved.
     for path in (listing.parent / name, Path(name)):
         if path.is_file():
             return path

@@ -314,7 +314,7 @@ class Encoder:
         for sample, slot in zip(samples, rng.slots, strict=True):
             own = dataclasses.replace(rng, slots=[slot])
             # Its random operations must not depend on what was drawn before.
-            own.seed_pytorch(name)
+            own.seed_generators(name)
             found.append(encode(self, own, sample))
         return self._broadcast_within_model(torch.cat(found))
 

@@ -170,7 +170,7 @@ class Trainer:
         self.size.note(batch, latents, num_text, num_frames)
         # nn.Dropout draws from PyTorch's generator: seed it by step and slot, too.
         if self.engine.transformer.config.lora_dropout > 0:
-            rng.seed_pytorch("lora dropout")
+            rng.seed_generators("lora dropout")
         with CLOCK.part("forward"):
             noised, is_prior = self.add_noise(latents, rng), self._is_prior(batch)
             mask = mask_weights(self.loss, batch, self.encoder.patch)

@@ -87,7 +87,9 @@ class Mine(CogVideoXT2VLoraTrainer):
             size = {"num_frames": 3, "height": 4, "width": 6}
             assert sample["video_metadata"] == size
             assert sample["encoded_video"].shape == (16, *size.values())
-            assert sample.keys() == {"encoded_video", "prompt_embedding", "video_metadata"}
+            further = {"video_metadata", "path", "prompt"}
+            assert sample.keys() == {"encoded_video", "prompt_embedding"} | further
+            assert sample["prompt"] == f"a red block, number {Path(sample['path']).stem}"
         batch = super().collate_fn(samples)
         # Upstream's users turn or weigh samples here.
         return batch | {"encoded_videos": batch["encoded_videos"].flip(-1), "weight": 3.0}
@@ -231,19 +233,8 @@ def test_a_wrong_result_ends_the_run_in_one_line(options):  # noqa: F811
             check_collated("Mine.collate_fn", wrong, samples, False)
 
 
-def test_overrides_that_cannot_work_are_refused(options, monkeypatch):  # noqa: F811
+def test_a_method_without_source_is_refused_for_a_cache(options, monkeypatch):  # noqa: F811
     monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
-
-    class Copied(CogVideoXT2VLoraTrainer):
-        """Has the statements of upstream's class."""
-
-        def encode_video(self, video: Tensor) -> Tensor:
-            vae = self.components.vae
-            return vae.encode(video.to(vae.device)).latent_dist.sample()
-
-    message = "Copied has no attribute components in cogfast's trainer; call the method of super"
-    with pytest.raises(AttributeError, match=message):
-        Copied(Args(**options("5b"))).encode_video(torch.zeros(1, 3, 9, 32, 48))
     source = "class Typed(Base):\n    def encode_text(self, prompt):\n        return None\n"
     names = {"Base": CogVideoXT2VLoraTrainer, "__name__": "typed"}
     exec(compile(source, "<typed>", "exec"), names)

@@ -378,7 +378,7 @@ def test_a_class_of_ones_own_is_registered_once(monkeypatch):
         register("cogvideox-t2v", "lora", Mine)
 
 
-@pytest.mark.parametrize("name", ["validation_step", "load_components", "UNLOAD_LIST"])
+@pytest.mark.parametrize("name", ["validate", "prepare_dataset", "prepare_for_training"])
 def test_a_hook_that_nothing_calls_is_a_type_error(name):
     with pytest.raises(TypeError, match=rf"Mine.{name} would never be called: \w+"):
         type("Mine", (Trainer,), {name: None})

@@ -123,6 +123,8 @@ class VaeConfig:
         """Return the arguments of diffusers' class."""
         given = asdict(self)
         del given["_class_name"]
+        # diffusers' pipelines divide numbers of frames by it, which must stay whole.
+        given["temporal_compression_ratio"] = TEMPORAL_COMPRESSION
         if self.scaling_factor is None:
             del given["scaling_factor"]
         return given

@@ -1,0 +1,147 @@
+"""Runs of trainers in the shape of others' forks of CogVideo's trainer: resumed, on ranks, validated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from diffusers import CogVideoXPipeline
+from PIL import Image
+
+from cogfast.finetune import Args, Trainer
+from tests.finetune.test_runs import SIZE, options  # noqa: F401
+from tests.support.derived_trainers import StageTwo, SuperResolutionArgs
+from tests.support.ranks.forked import ROOT, run_forked
+from tests.support.tiny_run import free_port, losses, read_run_weights
+from tests.support.video_files import constant_rate, write_clip
+
+OF_STAGE = {
+    "one": {"training_type": "lora", "rank": 4},
+    "two": {"training_type": "sft", "latent_cache": "none"},
+}
+for each in OF_STAGE.values():
+    each |= {
+        "noise_step": 700,
+        "train_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_warmup_steps": 0,
+        "checkpointing_steps": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs of clips, and a validation set of two prompts with videos."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for i in range(4):
+        for name in ("videos", "low"):
+            write_clip(folder / name / f"{i}.mp4", constant_rate(9 * (i + 1), 8), size=SIZE)
+    (folder / "prompt.txt").write_text("".join(f"a red block, number {i}\n" for i in range(4)))
+    (folder / "videos.txt").write_text("".join(f"videos/{i}.mp4\n" for i in range(4)))
+    (folder / "prompts.txt").write_text("one block\nanother block\n")
+    (folder / "low.txt").write_text("low/1.mp4\nlow/2.mp4\n")
+    return folder
+
+
+def validated(data: Path) -> dict[str, object]:
+    given = {"do_validation": True, "validation_steps": 2, "validation_dir": data}
+    return given | {"validation_prompts": "prompts.txt", "validation_videos": "low.txt"}
+
+
+def test_a_resumed_run_of_stage_two_equals_an_uninterrupted_one(options, data, tmp_path):  # noqa: F811
+    """With random draws and a loss in pixels."""
+    given = options("2b", **OF_STAGE["two"] | {"output_dir": tmp_path / "whole"})
+    StageTwo(SuperResolutionArgs(**given)).fit()
+    StageTwo(SuperResolutionArgs(**given | resumed(tmp_path))).fit()
+    check_equal(tmp_path)
+
+
+def resumed(folder: Path) -> dict[str, object]:
+    return {
+        "output_dir": folder / "parts",
+        "resume_from_checkpoint": folder / "whole" / "checkpoint-2",
+    }
+
+
+def check_equal(folder: Path) -> None:
+    start, whole, parts = (
+        read_run_weights(folder / name)
+        for name in ("whole/checkpoint-2", "whole/checkpoint-3", "parts/checkpoint-3")
+    )
+    for key, tensor in whole.items():
+        assert torch.equal(tensor, parts[key]), key
+    assert any(not torch.equal(tensor, start[key]) for key, tensor in whole.items())
+
+
+def test_two_ranks_train_resume_and_validate(options, data, tmp_path):  # noqa: F811
+    """A script with options of its own. Each rank makes one of the two videos."""
+    given = options("1.5_5b", **OF_STAGE["one"] | validated(data) | {"train_resolution": "9x32x48"})
+    overrides = given.pop("overrides")
+    script = str(ROOT / "tests" / "support" / "derived_trainers.py")
+    videos = []
+    for more in ({"output_dir": tmp_path / "whole"}, resumed(tmp_path)):
+        words = [word for k, v in (given | more).items() for word in (f"--{k}", str(v))]
+        done = run_forked([script, "one", *words, *overrides], 2, free_port())
+        assert done.returncode == 0, done.stdout
+        found = sorted((more["output_dir"] / "validation_res").glob("*.mp4"))
+        videos.append({video.name: video.read_bytes() for video in found})
+    check_equal(tmp_path)
+    whole, parts = videos
+    assert len(whole) == 4 and len(set(whole.values())) == 4
+    assert parts == {name: video for name, video in whole.items() if "-3-" in name[:14]}
+
+
+def test_the_example_of_the_docs_trains(options, data, tmp_path, monkeypatch):  # noqa: F811
+    """With an option of its own. The first loss is that of the network's estimate of the latents."""
+    (code,) = re.findall(
+        r"```python\n([^`]*class .*?)```", (ROOT / "docs" / "finetune.md").read_text(), re.DOTALL
+    )
+    given = options("5b", train_steps=2, training_type="sft", learning_rate=1e-2, lr_warmup_steps=0)
+    overrides = given.pop("overrides")
+    words = [word for k, v in given.items() for word in (f"--{k}", str(v))]
+    monkeypatch.setattr(
+        "sys.argv", ["super_resolution.py", *words, *overrides, "--sr_noise_step", "0"]
+    )
+    exec(compile(code, "super_resolution.py", "exec"), {"__name__": "__main__"})
+    first, second = losses(tmp_path / "out")
+    # At timestep 0 the estimate is nearly the input: both clips have the same picture.
+    assert 0 < first < 1 and second != first
+
+
+def test_validation_videos_are_what_validation_step_returns(options, data):  # noqa: F811
+    seen = []
+
+    class Inverted(Trainer):
+        def validation_step(self, eval_data: dict, pipe: CogVideoXPipeline) -> list:
+            assert isinstance(pipe, CogVideoXPipeline)
+            frames = np.stack([np.asarray(picture) for picture in eval_data["video"]])
+            inverted = 255 - frames
+            seen.append(
+                (
+                    eval_data["prompt"],
+                    frames,
+                    torch.rand(1).item(),
+                    self.state.generator.initial_seed(),
+                )
+            )
+            return [("video", [Image.fromarray(frame) for frame in inverted])]
+
+    given = options("5b", **validated(data) | {"train_steps": 2, "latent_cache": "none"})
+    trainer = Inverted(Args(**given))
+    trainer.fit()
+    (one, two), clip = seen, trainer.read_video(data / "low" / "1.mp4")
+    assert [one[0], two[0]] == ["one block", "another block"]
+    assert clip.shape == (1, 3, 9, *SIZE)
+    pixels = ((clip[0].permute(1, 2, 3, 0) + 1) * 127.5).round().numpy()
+    assert np.array_equal(pixels, one[1])
+    assert one[2:] != two[2:]  # each prompt has its own draws
+    for (_, frames, *_), file in zip(
+        seen, sorted((given["output_dir"] / "validation_res").glob("*.mp4")), strict=True
+    ):
+        with av.open(str(file)) as container:
+            stored = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
+        assert np.abs(stored.astype(int) - (255 - frames)).mean() < 3
