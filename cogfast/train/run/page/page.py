@@ -46,8 +46,8 @@ _TIMESTEPS = "model.loss_fn_config.params.sigma_sampler_config.params.num_idx"
 _BAND = re.compile(r"(?:valid|train)_loss_band_(\d{1,4})")
 # Title, pattern of the keys, unit, whether smoothing applies.
 _PLOTS = (
-    ("Loss", "loss(?:_prior)?|valid_loss", "", True),
-    ("Training loss by kind", "loss_(?:video|image)", "", True),
+    ("Loss", "loss|valid_loss", "", True),
+    ("Training loss by kind", "loss_(?:video|image|prior)", "", True),
     ("Held-out loss by noise level", r"valid_loss_band_\d{1,4}", "", False),
     ("Training loss by noise level", r"train_loss_band_\d{1,4}", "", True),
     ("Learning rate", "lr", "", False),
@@ -61,6 +61,7 @@ _LABELS = {
     "loss": "training",
     "loss_video": "clips",
     "loss_image": "pictures",
+    "loss_prior": "prior",
     "valid_loss": "held out",
     "step_ms": "whole step",
 }
