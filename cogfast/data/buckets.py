@@ -13,7 +13,7 @@ import filecmp
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,13 +37,14 @@ class Survey:
     """The bucket of every sample.
 
     buckets: int16 [n], indices into the settings' sizes, -1 for samples that fit none. reasons:
-    {sample: why it fits none}. slow: samples whose video has a lower frame rate than configured, so
+    {sample: why it fits none}. refused: those of them that can be read nevertheless. slow: samples whose video has a lower frame rate than configured, so
     that frame_selection=timestamp repeats frames.
     """
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
     slow: Sequence[int] = ()
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 def survey(dataset: CaptionedVideos) -> Survey:
@@ -53,7 +54,7 @@ def survey(dataset: CaptionedVideos) -> Survey:
     reasons: dict[int, str] = {}
     buckets = np.full(len(clips), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
-    slow = []
+    slow, refused = [], {}
     headers = read_headers(clips)
     of_others = {name: _headers_of_others(other) for name, other in dataset.others.items()}
     for i, header in enumerate(headers):
@@ -63,6 +64,8 @@ def survey(dataset: CaptionedVideos) -> Survey:
                 problem = other_problem(dataset, name, i, header, of_other[i])
         if problem:
             reasons[i] = problem
+            if not header.reason:
+                refused[i] = problem
             continue
         span = None if clips.spans is None else tuple(clips.spans[i].tolist())
         settings = dataset.settings_at_own_rate(i)
@@ -77,7 +80,7 @@ def survey(dataset: CaptionedVideos) -> Survey:
             is_slow = not header.is_picture and header.fps < _SLOW * settings.fps
             if settings.frame_selection == "timestamp" and is_slow:
                 slow.append(i)
-    return Survey(buckets, reasons, slow)
+    return Survey(buckets, reasons, slow, refused)
 
 
 def _type_problem(clips: ClipList, index: int, header: Header) -> str:
@@ -198,6 +201,7 @@ def kept_share(height: int, width: int, size: Bucket) -> float:
 def in_buckets(dataset: CaptionedVideos, found: Survey) -> CaptionedVideos:
     """Return the data set with its buckets assigned, if the settings configure buckets."""
     if dataset.settings.buckets is None:
+        dataset.refused = found.refused
         return dataset
     return dataset.with_clips(replace(dataset.clips, buckets=found.buckets))
 

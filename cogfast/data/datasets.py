@@ -115,6 +115,8 @@ class CaptionedVideos(Dataset):
             name: CaptionedVideos(_other(clips, files), settings)
             for name, files in clips.others.items()
         }
+        # Samples that can be read but are bad: {number: why}
+        self.refused: Mapping[int, str] = {}
         # Every reading process keeps its own clips, in its copy of the data set.
         self._kept: dict[int, Sample] = {}
         self._budget = settings.keep_decoded_mib * 2**20  # bytes left for self._kept
@@ -183,6 +185,8 @@ class CaptionedVideos(Dataset):
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return a Sample; a subclass may return other keys."""
+        if index in self.refused:
+            raise BadSample(self.name(index), self.refused[index])
         if index in self._kept:
             # A copy, so that a caller that adds keys does not change the kept sample.
             return self._kept[index].copy()

@@ -173,9 +173,9 @@ def test_traffic_of_two_tensor_parallel_copies(mesh, name: str) -> None:
         assert found["copies all_reduce"] == pytest.approx(expected.gradients, TOLERANCE)
         inside = [found[f"inside {name}"] for name in ("all_reduce", "gather", "scatter")]
         assert sum(inside) == pytest.approx(expected.inside, TOLERANCE)
-        # plus one log line: two sums of losses of clips and of pictures, two of each of four bands and a wait for each copy,
-        # in float32
-        line = 4 * (4 + 2 * 4 + 2)
+        # Plus one log line: two sums of losses of clips, of pictures, of samples of column prior and of
+        # each of four bands, and a wait for each copy, in float32
+        line = 4 * (3 * 2 + 2 * 4 + 2)
         assert found["all_reduce"] == pytest.approx(scalars(4) + all_reduce(line, 4), TOLERANCE)
 
 

@@ -16,7 +16,7 @@ from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.buckets import survey
+from cogfast.data.buckets import in_buckets, survey
 from cogfast.data.datasets import CaptionedVideos, VideoList, VideoManifest, VideoShards
 from cogfast.data.video.clip import Bucket
 from cogfast.diffusion.denoiser import Conditioning
@@ -112,9 +112,12 @@ def test_a_control_that_does_not_fit_is_named(
         control.write_bytes(b"")
     else:
         write_clip(control, constant_rate(frames, rate), size=size)
-    reasons = survey(VideoList(str(folder), **CLIP)).reasons
-    assert list(reasons) == [1]
-    assert reasons[1].startswith(f"its control {control} ") and reason in reasons[1]
+    data = VideoList(str(folder), **CLIP)
+    found = survey(data)
+    assert list(found.reasons) == [1]
+    assert found.reasons[1].startswith(f"its control {control} ") and reason in found.reasons[1]
+    with pytest.raises(BadSample):  # also where its frames can be read
+        in_buckets(data, found)[1]
 
 
 def test_other_frames_are_a_bad_sample(folder: Path) -> None:
