@@ -164,7 +164,7 @@ def sample(argv: Sequence[str]) -> None:
         _print(config.describe())
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
-    prompts, images, controls = read_prompts(request, config.args)
+    prompts, files = read_prompts(request, config.args)
     from pathlib import Path
 
     from cogfast.sample.command import sample as sample_videos
@@ -173,8 +173,7 @@ def sample(argv: Sequence[str]) -> None:
     sample_videos(
         config,
         prompts,
-        images,
-        controls,
+        files,
         Path(request.out or config.args.output_dir),
         request.weights,
         request.ema,

@@ -21,7 +21,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
-from cogfast.sample.flags import SamplingFlags
+from cogfast.sample.flags import INPUTS, SamplingFlags
 from cogfast.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
@@ -44,6 +44,7 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
+_INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +57,8 @@ class Request:
     dry_run: bool = False
     prompts: list[str] | None = None
     prompt_file: str | None = None
-    images: list[str] | None = None
-    controls: list[str] | None = None
+    # {option that gives a condition: its files}
+    inputs: Mapping[str, list[str]] = field(default_factory=dict)
     out: str | None = None
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
@@ -169,10 +170,9 @@ def parse_sample(argv: Sequence[str]) -> Request:
     text = "prompt of a video; may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     parser.add_argument("--prompt-file", metavar="FILE", help="text file with a prompt per line")
-    text = "first frame for an image-to-video model; once for all prompts, or once per prompt"
-    parser.add_argument("--image", action="append", metavar="FILE", help=text)
-    text = "control video, for a control model; once for all prompts, or once per prompt"
-    parser.add_argument("--control", action="append", metavar="FILE", help=text)
+    for name, (text, _) in INPUTS.items():
+        text += "; once for all prompts, or once per prompt"
+        parser.add_argument(f"--{name}", action="append", metavar="FILE", help=text)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
     text += "they have any, and the plain weights of args.load"
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
@@ -226,8 +226,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         dry_run=found.dry_run,
         prompts=found.prompt,
         prompt_file=found.prompt_file,
-        images=found.image,
-        controls=found.control,
+        inputs={name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
         out=found.out,
         weights=sources[0] if sources else None,
         ema=found.ema,
@@ -282,9 +281,9 @@ def _size(text: str) -> tuple[int, int]:
 
 def read_prompts(
     request: Request, args: typing.Any
-) -> tuple[list[str], list[Path | None], list[Path | None]]:
-    """Return prompts from the command line, standard input or args.input_file, with their first frames
-    and control videos.
+) -> tuple[list[str], dict[str, list[Path | None]]]:
+    """Return prompts from the command line, standard input or args.input_file, and the files of their
+    conditions by option, with underscores.
 
     A line of a file may be prompt@@image, as in SAT.
     """
@@ -306,9 +305,13 @@ def read_prompts(
     if not pairs:
         raise ValueError(f"{key}: there is no prompt; give --prompt TEXT or a file of prompts")
     prompts = [prompt for prompt, _ in pairs]
-    names = request.images if request.images is not None else [image for _, image in pairs]
-    images = files_of_prompts("--image", names, len(prompts))
-    return prompts, images, files_of_prompts("--control", request.controls or [""], len(prompts))
+    # Images may also stand behind the prompts.
+    given = {"image": [image for _, image in pairs], **request.inputs}
+    files = {
+        name: files_of_prompts(f"--{name.replace('_', '-')}", given.get(name, [""]), len(prompts))
+        for name in _INPUT_NAMES
+    }
+    return prompts, files
 
 
 def _new_parser(command: str, what: str) -> Parser:

@@ -23,6 +23,10 @@ _MOST_NAMED = 3  # runs that an error lists
 _VALUES = {
     "--data": ("a folder", "my_videos"),
     "--control": ("a video", "dance.mp4"),
+    "--video": ("a video", "dance.mp4"),
+    "--mask": ("a video or picture", "mask.png"),
+    "--first-frame": ("a picture", "first.png"),
+    "--last-frame": ("a picture", "last.png"),
     "RANK": ("a rank", "64"),
 }
 

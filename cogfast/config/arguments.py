@@ -30,7 +30,7 @@ Gibibytes = Annotated[float, Range(1e-6, 10**6)]
 Moments = Literal["fp32", "8bit"]
 ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
 # Inputs of the network beside the noised latents: a first frame, or a second video
-Condition = Literal["image", "control"]
+Condition = Literal["image", "control", "frames", "mask", "masked_video"]
 LearnedPositions = Literal["resize", "drop"]
 EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
@@ -351,8 +351,14 @@ class ModelArguments:
     """fraction of samples trained without the image"""
     conditions: list[Condition] | None = None
     """inputs beside the noised latents, in the order of their channels. image: the first frame;
-    control: a second video through the same autoencoder, such as poses, depth or edges
-    (docs/conditions.md); null: image with noised_image_input, else none"""
+    control: a second video through the same autoencoder, such as poses, depth or edges; frames:
+    given_frames of the clip; mask and masked_video, behind each other: inpainting (docs/conditions.md);
+    null: image with noised_image_input, else none"""
+    given_frames: str | None = None
+    """frames that the condition frames gives the model: first, last, first_last, random, all, or
+    prefix:N for the first N"""
+    masked_video_noise: bool = False
+    """add a little noise to the masked video; add_noise_in_inpaint_model of CogVideoX-Fun's config.json"""
     condition_dropout: Share = 0.0
     """fraction of samples trained without a condition, drawn for each condition; noised_image_dropout
     is that of the image"""

@@ -126,16 +126,20 @@ def data_arguments(config: Config) -> dict[str, Any]:
 
 
 def _locate(path: str | Path) -> Path:
-    """Return `path`, or cogfast's own file for a missing `sft.yaml` or `configs/sft.yaml`."""
+    """Return `path`, or cogfast's own file for a missing `sft.yaml`, `control.yaml` or `configs/sft.yaml`."""
     path = Path(path)
-    is_own = not path.exists() and path.parent in (Path(), Path("configs"))
-    return CONFIGS / path.name if is_own and (CONFIGS / path.name).is_file() else path
+    file = next(CONFIGS.rglob(path.name), None) if path.suffix == ".yaml" else None
+    is_named = file is not None and path in (
+        Path(file.name),
+        Path("configs", file.relative_to(CONFIGS)),
+    )
+    return file if file is not None and is_named and not path.exists() else path
 
 
 def _near(path: str | Path) -> str:
     """Return what an error says of a missing file: similar names beside it and among cogfast's."""
     path = Path(path)
-    known = {file.stem: file.name for file in sorted(CONFIGS.glob("*.yaml"))}
+    known = {file.stem: file.name for file in sorted(CONFIGS.rglob("*.yaml"))}
     known |= {file.stem: str(file) for file in path.parent.glob("*.yaml")}
     near = difflib.get_close_matches(path.stem, known)
     if near:

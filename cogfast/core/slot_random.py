@@ -73,6 +73,11 @@ class SlotRandom:
         draws = [random_unit(self.seed, self.step, slot, purpose) for slot in self.slots]
         return torch.tensor(draws, dtype=torch.float64)
 
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        """Return a generator of the CPU for each slot, for draws of which there is no fixed number."""
+        seeds = [random_bits(self.seed, self.step, slot, purpose) for slot in self.slots]
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
     def shared_unit(self, purpose: str) -> float:
         """Draw one uniform number in [0, 1) that all slots of the step share."""
         return random_unit(self.seed, self.step, purpose)

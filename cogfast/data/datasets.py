@@ -204,10 +204,12 @@ class CaptionedVideos(Dataset):
             self._kept[index] = sample.copy()
         return sample
 
-    def read_other(self, name: str, index: int, bucket: Bucket) -> Tensor:
-        """Read a further video of a sample, or its mask, at another size, [F, C, H, W] as in a Sample. The
-        last frame of a shorter one is repeated."""
+    def read_video(self, name: str, index: int, bucket: Bucket) -> Tensor:
+        """Read the "video" of a sample, another one or its mask, at another size, [F, C, H, W] as in a Sample.
+        The last frame of a shorter one is repeated."""
         settings = replace(self.settings_at_own_rate(index).for_bucket(bucket), short_clips="pad")
+        if name == "video":
+            return self._decode(index, settings)[0]
         return self._other(name, index, settings, None)
 
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
@@ -265,10 +267,10 @@ class CaptionedVideos(Dataset):
             raise BadSample(file, f"its {name} {file}: {error.reason}") from None
         if own and of_clip and not np.array_equal(own.indices, of_clip.indices):
             raise BadSample(file, f"its {name} {file} {OTHER_FRAMES}")
-        return video if name == "control" else _mask(video, file)
+        return video if name == "control" else mask_of(video, file)
 
 
-def _mask(video: Tensor, file: str) -> Tensor:
+def mask_of(video: Tensor, file: str) -> Tensor:
     """Return a mask [F, 1, H, W] of 0 and 1 from the frames of its file, uint8 [F, 3, H, W]."""
     mask = (video.sum(dim=1, keepdim=True, dtype=torch.int32) > 3 * 127).to(torch.uint8)
     if (whole := mask.float().mean()) in (0, 1):  # sync: with DALI, beside the training

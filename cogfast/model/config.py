@@ -214,15 +214,22 @@ def member_of(patch: PatchSize, has_image: bool, is_rotary: bool) -> Member:
 
 def num_condition_channels(conditions: Sequence[str], channels: int) -> int:
     """Return the channels of the conditions of model.conditions. channels: of the latents."""
-    return channels * len(conditions)
+    return sum(1 if name == "mask" else channels for name in conditions)
+
+
+def inpainting_channels(channels: int) -> int:
+    """Return the input channels of CogVideoX-Fun's inpainting models. channels: of the latents."""
+    return channels + num_condition_channels(("mask", "masked_video"), channels)
 
 
 def derived_models(in_channels: int, out_channels: int) -> str:
     """Name the released models, derived from CogVideoX, that have such inputs; "" if there are none."""
     found = {
         # 16 noised, 1 of the mask, 16 of the masked video
-        2 * out_channels
-        + 1: "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video, which cogfast does not make",
+        inpainting_channels(
+            out_channels
+        ): "CogVideoX-Fun's inpainting models (InP) have a mask and a masked "
+        "video: [mask, masked_video]",
         # 16 noised, 16 of the image, 16 of the pose
         3 * out_channels: "SkyReels-A1 has an image and a pose: [image, control]",
     }

@@ -9,6 +9,7 @@ from cogfast.config import Config, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.core.shapes import num_latent_frames
+from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
 from cogfast.train.assembly import text_entry, video_data
@@ -37,7 +38,7 @@ class Encoders:
     text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step,
     in_evaluation: whether training steps and evaluations use (text encoder, first stage). encodes_clips:
     whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a micro-batch.
-    num_videos: of a sample, with a control video.
+    num_videos: of a sample, with a control or masked video.
     is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
     first_stage_config.params.encode_chunks, or auto. are_offloaded: args.offload_encoders.
     """
@@ -124,8 +125,12 @@ def find_encoders(
     is_of_clips = "target" not in config.data or video_data(config) is not None
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
-    encodes_clips = reads_clips and not is_cached
-    encodes_images = "image" in model.inputs and not (is_cached and args.cached_noised_images)
+    frames = GivenFrames.parse(model.given_frames)
+    has_prefix = frames is not None and frames.is_clip
+    encodes_clips = reads_clips and (not is_cached or has_prefix)
+    encodes_images = frames is not None or (
+        "image" in model.inputs and not (is_cached and args.cached_noised_images)
+    )
     in_step = (reads_clips and not is_cached, encodes_clips or encodes_images)
     given = bool(args.eval_prompts or args.eval_prompt_file)
     samples = args.has_evaluation and (given or bool(args.valid_data) or "," in args.split)
@@ -141,7 +146,7 @@ def find_encoders(
         in_step=in_step,
         in_evaluation=in_evaluation,
         encodes_clips=encodes_clips,
-        num_videos=1 + ("control" in model.inputs),
+        num_videos=1 + len({"control", "masked_video"} & set(model.inputs)),
         shape=shape,
         is_known=is_known,
         mode=mode,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from cogfast.config.merged_config import to_dict
 from cogfast.config.values import counted, show
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
+from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.kernels.block_kernels import choose_kernels
@@ -26,8 +27,9 @@ from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.generate import Prompt, VideoMaker, write_samples
+from cogfast.sample.inputs import read_inputs
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
-from cogfast.sample.sizes import read_control, read_image, sampled_sizes
+from cogfast.sample.sizes import sampled_sizes
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
@@ -44,8 +46,7 @@ _GIB = 2**30
 def sample(
     config: Config,
     prompts: Sequence[str],
-    images: Sequence[Path | None],
-    controls: Sequence[Path | None],
+    files: Mapping[str, Sequence[Path | None]],
     out: Path,
     weights: str | None,
     ema: bool | None,
@@ -55,28 +56,24 @@ def sample(
 
     Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
     args.seed + n, which reproduces it from its prompt alone.
-    weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
+    files: of the options that give conditions, such as image and first_frame, one for each prompt. weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
     those of args.load; None: those of runs that have any. loras: adapters to merge.
     """
     args = TrainArguments.from_config(config)
     if not args.compile:
         run_without_dynamo()
-    given_files = {"image": images, "control": controls}
-    check_sample(config, weights, [name for name, files in given_files.items() if any(files)])
-    for name, files in given_files.items():
-        if any(files) and not all(files):
-            prompt = prompts[files.index(None)]
-            raise ValueError(
-                f"--{name}: the prompt {brief(prompt)} has none; give one for each prompt"
-            )
+    check_sample(config, weights, [name for name, of_name in files.items() if any(of_name)])
+    for name, of_name in files.items():
+        if any(of_name) and not all(of_name):
+            prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
+            text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
+            raise ValueError(text)
     check_negative_prompt(config)
     _refuse_results(out)
-    sizes, data = sampled_sizes(config, args, images), data_arguments(config)
-    # Each once, and before the weights: a video that is too short should not cost the user a long start.
-    pairs = list(zip(controls, sizes, strict=True))
-    videos = {
-        pair: read_control(pair[0], pair[1], data) for pair in dict.fromkeys(pairs) if pair[0]
-    }
+    sizes, data = sampled_sizes(config, args, files["image"]), data_arguments(config)
+    # Before the weights: a video that is too short should not cost the user a long start.
+    model = ModelArguments.from_config(config)
+    inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -113,14 +110,10 @@ def sample(
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
     )
-    given = list(zip(prompts, images, controls, sizes, strict=True))
-    resize = data.get("resize", "crop")
     wanted = []
-    for i in range(len(given) * num_copies):
-        text, image, control, size = given[i // num_copies]
-        pixels = None if image is None else read_image(image, size.pixels, resize)
-        video = videos.get((control, size))
-        wanted.append(Prompt(i, text, args.seed + i, pixels, control=video, size=size))
+    for i in range(len(prompts) * num_copies):
+        n = i // num_copies
+        wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], **inputs[n]))
     maker = VideoMaker(
         transformer,
         diffusion,
@@ -142,14 +135,14 @@ def sample(
         height, width = prompt.size.pixels
         row = {"text": prompt.text, "seed": prompt.seed, "height": height, "width": width}
         of_prompt = prompt.index // num_copies
-        files = {"image": images[of_prompt], "control": controls[of_prompt]}
-        rows.append(row | {name: str(path) for name, path in files.items() if path is not None})
+        given = {name: of_name[of_prompt] for name, of_name in files.items()}
+        rows.append(row | {name: str(path) for name, path in given.items() if path is not None})
     text = json.dumps(settings | {"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
     try:
         # Before the first video, so that a run that fails has its settings, too.
         groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))
         groups.on_main(lambda: write_text(out / "settings.json", text))
-        files = write_samples(
+        written = write_samples(
             out,
             maker,
             wanted,
@@ -166,12 +159,12 @@ def sample(
         ) from None
     if args.only_save_latents:
         logger.info(
-            "wrote %s to %s", counted(len(files), "file of latents", "files of latents"), out
+            "wrote %s to %s", counted(len(written), "file of latents", "files of latents"), out
         )
     else:
-        logger.info("wrote %s and contact_sheet.png to %s", counted(len(files), "video"), out)
+        logger.info("wrote %s and contact_sheet.png to %s", counted(len(written), "video"), out)
     groups.close()
-    return files
+    return written
 
 
 def _refuse_results(out: Path) -> None:
@@ -213,7 +206,7 @@ def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
 def _limit_decoding(
     encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
 ) -> DecodePlan:
-    """Set the first stage to decode in tiles, and to encode controls in parts, if the largest video needs
+    """Set the first stage to decode in tiles, and to encode conditions in parts, if the largest video needs
     too much memory.
 
     The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
@@ -231,7 +224,7 @@ def _limit_decoding(
         if not groups.is_first_of_model:
             return None
         stage, shape = encoder.first_stage, (largest.num_frames, *largest.pixels)
-        if "control" in encoder.conditions and isinstance(stage, VideoAutoencoder):
+        if encoder.encodes_clips and isinstance(stage, VideoAutoencoder):
             stage.use(stage.limit_encode_memory(budget, (args.batch_size, *shape)))
         return stage.limit_decode_memory(budget, *shape)
 

@@ -95,8 +95,8 @@ class Evaluator:
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
-            if "control" in encoder.conditions:
-                prompts = "args.split, since control videos come with held-out clips"
+            if not {"image"}.issuperset(encoder.conditions):
+                prompts = "args.split, since conditions come with held-out clips"
             keys = ("eval_interval", "eval_at_start", "eval_at_end")
             given = [f"args.{k}={show(getattr(args, k))}" for k in keys if getattr(args, k)]
             given += ["args.keep_best=-valid_loss"] * (args.keep_best == "-valid_loss")
@@ -256,7 +256,7 @@ class Evaluator:
     def _sample(self, step: int, size: LatentSize) -> None:
         folder, start = samples_place(self.folder, step, self.args.folder_layout)
         prompts = self.groups.on_main(lambda: self._prompts(size, start))
-        if "control" in self.encoder.conditions:
+        if self.encoder.encodes_clips:
             # Here, since ranks sample apart: with a latent cache no step has encoded a clip.
             self.groups.on_all(lambda: self.encoder.first_stage)
             clip = torch.empty(1, 3, size.num_frames, *size.pixels, device="meta")
@@ -291,19 +291,19 @@ class Evaluator:
     def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
         """Return whether there are given prompts that need no held-out data."""
         inputs = self.encoder.conditions
-        # A control video comes with held-out clips alone.
+        # Other conditions come with held-out clips alone.
         return bool(given) and (not inputs or (inputs == ("image",) and given[0].image is not None))
 
     def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
-        """Return the given prompts or held-out captions. Prompts without an image or control that the
-        model needs get those of held-out clips. start: what the names of their samples begin with."""
+        """Return the given prompts or held-out captions. Prompts without a condition that the model needs
+        get that of a held-out clip. start: what the names of their samples begin with."""
         if self._are_whole(self.given):
             return [
                 Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
                 for i, prompt in enumerate(self.given)
             ]
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
-        # Each text gets the first frame or the control of a held-out video.
+        # Each text gets the conditions of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
         clips = _clips(dataset)
         number = len(texts) or min(self.args.eval_num_samples, len(clips))
@@ -366,9 +366,12 @@ class Evaluator:
             if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
             image = in_unit_range(pixels)
-        control = None
+        others: dict[str, Tensor] = {}
         if "control" in self.encoder.conditions:
-            control = _control(dataset, sample, item, video)
+            others["control"] = _video(dataset, sample, item, "control", video)
+        if {"frames", "masked_video"} & set(self.encoder.conditions):
+            others["video"] = _video(dataset, sample, item, "video", video)
+            others["mask"] = self._mask(dataset, sample, item, video)
         embedding = None if text else item.get("prompt_embedding")
         caption: str = text or item.get("txt", "")
         return Prompt(
@@ -377,9 +380,22 @@ class Evaluator:
             _SEED + index,
             image=image,
             image_latents=image_latents,
-            control=control,
             embedding=embedding,
+            **others,
         )
+
+    def _mask(
+        self, dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize
+    ) -> Tensor:
+        """Return what is to be made of a held-out clip, uint8 [F, 1, H, W]: its mask or, without one, all but
+        the given frames, of random ones the first and the last."""
+        given = self.encoder.given_frames
+        if given is None and "mask" in item:
+            return _video(dataset, index, item, "mask", video)
+        mask = torch.ones(video.num_frames, 1, *video.pixels, dtype=torch.uint8)
+        is_random = given is not None and given.kind == "random"
+        mask[[0, -1] if is_random else given.pixel_frames(video.num_frames) if given else [0]] = 0
+        return mask
 
     def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
         """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
@@ -405,17 +421,17 @@ def _captions(dataset: SizedDataset) -> Sequence[str] | None:
     return None
 
 
-def _control(
-    dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize
+def _video(
+    dataset: SizedDataset, index: int, item: Mapping[str, Any], name: str, video: LatentSize
 ) -> Tensor:
-    """Return the control of a held-out sample at the size of the videos, uint8 [F, 3, H, W]."""
+    """Return the clip, the control or the mask of a held-out sample at the size of the videos, [F, C, H, W]."""
     if isinstance(dataset, Subset):
         whole: Any = dataset.dataset
-        return _control(whole, dataset.indices[index], item, video)
+        return _video(whole, dataset.indices[index], item, name, video)
     if isinstance(dataset, CaptionedVideos):
-        pixels = dataset.read_other("control", index, Bucket(video.num_frames, *video.pixels))
+        pixels = dataset.read_video(name, index, Bucket(video.num_frames, *video.pixels))
     else:
-        pixels = item["control"]
+        pixels = item[name]
     return pixels.cpu()  # sync: a clip of an evaluation, which DALI has decoded on the GPU
 
 

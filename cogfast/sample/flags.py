@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,30 @@ from cogfast.config.values import show
 
 _GUIDERS = "cogfast.diffusion.guidance"
 _SAMPLER = "model.sampler_config.params"
+
+
+# {option that gives a model its conditions: (what it is, what its value stands for)}
+INPUTS = {
+    "image": ("first frame for an image-to-video model", "IMAGE.png"),
+    "control": ("control video, for a control model", "CONTROL.mp4"),
+    "first-frame": ("first frame, for a model of given frames or of inpainting", "FIRST.png"),
+    "last-frame": ("last frame, for such a model", "LAST.png"),
+    "video": ("video of the given first frames, or to inpaint", "VIDEO.mp4"),
+    "mask": ("video or picture that is white where --video is to be made", "MASK.png"),
+}
+
+
+def input_words(conditions: Sequence[str], given_frames: object) -> str:
+    """Return the options of `cogfast sample` that a model's conditions need, as words behind others."""
+    names = [name for name in ("image", "control") if name in conditions]
+    if "frames" in conditions:
+        ends = {"first": ["first-frame"], "last": ["last-frame"]}
+        is_clip = str(given_frames).startswith(("prefix", "all"))
+        both = ["first-frame", "last-frame"]
+        names += ["video"] if is_clip else ends.get(str(given_frames), both)
+    if "masked_video" in conditions:
+        names += ["video", "mask"]
+    return "".join(f" --{name} {INPUTS[name][1]}" for name in dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

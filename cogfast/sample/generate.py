@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cogfast.config.values import counted
 from cogfast.core.files import write_whole
+from cogfast.core.shapes import pad_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import in_unit_range
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
@@ -39,7 +40,8 @@ class Prompt:
     """A video to sample. index: position among all prompts. seed: determines the noise.
 
     For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled. For a
-    control model, control is [F, 3, H, W], uint8 or in [-1, 1].
+    control model, control is [F, 3, H, W], uint8 or in [-1, 1]. For inpainting and given frames, video is
+    the same, and mask uint8 [F, 1, H, W], 1 where the video is to be made; None: everywhere.
     embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
     """
 
@@ -49,6 +51,8 @@ class Prompt:
     image: Tensor | None = None
     image_latents: Tensor | None = None
     control: Tensor | None = None
+    video: Tensor | None = None
+    mask: Tensor | None = None
     embedding: Tensor | None = None
     size: LatentSize | None = None
 
@@ -100,8 +104,13 @@ class VideoMaker:
             text = self.encoder.encode_text([p.text for p in prompts])
         else:
             text = _stack([p.embedding for p in prompts]).to(self.device)
-        makers = {"image": self._image_latents, "control": self._control_latents}
-        found = [makers[name](prompts) for name in self.encoder.conditions]
+        makers = {
+            "image": self._image_latents,
+            "control": self._control_latents,
+            "frames": self._given_latents,
+            "masked_video": self._masked_video,  # with the channel of the mask
+        }
+        found = [makers[name](prompts) for name in self.encoder.conditions if name in makers]
         return Conditioning(text=text, condition_latents=join_conditions(found))
 
     def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
@@ -160,6 +169,35 @@ class VideoMaker:
             )
         pixels = in_unit_range(_stack([p.control for p in prompts]).to(self.device))
         return self.encoder.encode_control(pixels.transpose(1, 2))
+
+    def _given_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Encode the frames of the prompts' videos that are not to be made, without noise."""
+        given = self.encoder.given_frames
+        assert given is not None, "the model has the condition frames"
+        pixels, masks = self._video_and_mask(prompts)
+        frames, known = given.pixel_frames(pixels.shape[2]), masks.flatten(3).amax(dim=3)[:, 0] == 0
+        places = given.places(pixels.shape[2])
+        latents = self.encoder.encode_given(
+            pixels[:, :, frames],
+            places,
+            pixels.shape[2],
+            self._random(prompts),
+            is_given=None if given.is_clip else known[:, frames].cpu(),
+        )
+        return pad_latent_frames(latents, self.encoder.patch)
+
+    def _masked_video(self, prompts: Sequence[Prompt]) -> Tensor:
+        if all(p.video is None for p in prompts):  # text-to-video, as in VideoX-Fun's pipeline
+            size = self.size_of(prompts[0])
+            shape = (len(prompts), 1 + size.channels, size.frames, size.height, size.width)
+            return torch.zeros(shape, device=self.device)
+        return self.encoder.encode_masked(*self._video_and_mask(prompts), self._random(prompts))
+
+    def _video_and_mask(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        """Return the prompts' videos [B, 3, F, H, W] in [-1, 1] and masks [B, 1, F, H, W]."""
+        pixels = in_unit_range(_stack([p.video for p in prompts]).to(self.device))
+        masks = _stack([p.mask for p in prompts]).to(self.device)
+        return pixels.transpose(1, 2), masks.transpose(1, 2)
 
 
 def _stack(values: Sequence[Tensor | None]) -> Tensor:

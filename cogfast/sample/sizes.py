@@ -1,9 +1,9 @@
 """Determines the size of each sampled video from arguments, data section, image or model, and reads
-the images and control videos."""
+images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,8 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
-from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.clip import (
-    ClipSettings,
     checked_size,
-    read_clip,
     resize_picture,
 )
 from cogfast.data.video.picture import read_pixels
@@ -110,22 +107,3 @@ def read_image(
 ) -> Tensor:
     """Read an image as [3, H, W] in [-1, 1], resized as the training clips are."""
     return resize_picture(open_image(path, name), size, resize).float() / 127.5 - 1
-
-
-def read_control(path: Path, size: LatentSize, data: Mapping[str, Any]) -> Tensor:
-    """Read a control video of the frames and size of `size`, uint8 [F, 3, H, W].
-
-    data: data.params, whose rate and choice of frames are those of the clips that were trained.
-    """
-    names = ("fps", "frame_selection", "short_clips", "resize")
-    given = {name: data[name] for name in names if data.get(name) is not None}
-    settings = ClipSettings(
-        video_size=size.pixels,
-        max_num_frames=size.num_frames,
-        video_backend="pyav",
-        **{"fps": DEFAULT_FPS, **given},
-    )
-    try:
-        return read_clip(str(path), settings)[0]
-    except BadSample as error:
-        raise ValueError(f"--control {path}: {error.reason}; or sample fewer (--frames)") from None

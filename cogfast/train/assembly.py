@@ -25,6 +25,7 @@ from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
+from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.distributed.context_parallel import split_context
@@ -200,6 +201,8 @@ def assemble_encoder(
         latent_input=model.latent_input,
         conditions=model.inputs,
         image_on_all_frames=model.noised_image_all_concat,
+        given_frames=GivenFrames.parse(model.given_frames),
+        masked_video_noise=model.masked_video_noise,
         image_dropout=model.noised_image_dropout,
         condition_dropout=model.condition_dropout,
         text_dropout=text_dropout,

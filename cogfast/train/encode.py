@@ -21,6 +21,15 @@ from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.first_frame_noise import add_first_frame_noise
+from cogfast.diffusion.given_frames import GivenFrames, place_frames
+from cogfast.diffusion.inpainting import (
+    SAMPLING_STRENGTH,
+    drop_wholly_masked,
+    mask_channel,
+    masked_pixels,
+    noised_masked_pixels,
+    random_masks,
+)
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.memory.host_memory import HostWeights
@@ -60,7 +69,9 @@ class Encoder:
     latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
     conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
     zeros or, with image_on_all_frames, repeated, and of a picture all are zeros; control: a video is
-    encoded as the clip. *_dropout:
+    encoded as the clip; frames: given_frames of the clip are encoded to their places, and of a picture all
+    are zeros; mask and masked_video: a mask, drawn if the batch has none, and the clip without what it
+    covers, to which masked_video_noise adds noise. *_dropout:
     fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
     before_clips: called before clips [B, 3, F, H, W] are encoded, not
     for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
@@ -81,6 +92,8 @@ class Encoder:
         latent_input: bool = False,
         conditions: Sequence[Condition] = (),
         image_on_all_frames: bool = False,
+        given_frames: GivenFrames | None = None,
+        masked_video_noise: bool = False,
         image_dropout: float = 0.0,
         condition_dropout: float = 0.0,
         text_dropout: float = 0.0,
@@ -98,6 +111,7 @@ class Encoder:
         self.image_scale = scale_factor if image_scale is None else image_scale
         self.latent_input = latent_input
         self.conditions, self.image_on_all_frames = tuple(conditions), image_on_all_frames
+        self.given_frames, self.masked_video_noise = given_frames, masked_video_noise
         self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
         self.text_dropout = text_dropout
         self.samples_at_a_time = samples_at_a_time
@@ -110,6 +124,12 @@ class Encoder:
     @property
     def image_input(self) -> bool:
         return "image" in self.conditions
+
+    @property
+    def encodes_clips(self) -> bool:
+        """Whether conditions are encoded from clips when a video is sampled."""
+        has_prefix = self.given_frames is not None and self.given_frames.is_clip
+        return has_prefix or bool({"control", "masked_video"} & set(self.conditions))
 
     @property
     def first_stage(self) -> FirstStage:
@@ -215,13 +235,15 @@ class Encoder:
         pixels, latents = self._latents(batch, rng)
         found = []
         for name in self.conditions:
-            if name == "image" and self.num_frames(batch) == 1:
+            if name == "mask":
+                continue  # its channel comes with masked_video
+            if name in ("image", "frames") and self.num_frames(batch) == 1:
                 # A picture is its own first frame, which would teach the model to copy it.
                 values = torch.zeros_like(latents)
             elif name == "image":
                 values = self._image_latents(batch, pixels, latents, rng)
             else:
-                values = pad_latent_frames(self._control_latents(batch, rng), self.patch)
+                values = pad_latent_frames(self._encode[name](batch, pixels, rng), self.patch)
             if has_dropout and self.dropouts[name] > 0:
                 values = _dropped(values, rng.uniform(f"{name}_dropout") < self.dropouts[name])
             found.append(values)
@@ -236,7 +258,8 @@ class Encoder:
 
         They are those that a call draws from `rng`: "encoded_videos" [B, C, T, h, w], scaled, in
         float32, "prompt_embedding" [B, L, E], for image-to-video "images" [B, 3, H, W] in [-1, 1], where
-        the batch has images, and of a control "control_latents", as encoded_videos.
+        the batch has images, of a control "control_latents", as encoded_videos, "given_frames" [B, P, 3,
+        H, W] in [-1, 1], and "masked_video_latents" with the channel of the mask.
         """
         text = self._text(batch, rng)
         pixels, latents = self._unpadded_latents(batch, rng)
@@ -246,7 +269,11 @@ class Encoder:
         elif self.image_input and pixels is not None:
             encoded["images"] = pixels[:, :, 0]
         if "control" in self.conditions:
-            encoded["control_latents"] = self._control_latents(batch, rng)
+            encoded["control_latents"] = self._control_latents(batch, pixels, rng)
+        if self.given_frames is not None:
+            encoded["given_frames"] = self._given_pixels(batch, pixels)
+        if "masked_video" in self.conditions:
+            encoded["masked_video_latents"] = self._masked_video(batch, pixels, rng)
         replaced = (
             "mp4",
             "latent_mean",
@@ -402,7 +429,16 @@ class Encoder:
             image = self.encode_image(add_first_frame_noise(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
 
-    def _control_latents(self, batch: dict, rng: SlotRandom) -> Tensor:
+    @property
+    def _encode(self) -> dict[str, Callable[[dict, Tensor | None, SlotRandom], Tensor]]:
+        """The functions that encode conditions to scaled latents [B, C', T, h, w], without padding."""
+        return {
+            "control": self._control_latents,
+            "frames": self._given_latents,
+            "masked_video": self._masked_video,
+        }
+
+    def _control_latents(self, batch: dict, pixels: Tensor | None, rng: SlotRandom) -> Tensor:
         """Return the scaled latents of the control video [B, C, T, h, w], without padding."""
         if "control_latents" in batch:
             return batch["control_latents"].float()
@@ -416,6 +452,86 @@ class Encoder:
                 "use a data set that returns one of them"
             )
         return self.encode_video(batch["control"].transpose(1, 2), rng, purpose)
+
+    def _given_pixels(self, batch: dict, pixels: Tensor | None) -> Tensor:
+        """Return the given frames of the batch's clips [B, P, 3, H, W] in [-1, 1]."""
+        assert self.given_frames is not None, "the model has the condition frames"
+        if "given_frames" in batch:
+            return in_unit_range(batch["given_frames"])
+        if pixels is None:
+            text = "model.conditions has frames, but the batch has neither pixels nor given_frames; use a "
+            raise ValueError(text + "data set that returns one of them")
+        return pixels[:, :, self.given_frames.pixel_frames(pixels.shape[2])].transpose(1, 2)
+
+    def _given_latents(self, batch: dict, pixels: Tensor | None, rng: SlotRandom) -> Tensor:
+        """Return the latents of the noised given frames in their places."""
+        assert self.given_frames is not None, "the model has the condition frames"
+        frames = self._given_pixels(batch, pixels).transpose(1, 2).float()
+        num_frames = self.num_frames(batch)
+        places = self.given_frames.places(num_frames)
+        drawn = self.given_frames.drawn(len(places), rng)
+        return self.encode_given(
+            add_first_frame_noise(frames, rng), places, num_frames, rng, is_given=drawn
+        )
+
+    @torch.no_grad()
+    def encode_given(
+        self,
+        frames: Tensor,
+        places: Sequence[int],
+        num_frames: int,
+        rng: SlotRandom,
+        *,
+        is_given: Tensor | None = None,
+    ) -> Tensor:
+        """Encode given frames [B, 3, P, H, W] in [-1, 1] to latents [B, C, T, h, w], zeros elsewhere.
+
+        places: the latent frames of their latents, of a clip of num_frames pixel frames. is_given: bool
+        [B, P] on the CPU, the frames that each sample has; None: all.
+        """
+        assert self.given_frames is not None, "the model has the condition frames"
+        # Pictures one after the other, which takes the memory of one.
+        parts = [frames] if self.given_frames.is_clip else frames.split(1, dim=2)
+        moments = _joined([self.encode_moments(part) for part in parts], partial(torch.cat, dim=2))
+        latents = self._sample(moments, rng, "image_first_stage", self.image_scale)
+        if is_given is not None:
+            is_given = is_given.to(latents.device, non_blocking=True)
+            latents = latents.masked_fill(~is_given[:, None, :, None, None], 0)
+        return place_frames(latents, places, num_latent_frames(num_frames))
+
+    def _masked_video(self, batch: dict, pixels: Tensor | None, rng: SlotRandom) -> Tensor:
+        """Return the channels of the mask and of the masked video [B, 1 + C, T, h, w]."""
+        if "masked_video_latents" in batch:
+            return batch["masked_video_latents"].float()
+        if pixels is None:
+            text = (
+                "model.conditions has masked_video, but the batch has latents; use a data set that "
+            )
+            raise ValueError(text + "returns pixels, without a latent cache")
+        masks = batch["mask"].transpose(1, 2) if "mask" in batch else None
+        if masks is None:
+            masks = random_masks(*pixels.shape[2:], rng)
+        masked = masked_pixels(pixels, masks)
+        if self.masked_video_noise:
+            masked = noised_masked_pixels(masked, rng)
+        latents = self.encode_video(masked, rng, "masked_video_first_stage")
+        return drop_wholly_masked(self._with_mask(masks, latents), masks, rng)
+
+    def _with_mask(self, masks: Tensor, latents: Tensor) -> Tensor:
+        # VideoX-Fun scales the mask's channel as the latents.
+        mask = mask_channel(masks, *latents.shape[2:]) * self.scale_factor
+        return torch.cat([mask, latents], dim=1)
+
+    @torch.no_grad()
+    def encode_masked(self, pixels: Tensor, masks: Tensor, rng: SlotRandom) -> Tensor:
+        """Encode clips [B, 3, F, H, W] in [-1, 1] and masks [B, 1, F, H, W] for sampling, as VideoX-Fun's
+        pipeline: [B, 1 + C, T, h, w], padded to whole patches."""
+        masked = masked_pixels(pixels, masks)
+        if self.masked_video_noise:
+            masked = noised_masked_pixels(masked, rng, SAMPLING_STRENGTH)
+        latents = self.encode_moments(masked).mean.float() * self.scale_factor
+        latents = self._with_mask(masks, self._broadcast_within_model(latents))
+        return pad_latent_frames(latents, self.patch)
 
     @torch.no_grad()
     def encode_control(self, pixels: Tensor) -> Tensor:

@@ -323,7 +323,11 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     file.write_text(f"a cat\n\na dog@@{image}\n")
     run_folder = str(make_run(tmp_path))
     args = load_config([], [f"args.input_file={file}", "args.input_type=txt"]).args
-    asked = lambda *arguments: read_prompts(parse_sample([run_folder, *arguments]), args)[:2]
+
+    def asked(*words: str) -> tuple:
+        prompts, files = read_prompts(parse_sample([run_folder, *words]), args)
+        return prompts, files["image"]
+
     assert asked() == (["a cat", "a dog"], [None, image])
     assert asked("--prompt-file", str(file)) == (["a cat", "a dog"], [None, image])
     assert asked("--prompt", "x") == (["x"], [None])
@@ -346,5 +350,5 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="not UTF-8; save the prompts as UTF-8"):
         asked("--prompt-file", str(file))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
-    typed = load_config([]).args
-    assert read_prompts(parse_sample([run_folder]), typed)[:2] == (["typed"], [None])
+    prompts, files = read_prompts(parse_sample([run_folder]), load_config([]).args)
+    assert (prompts, files["image"]) == (["typed"], [None])

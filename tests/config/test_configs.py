@@ -35,6 +35,12 @@ UPSTREAM = {
     "cogvideox_5b_lora": ("cogvideox_5b", ["args.lora_alpha=1"]),
     "cogvideox_5b_i2v_lora": ("cogvideox_5b_i2v", [f"{RANK}=256", "args.lora_alpha=1"]),
 }
+# Files of conditions, and the models that they go behind
+CONDITIONS = {
+    "control": ("cogvideox_2b", "cogvideox_5b"),
+    "inpainting": ("cogvideox_2b", "cogvideox_5b", "cogvideox1.5_5b"),
+    "first_last": ("cogvideox_5b_i2v",),
+}
 
 
 def load(*names: str, arguments: list[str] | None = None) -> Config:
@@ -47,7 +53,8 @@ def load_as_upstream(name: str) -> Config:
 
 
 def test_no_file_is_left_out():
-    others = {"lora", "sft", "inference", "quickstart", "control"}
+    others = {"lora", "sft", "inference", "quickstart"}
+    assert {path.stem for path in (CONFIGS / "conditions").iterdir()} == {*CONDITIONS}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*MODELS, *others}
 
 
@@ -117,7 +124,8 @@ def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "more"),
     [(model, ("sft",)) for model in MODELS]
-    + [("cogvideox_5b", ("lora", "inference")), ("cogvideox_2b", ("control", "sft"))],
+    + [("cogvideox_5b", ("lora", "inference"))]
+    + [(m, (f"conditions/{name}", "sft")) for name, models in CONDITIONS.items() for m in models],
 )
 def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     files = [str(CONFIGS / f"{name}.yaml") for name in (model, *more)]
@@ -188,7 +196,7 @@ def test_script_defaults_load() -> None:
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     texts = [*CONFIGS.glob("*.yaml"), *scripts, *(ROOT / "docs").rglob("*.md")]
     for path in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
-        for name in re.findall(r"\bconfigs/([\w.]+)\.yaml", path.read_text()):
+        for name in re.findall(r"\bconfigs/([\w./]+)\.yaml", path.read_text()):
             assert (CONFIGS / f"{name}.yaml").is_file(), f"{path} names {name}.yaml"
 
 

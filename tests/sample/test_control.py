@@ -69,7 +69,7 @@ def test_a_control_model_trains_evaluates_samples_and_exports(
     given = ["train", folder, "--data", data, "--out", tmp_path / "runs", *words]
     assert main([*map(str, given)]) == 0
     run = run_folder(tmp_path / "runs")
-    assert "--control VIDEO" in capsys.readouterr().err
+    assert "--control CONTROL.mp4" in capsys.readouterr().err
     assert list((run / "samples" / "step-00000001").glob("*.mp4"))
     assert main(["sample", str(run), "--prompt", "a", "--out", str(tmp_path / "none")]) != 0
     assert "a control model needs a control video; give --control" in capsys.readouterr().err

@@ -126,13 +126,15 @@ def write_pipelines(folder: Path) -> Pipelines:
     return Pipelines(folder)
 
 
-def write_control_pipeline(pipelines: Pipelines, family: str, folder: Path) -> Path:
+def write_control_pipeline(
+    pipelines: Pipelines, family: str, folder: Path, in_channels: int = 32
+) -> Path:
     """Write the pipeline of a family with the network of CogVideoX-Fun's control models, with twice the
-    channels and without a learned position table."""
+    channels and without a learned position table. in_channels: 33 for its inpainting models."""
     other = pipelines.load(family)
     parts = {
         name: getattr(other, name) for name in ("tokenizer", "text_encoder", "vae", "scheduler")
     }
-    parts["transformer"] = transformer_of(family, in_channels=32)
+    parts["transformer"] = transformer_of(family, in_channels=in_channels)
     CogVideoXFunControlPipeline(**parts).save_pretrained(folder)
     return folder

@@ -83,7 +83,7 @@ def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
         assert sample["txt"] == "second"
         assert not survey(data).reasons
         # At the size of an evaluation
-        assert data.read_other("control", 1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
+        assert data.read_video("control", 1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -244,16 +244,24 @@ def test_new_channels_begin_as_the_model_that_has_none(family: str, pipelines: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the other half of the channels is a first frame or a control video; set "
-             "model.noised_image_input=true, or model.conditions=[control]"),
+        ([], "the other half of the channels is a first frame, a control video or given frames; set "
+             "model.noised_image_input=true, or model.conditions=[control], or [frames]"),
         (["model.conditions=[control, control]"], "lists a condition twice"),
         (["model.conditions=[control, image]"], "needs 48 input channels, but the network has in_channels=32"),
         (["model.conditions=[control]", "model.noised_image_input=true"], "has no image, but"),
         (["model.conditions=[control]", "model.new_channels=zero", "model.lora_train=true"],
          "LoRA does not train the patch embedding"),
         (["model.noised_image_input=true", "model.condition_dropout=0.1"], "the conditions are image"),
+        (["model.conditions=[frames]"], "model.given_frames=null, but the conditions are frames; set it to one of"),
+        (["model.conditions=[frames]", "model.given_frames=middle"], "must be one of first, last, first_last"),
+        (["model.conditions=[frames]", "model.given_frames='prefix:8'"], "fill whole latent frames; use 1, 5, 9"),
+        (["model.conditions=[control]", "model.given_frames=first"], "but the conditions are control; leave it out"),
+        (["model.conditions=[masked_video]"], "name both, mask, masked_video"),
+        (["model.conditions=[masked_video, mask]"], "in this order; name both"),
+        (["model.conditions=[control]", "model.masked_video_noise=true"], "is for masked_video; leave it out"),
     ],
-    ids=["unknown", "twice", "too many", "image", "frozen", "dropout"],
+    ids=["unknown", "twice", "too many", "image", "frozen", "dropout", "no frames", "no such frames",
+         "part of a latent", "not used", "half", "order", "noise"],
 )  # fmt: skip
 def test_conditions_that_do_not_fit_the_network_are_refused(words: list[str], message: str) -> None:
     from cogfast.config.arguments import ModelArguments
@@ -293,7 +301,7 @@ def test_an_identical_control_in_a_shard_is_named(folder: Path) -> None:
 
 def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
     data = VideoList(str(folder), **CLIP)
-    longer = data.read_other("control", 0, Bucket(17, *SIZE))
+    longer = data.read_video("control", 0, Bucket(17, *SIZE))
     assert torch.equal(longer[:9], data[0]["control"])
     assert (longer[9:] == longer[8]).all()
 

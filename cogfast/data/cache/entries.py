@@ -3,7 +3,8 @@
 video-<id>/spec.json                 what the entries of this folder were made with
 video-<id>/<k>/<key>.safetensors     "mean", "logvar" [C, T, h, w], "fps", "num_frames", "num_padded"
                                      and for image-to-video "first_frame" or "noised_image_mean" and
-                                     "noised_image_logvar"; <k>: the first two digits of the key
+                                     "noised_image_logvar", or "given_frames"; <k>: the first two digits
+                                     of the key
 video-<id>/<k>/<key>.bad             why this clip cannot be used
 text-<id>/<k>/<key>.safetensors      "embedding" [L, E]
 sources.jsonl                        content hashes of the videos (keys.py)
@@ -200,6 +201,7 @@ _STORED = {
     "images": "first_frame",
     "noised_image_mean": "noised_image_mean",
     "noised_image_logvar": "noised_image_logvar",
+    "given_frames": "given_frames",
 }
 
 
@@ -208,9 +210,9 @@ class CachedVideos(CaptionedVideos):
 
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
     uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
-    "noised_image_logvar", "control_mean" and "control_logvar" (as latent_mean, of a control), "mask" (read from its file), "prior",
-    "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path",
-    "num_padded"}.
+    "noised_image_logvar", "given_frames" uint8 [P, 3, H, W], "control_mean" and "control_logvar" (as
+    latent_mean, of a control), "mask" (read from its file), "prior", "prompt_embedding" [L, E], "txt",
+    "fps", "num_frames", "path", "num_padded"}.
 
     videos: the data set that this one replaces. entries: those of "video" and of "text". keys: of the
     samples' videos, by the names of `CaptionedVideos.encoded`.

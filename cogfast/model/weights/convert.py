@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cogfast.config.json_files import read_json
 from cogfast.config.values import counted
 from cogfast.model.config import Family
 from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
@@ -19,7 +20,8 @@ from cogfast.model.weights.adapters import (
     with_adapters,
     without_adapters,
 )
-from cogfast.model.weights.formats.diffusers import log_positions, write_diffusers
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.formats.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.image_scale import log_difference_of_run
@@ -97,7 +99,7 @@ def convert(
     if to == "sat":
         write_sat(source, config, target_path, model_parallel_size, kind)
     else:
-        write_diffusers(source, config, target_path, kind)
+        write_diffusers(source, config, target_path, kind, _has_noise(source_path))
         log_positions(config, target_path)
     logger.info("%s: written for %s", dst, to)
     if verify:
@@ -106,6 +108,17 @@ def convert(
             dst,
             verify_target(source.as_written(kind), target_path, open_source(target_path)),
         )
+
+
+def _has_noise(path: Path) -> bool:
+    """Whether an inpainting model of a run, a transformer folder or a pipeline has noise in its masked video."""
+    run = find_run_checkpoint(path)
+    if run is not None:
+        model = (read_manifest(run).get("config") or {}).get("model") or {}
+        return bool(model.get("masked_video_noise"))
+    files = (path / "config.json", path / "transformer" / "config.json")
+    found = next((file for file in files if file.is_file()), None)
+    return found is not None and bool(read_json(found).get(NOISE_KEY))
 
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:

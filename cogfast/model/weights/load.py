@@ -185,7 +185,7 @@ def check_family(path: str, found: Family, config: TransformerConfig) -> None:
         return
     fix = f"use {found.member.config_file} or a checkpoint of {wanted.member.name}"
     if found.is_derived:  # also beside the file of an image-to-video model
-        fix = f"use {found.member.config_file} with configs/control.yaml behind it"
+        fix = f"use {found.member.config_file} with configs/conditions/control.yaml behind it"
         fix += ", if it is a control model"
     elif found.member == wanted.member and found.in_channels != wanted.in_channels:
         fix = "set in_channels and model.conditions to those of the checkpoint"

@@ -44,7 +44,8 @@ def cache_specs(
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
-    has_image = "image" in ModelArguments.from_config(config).inputs
+    model = ModelArguments.from_config(config)
+    has_image = "image" in model.inputs
     number = args.cached_noised_images
     chunks = _encode_chunks(config)
     chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}
@@ -57,6 +58,7 @@ def cache_specs(
         **common,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
+        **({"model.given_frames": model.given_frames} if model.given_frames else {}),
         **({"args.cached_noised_images": number} if number else {}),
         **chunks_entry,
         **clip,

@@ -24,23 +24,28 @@ def encode_clips(
     keys: Sequence[str],
     latents: Sequence[Tensor | None],
     encoder: Encoder,
-    have_images: Sequence[bool],
+    have_frames: Sequence[bool],
     num_noised_images: int,
     device: torch.device,
 ) -> Iterator[dict[str, Tensor] | BadSample]:
     """Yield the entry of each sample. Consecutive samples of one size are encoded together.
 
     keys: seed the noise of noised images. latents: scaled ones of samples that are not to be encoded.
-    have_images: whether a sample's first frame is kept (image-to-video). num_noised_images: 0 keeps it
-    as uint8.
+    have_frames: whether a sample is a clip of which the model is given frames.
+    num_noised_images: 0 keeps the first frame of image-to-video as uint8.
     """
-    rows = zip(samples, keys, latents, have_images, strict=True)
+    rows = zip(samples, keys, latents, have_frames, strict=True)
     # Buckets give clips of several sizes, which cannot be stacked.
     of_group = lambda row: (row[0]["video"].shape, row[2] is None, row[3])
-    for (_, _, has_image), group in groupby(rows, key=of_group):
+    for (shape, _, has_frames), group in groupby(rows, key=of_group):
         together, own_keys, own_latents, _ = zip(*group, strict=True)
         parts = _moments(together, own_keys, own_latents, encoder, device)
-        if has_image:
+        if has_frames and encoder.given_frames is not None:
+            frames = encoder.given_frames.pixel_frames(shape[0])
+            parts["given_frames"] = torch.stack(
+                [s["video"][frames] for s in together]
+            ).cpu()  # sync: into a file
+        if has_frames and encoder.image_input:
             images = torch.stack(
                 [s["images"] if "images" in s else s["video"][0] for s in together]
             )

@@ -329,6 +329,7 @@ class _CacheRun:
 
     def _encode_clips(self, work: _Work, batches: Sequence[Sequence[str]]) -> _Encoded:
         encoder, trusted = self.video_encoder, self.trusted
+        has_frames = encoder.image_input or encoder.given_frames is not None
         if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
             encoder.first_stage.use(self.how)
         reading = read_ahead(
@@ -355,7 +356,7 @@ class _CacheRun:
                     list(good),
                     stored,
                     encoder,
-                    [encoder.image_input and not clip.is_control for clip in of_clips],
+                    [has_frames and not clip.is_control for clip in of_clips],
                     self.args.cached_noised_images,
                     self.groups.device,
                 )

@@ -37,7 +37,12 @@ from cogfast.sample.sizes import open_image
 from cogfast.train.assembly import video_data
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
-from cogfast.train.preflight.conditions import check_conditions, check_given, check_stated
+from cogfast.train.preflight.conditions import (
+    check_conditions,
+    check_given,
+    check_prefix,
+    check_stated,
+)
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
@@ -489,10 +494,10 @@ def _network(config: Config) -> dict[str, Any]:
     """Return the fields of TransformerConfig, after checking the number of input channels."""
     network = transformer_arguments(config.model.network_config.params)
     given, made = network["in_channels"], network["out_channels"]
-    if given % made or given < made:
+    if given % made > 1 or given < made:  # one channel of a mask
         key = f"{NETWORK_KEY}.in_channels"
         text = (
-            f"{key}={given} must equal out_channels={made}, or be a multiple with model.conditions"
+            f"{key}={given} must equal out_channels={made}, or have those of model.conditions, too"
         )
         refuse(config, key, "; ".join(filter(None, (text, derived_models(given, made)))))
     return network
@@ -508,6 +513,10 @@ def _check_data(
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
                 refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
     key, number = "args.cached_noised_images", args.cached_noised_images
+    if args.latent_cache is not None and "masked_video" in model.inputs:
+        key = "args.latent_cache"
+        text = f"{key}={args.latent_cache} holds no masked videos: masks are drawn in each step"
+        refuse(config, key, f"{text}; set {key}=null")
     if number and "image" not in model.inputs:
         text = (
             f"{key}={number} applies to image-to-video, but the model takes no image; set it to 0"
@@ -568,6 +577,7 @@ def _check_pixel_data(
     params = resolve(config.data, config.allow_import)[1]
     if "max_num_frames" in params:
         check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
+        check_prefix(config, model, params["max_num_frames"])
     if "video_size" in params:
         size = checked_size(params["video_size"])
         check_size(config, network, *size, key="data.params.video_size")

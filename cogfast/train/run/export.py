@@ -102,7 +102,9 @@ class Exporter:
         source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
         config = identify(source)
         check_complete(source, config)
-        write_diffusers(source, config, folder, self.dtype)
+        model = (manifest.get("config") or {}).get("model") or {}
+        has_noise = bool(model.get("masked_video_noise"))
+        write_diffusers(source, config, folder, self.dtype, has_noise)
         # On disk before the checkpoint gets its name, as its other files are.
         for path in (*folder.iterdir(), folder):
             sync(path)

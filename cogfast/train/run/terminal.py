@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
+from cogfast.sample.flags import input_words
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,8 @@ def log_commands(
     origin = config.origins.get(f"args.{key}", "")
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    inputs = ModelArguments.from_config(config).inputs
-    words = {"image": " --image PNG", "control": " --control VIDEO"}
-    files = "".join(words[name] for name in inputs)
+    model = ModelArguments.from_config(config)
+    files = input_words(model.inputs, model.given_frames)
     to = "peft" if is_lora else "diffusers"
     log_facts(
         {

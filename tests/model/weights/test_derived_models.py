@@ -85,7 +85,7 @@ def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
         open_source(write(tmp_path / family / kind, family, kind))
 
 
-CONTROL = "with configs/control.yaml behind it, if it is a control model"
+CONTROL = "with configs/conditions/control.yaml behind it, if it is a control model"
 
 
 @pytest.mark.parametrize(

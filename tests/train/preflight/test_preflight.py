@@ -89,7 +89,7 @@ REFUSED = {
     ),
     "model.network_config.params.out_channels=160": (
         "cogvideox_2b.yaml: model.network_config.params.in_channels=16 must equal out_channels=160, or "
-        "be a multiple with model.conditions"
+        "have those of model.conditions, too"
     ),
     "model.latent_input=true": (
         "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "

@@ -16,7 +16,7 @@ from torch import Tensor
 from cogfast.config.json_files import Range, Size, brief, check, read_json
 from cogfast.config.values import show
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
-from cogfast.model.config import TransformerConfig
+from cogfast.model.config import TransformerConfig, inpainting_channels
 from cogfast.model.weights.formats.tensor_files import (
     Outgoing,
     SafetensorsFiles,
@@ -67,11 +67,14 @@ _FIXED = {
     "timestep_activation_fn": "silu",
 }
 # Classes in model_index.json of the pipelines that run CogVideoX's models.
+NOISE_KEY = "add_noise_in_inpaint_model"  # VideoX-Fun's, in the config.json of inpainting models
 _PIPELINES = (
     "CogVideoXPipeline",
     "CogVideoXVideoToVideoPipeline",
     "CogVideoXImageToVideoPipeline",
     "CogVideoXFunControlPipeline",
+    "CogVideoXFunInpaintPipeline",  # VideoX-Fun's
+    "CogVideoXInterpolationPipeline",  # CogVideoX-Interpolation's
 )
 
 
@@ -346,10 +349,13 @@ def write_diffusers(
     config: TransformerConfig,
     path: Path,
     dtype: torch.dtype | None = None,
+    masked_video_noise: bool = False,
 ) -> None:
     """Write a transformer folder for CogVideoXTransformer3DModel.from_pretrained. dtype: of the weights;
-    None: the source's."""
+    None: the source's. masked_video_noise: of an inpainting model's masked video."""
     about = diffusers_config(config)
+    if config.in_channels == inpainting_channels(config.out_channels):
+        about[NOISE_KEY] = masked_video_noise
     # Descriptions only: a tensor is read when it is written.
     tensors = list(diffusers_tensors(source, config, dtype))
     with new_folder(path, sum(t.nbytes for t in tensors)) as folder:

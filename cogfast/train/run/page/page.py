@@ -27,6 +27,7 @@ from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import printable
 from cogfast.core.files import WriteError, write_text
+from cogfast.sample.flags import input_words
 from cogfast.train.run.page.metrics_table import MOST_POINTS, encode
 from cogfast.train.run.page.record import FACTS, Facts, RunRecord, read_run
 
@@ -319,9 +320,8 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield f"{title} from checkpoint {record.checkpoint.name}", " ".join(words)
         keys = ("conditions", "noised_image_input")
         inputs = conditions_of_run({key: record.plain.get(f"model.{key}") for key in keys})
-        image = " --image FIRST_FRAME.png" if "image" in inputs else ""
-        image += " --control CONTROL.mp4" if "control" in inputs else ""
-        prompt = f'--prompt "A PROMPT OF YOUR OWN"{image}'
+        files = input_words(inputs, record.plain.get("model.given_frames"))
+        prompt = f'--prompt "A PROMPT OF YOUR OWN"{files}'
         yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
         ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""

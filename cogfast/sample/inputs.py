@@ -1,0 +1,101 @@
+"""Reads the files of `cogfast sample` that give a model its conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.datasets import mask_of
+from cogfast.data.sources.folders import is_picture
+from cogfast.data.video.clip import ClipSettings, read_clip
+from cogfast.diffusion.given_frames import GivenFrames
+from cogfast.sample.sizes import read_image
+from cogfast.train.video_size import DEFAULT_FPS, LatentSize
+
+_SETTINGS = ("fps", "frame_selection", "short_clips", "resize")
+
+
+def read_inputs(
+    files: Mapping[str, Sequence[Path | None]],
+    sizes: Sequence[LatentSize],
+    data: Mapping[str, Any],
+    given_frames: GivenFrames | None = None,
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of each prompt's conditions by the names of Prompt's fields; each file is read once.
+
+    files: by option, with underscores, one for each prompt. sizes: of the prompts' videos. data: data.params,
+    whose rate and choice of frames are those of the clips that were trained.
+    """
+    read = cache(
+        _Reader(data, 0 if given_frames is None else given_frames.number)
+    )  # by option, file and size
+    found = []
+    for i, size in enumerate(sizes):
+        given = {name: path for name, of_name in files.items() if (path := of_name[i]) is not None}
+        own = {
+            name: read(name, given[name], size) for name in ("image", "control") if name in given
+        }
+        if "video" in given:
+            own["video"] = read("video", given["video"], size)
+            ones = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
+            own["mask"] = read("mask", given["mask"], size) if "mask" in given else ones
+        elif ends := [name for name in ("first_frame", "last_frame") if name in given]:
+            own |= _ends({name: read(name, given[name], size) for name in ends}, size)
+        found.append(own)
+    return found
+
+
+def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:
+    """Return a video uint8 [F, 3, H, W] of black but for the given ends, and the mask [F, 1, H, W] of the rest."""
+    # All its frames are given to a model by latents; the last one holds the last frame.
+    frames, at = size.num_frames, {"first_frame": 0, "last_frame": size.num_frames - 1}
+    video = torch.zeros(frames, 3, *size.pixels, dtype=torch.uint8)
+    mask = torch.ones(frames, 1, *size.pixels, dtype=torch.uint8)
+    for name, picture in pictures.items():
+        video[at[name]], mask[at[name]] = picture, 0
+    return {"video": video, "mask": mask}
+
+
+class _Reader:
+    """Reads one file at the size of a video."""
+
+    def __init__(self, data: Mapping[str, Any], num_given: int) -> None:
+        """num_given: frames of a video that the model is given; 0: all."""
+        self.num_given = num_given
+        self.data = {name: data[name] for name in _SETTINGS if data.get(name) is not None}
+
+    def __call__(self, name: str, path: Path, size: LatentSize) -> Tensor:
+        """Return an image [3, H, W] in [-1, 1], a picture of an end uint8, a video uint8 [F, 3, H, W], or a
+        mask uint8 [F, 1, H, W]."""
+        option, resize = f"--{name.replace('_', '-')}", self.data.get("resize", "crop")
+        if name == "image" or name.endswith("frame"):
+            image = read_image(path, size.pixels, resize, option)
+            return image if name == "image" else ((image + 1) * 127.5).round().to(torch.uint8)
+        try:
+            if name == "mask" and is_picture(str(path)):
+                pixels = ((read_image(path, size.pixels, resize, option) + 1) * 127.5).round()
+                frames = pixels.to(torch.uint8).expand(size.num_frames, -1, -1, -1)
+            else:
+                frames = self._video(path, size)
+            return mask_of(frames, str(path)) if name == "mask" else frames
+        except BadSample as error:
+            raise ValueError(
+                f"{option} {path}: {error.reason}; or sample fewer (--frames)"
+            ) from None
+
+    def _video(self, path: Path, size: LatentSize) -> Tensor:
+        settings = ClipSettings(
+            video_size=size.pixels,
+            max_num_frames=self.num_given or size.num_frames,
+            video_backend="pyav",
+            **{"fps": DEFAULT_FPS, **self.data},
+        )
+        video = read_clip(str(path), settings)[0]
+        missing = size.num_frames - len(video)
+        return torch.cat([video, video.new_zeros(missing, *video.shape[1:])]) if missing else video
