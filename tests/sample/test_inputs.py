@@ -76,7 +76,7 @@ def test_inpainting_is_videox_funs(pipelines: Pipelines, tmp_path: Path) -> None
     first.save(tmp_path / "first.png")
     sample(tmp_path / "image", folder, *LATENTS, *SHAPE, "--first-frame", tmp_path / "first.png")
     frames = torch.full((9, *SIZE, 3), -1.0)
-    frames[0] = torch.from_numpy(np.asarray(first)).float() / 127.5 - 1
+    frames[0] = torch.from_numpy(np.array(first)).float() / 127.5 - 1
     known = torch.zeros(1, 1, 3, 4, 6)
     known[:, :, 0] = 1
     condition = scale * torch.cat([known, encode(folder, frames)], dim=1)
