@@ -203,7 +203,8 @@ class RunComponents:
                     "self.components.text_encoder: captions are encoded before training, and it is not "
                     "loaded; use prompt_embedding of the batch, or --latent_cache none"
                 )
-        found = getattr(self._trainer._encoder()[0], name)
+        encoder = self._trainer._encoder()[0]
+        found = encoder.first_stage if name == "first_stage" else encoder.text_encoder
         if not isinstance(found, kind):
             raise ValueError(
                 f"self.components needs a {kind.__name__}, but the configuration has a "

@@ -240,9 +240,14 @@ class Trainer:
 
     def initialize_pipeline(self) -> Any:
         """Return the pipeline that validation_step gets."""
-        names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
-        parts = {name: getattr(self.components, name) for name in names}
-        pipe = self.components.pipeline_cls(**parts)
+        parts = self.components
+        pipe = parts.pipeline_cls(
+            tokenizer=parts.tokenizer,
+            text_encoder=parts.text_encoder,
+            vae=parts.vae,
+            transformer=parts.transformer,
+            scheduler=parts.scheduler,
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -268,7 +273,8 @@ class Trainer:
 
         The last frame of a shorter one is repeated.
         """
-        settings = replace(self._prepare().datasets.train.settings, short_clips="pad")
+        dataset: Any = self._prepare().datasets.train
+        settings = replace(dataset.settings, short_clips="pad")
         with on_readers_device(settings.video_backend):
             clip, _ = read_clip(str(path), settings)
         return in_unit_range(clip.cpu()).transpose(0, 1)[None]
@@ -332,8 +338,13 @@ class Trainer:
     def encode_video(self, video: Tensor) -> Tensor:
         """Encode clips [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
         encoder, rng = self._encoder()
-        rng = replace(rng, slots=[*rng.slots] * len(video))
-        return encoder.encode_video(video, rng, "first_stage")
+        purpose = "first_stage"
+        if self._encoding is None:
+            # Each call of a method that is seeded has draws of its own: those of a clip's latents must
+            # not be those of a second clip's.
+            purpose = f"encode_video {torch.randint(2**31, ()).item()}"  # sync: none, on the CPU
+            rng = replace(rng, slots=range(len(video)))
+        return encoder.encode_video(video.to(rng.device), rng, purpose)
 
     def encode_text(self, prompt: str) -> Tensor:
         """Encode a caption to its embedding [1, L, E]."""

@@ -102,7 +102,11 @@ def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(options):  
     class Drawing(Trainer):
         def compute_loss(self, batch: dict) -> Tensor:
             own = torch.rand(1, generator=self.state.generator).item()
-            draws.append((torch.rand(1).item(), np.random.rand(), random.random(), own))
+            encoded = [
+                self.encode_video(torch.zeros(2, 3, 9, *SIZE)).sum((1, 2, 3, 4)) for _ in "ab"
+            ]
+            numbers = [torch.rand(1).item(), np.random.rand(), random.random(), own]
+            draws.append((*numbers, *torch.cat(encoded).tolist()))
             assert batch["paths"] == ["0.mp4"] and batch["txt"] == ["a block"]
             return torch.zeros((), requires_grad=True)
 
@@ -113,6 +117,7 @@ def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(options):  
         run.compute_loss(batch | {"slots": [slot]})
     assert draws[0] == draws[3]
     assert all(len(set(column)) == 3 for column in zip(*draws[:3], strict=True))
+    assert len(set(draws[0])) == len(draws[0]) == 8
 
 
 def test_what_a_run_cannot_give_is_refused(options):  # noqa: F811
