@@ -222,7 +222,7 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
     trainer.train()
     pictures = [each for each in trainer.noted if each[1]["mp4"].shape[1] == 1]
     # Steps of 4 clips and of 12 pictures: 2 of 6 clips and 1 of 12 pictures are an epoch.
-    assert len(pictures) == 2 and "pictures: 40.0% of the steps" in caplog.text
+    assert len(pictures) == 2 and "pictures: 40.0% of the steps, at most 12 sam" in caplog.text
     for _, batch, noised, conditioning, found in pictures:
         assert sorted(Path(p).stem for p in batch["paths"]) == sorted(map(str, range(12)))
         files = [np.array(Image.open(path)) for path in batch["paths"]]

@@ -82,7 +82,8 @@ def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
             "and their sizes to data.params.buckets"
         )
     elif share:
-        logger.info("pictures: %.1f%% of the steps (data.params.bucket_batch)", 100 * share)
+        text = "pictures: %.1f%% of the steps, at most %d samples in a step"
+        logger.info(text, 100 * share, order.most_slots)
 
 
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:
