@@ -379,6 +379,9 @@ class ModelArguments:
     """prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices"""
     lora_train: bool = False
     """train only LoRA adapters, whatever not_trainable_prefixes lists"""
+    trainable_modules: list[str] | None = None
+    """names of modules, such as those that a network of your own adds: only their parameters and LoRA
+    adapters are trained (docs/extending.md); null: all that not_trainable_prefixes leaves"""
 
     @classmethod
     def from_config(cls, config: Config) -> ModelArguments:

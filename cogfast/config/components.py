@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 
 from cogfast.config.merged_config import SECTIONS, to_dict
-from cogfast.config.sat_classes import TARGETS, SatClass
+from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
 from cogfast.config.values import (
     KeyProblem,
     check_keys,
@@ -140,6 +140,8 @@ def describe_place(path: str, place: str) -> str:
     """Describe what a place allows, for the error about `path`: the most similar name, or all."""
     if place and place not in PLACES:
         return f"cogfast has no class for {place}"
+    if place == "network":
+        return f"only {NETWORKS[0]} is supported; use it"
     known = PLACES[place].paths if place else [p for one in PLACES.values() for p in one.paths]
     names = {*known, *(name for name, sat in TARGETS.items() if sat.path in known)}
     hint = nearest(path, names).removeprefix("; ")
@@ -240,9 +242,10 @@ def _import_allowed(path: str, key: str, package: str) -> Callable:
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         # The current folder is not searched: it may be a download.
-        fix = "; add the folder that contains it to PYTHONPATH" if error.name == package else ""
+        is_gone = getattr(error, "name", None) == package
+        fix = "; add the folder that contains it to PYTHONPATH" if is_gone else ""
         raise KeyProblem(key, f"{key}={path}: importing it failed: {error}{fix}") from error
     found = getattr(module, name, None)
     if found is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len, MaxLen
 
 from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
-from cogfast.config.components import OWN_OPTIMIZERS, check_component, is_component
+from cogfast.config.components import OWN_OPTIMIZERS, check_component, import_target, is_component
 from cogfast.config.deepspeed_keys import (
     FOLDED,
     LOSS_SCALING,
@@ -154,10 +154,11 @@ def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dic
         node, where = config["model"].get(name), f"model.{name}"
         if node is None:
             continue
-        if name == "network_config" and is_component(node) and node["target"] not in NETWORKS:
-            key = f"{where}.target"
-            text = f"{key}={show(node['target'])}: only {NETWORKS[0]} is supported; use it"
-            raise KeyProblem(key, text)
+        target = node["target"] if name == "network_config" and is_component(node) else None
+        if isinstance(target, str) and target not in NETWORKS:
+            import_target(target, f"{where}.target", allow_import, "network")
+            # A class of the user's own takes the params of cogfast's.
+            node = {**node, "target": NETWORKS[0]}
         if name == "conditioner_config":
             _check_conditioner(node, where, allow_import, unused)
         else:

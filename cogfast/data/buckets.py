@@ -59,6 +59,10 @@ def survey(dataset: CaptionedVideos) -> Survey:
     of_others = {name: _headers_of_others(other) for name, other in dataset.others.items()}
     for i, header in enumerate(headers):
         problem = header.reason or _type_problem(clips, i, header)
+        try:
+            dataset.read_tensors(i, are_headers_enough=True)
+        except BadSample as error:
+            problem = problem or error.reason
         for name, of_other in of_others.items():
             if not problem and i in of_other:
                 problem = other_problem(dataset, name, i, header, of_other[i])

@@ -4,8 +4,9 @@ Every data set returns the same sample: {"video": uint8 [F, 3, H, W], "txt", "fp
 "path", "num_padded"}, of a picture with F = 1, plus "images" uint8 [3, H, W] if the source gives its
 own first frame, "control" uint8 [F, 3, H, W] if it gives a control video, and "mask" uint8
 [F, 1, H, W], 1 where the mask is white, if it gives a mask, and "prior" if any sample of the data set
-has the base model as target. Their frames are those of the clip. Each raises BadSample for a file that
-cannot be used. Files are listed and captions are read once, in the constructor.
+has the base model as target. Their frames are those of the clip. Tensors of data.params.tensors have their
+names, and are float32. Each raises BadSample for a file that cannot be used. Files are listed and captions
+are read once, in the constructor.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset
 from cogfast.config.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
 from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
@@ -114,6 +116,7 @@ class CaptionedVideos(Dataset):
         self.others = {
             name: CaptionedVideos(_other(clips, files), settings)
             for name, files in clips.others.items()
+            if files.shape is None
         }
         # Samples that can be read but are bad: {number: why}
         self.refused: Mapping[int, str] = {}
@@ -212,6 +215,15 @@ class CaptionedVideos(Dataset):
             return self._decode(index, settings)[0]
         return self._other(name, index, settings, None)
 
+    def read_tensors(self, index: int, are_headers_enough: bool = False) -> dict[str, Tensor]:
+        """Read the tensors of a sample, float32, by name. are_headers_enough: only check them."""
+        files = {
+            n: (one.files[index], one.shape) for n, one in self.clips.others.items() if one.shape
+        }
+        arrays = {name: open_array(name, *given) for name, given in files.items()}
+        values = {} if are_headers_enough else arrays
+        return {name: values_of(array, name, files[name][0]) for name, array in values.items()}
+
     def _decode(self, index: int, settings: ClipSettings) -> tuple[Tensor, Selection]:
         """Read the clip of a sample, uint8 [F, 3, H, W], and which frames of its file it has."""
         clips, file = self.clips, self.clips.files[index]
@@ -245,7 +257,8 @@ class CaptionedVideos(Dataset):
             sample["mask"] = self._other("mask", index, settings, selection)
         if clips.prior is not None:
             sample["prior"] = bool(clips.prior[index])
-        return sample
+        further: Any = self.read_tensors(index)
+        return sample | further
 
     def _other(
         self, name: str, index: int, settings: ClipSettings, of_clip: Selection | None
@@ -330,13 +343,22 @@ class ListedVideos(CaptionedVideos, ABC):
     # for each of the buckets, by what args.batch_size is multiplied in its steps, such as [1, 11] for
     # clips and pictures; null: by 1
     bucket_batch: list[BucketBatch] | None = None
+    # {name: shape} of further tensors of each sample, such as {flow: [2, 13, 60, 90]}: a column of a manifest
+    # with this name lists .npy files of this shape, which networks and trainers of your own get as float32
+    tensors: Shapes | None = None
     reads_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(ClipSettings)}
         settings = ClipSettings(**given)
         self.has_pictures = bool(settings.picture_buckets)
+        shapes = checked_shapes(self.tensors)
+        if shapes and self.buckets:
+            raise ValueError(f"{KEY} gives one shape for all samples; remove data.params.buckets")
         lists = self.find(self.data_dir, self.allow_empty_captions)
+        if any(not shapes.keys() <= one.others.keys() for one in lists):
+            text = f"{KEY}: {type(self).__name__} lists no {', '.join(shapes)}; give a manifest with a column "
+            raise ValueError(f"{text}for each (data.target=cogfast.data.datasets.VideoManifest)")
         super().__init__(join(lists), settings, [len(one) for one in lists])
 
     @abstractmethod
@@ -447,8 +469,8 @@ class VideoManifest(ListedVideos):
     missing_source = staticmethod(_missing_manifest)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        files = map(Path, data_sources(data_dir))
-        return [read_manifest(file, allow_empty_captions, self.has_pictures) for file in files]
+        given = (allow_empty_captions, self.has_pictures, checked_shapes(self.tensors))
+        return [read_manifest(Path(file), *given) for file in data_sources(data_dir)]
 
 
 @dataclass(eq=False, repr=False)

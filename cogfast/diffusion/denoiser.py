@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,16 +17,18 @@ class Conditioning:
     """Inputs of the network besides the latents.
 
     text: [B, L, E]; condition_latents: [B, C', T, h, w], the channels of model.conditions, such as the
-    first frame of image-to-video; ofs: [B] or [1], for CogVideoX1.5 image-to-video.
+    first frame of image-to-video; ofs: [B] or [1], for CogVideoX1.5 image-to-video; tensors: those of
+    data.params.tensors by name, [B, ...], for networks that users derive.
     """
 
     text: Tensor
     condition_latents: Tensor | None = None
     ofs: Tensor | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Network(Protocol):
-    """The transformer, or any callable with the same signature."""
+    """The transformer, or any callable with the same signature. tensors: given only if there are any."""
 
     def __call__(
         self,
@@ -34,6 +37,7 @@ class Network(Protocol):
         text: Tensor,
         condition_latents: Tensor | None = None,
         ofs: Tensor | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Tensor: ...
 
 
@@ -105,12 +109,14 @@ class DiscreteDenoiser:
         # The coefficients come from the table, so that rounding alpha_sqrt cannot change them.
         nearest = self.table.nearest(alpha_sqrt)
         c_skip, c_out = self.scaling(self.table.on(noised.device)[nearest])
+        tensors = {"tensors": conditioning.tensors} if conditioning.tensors else {}
         output = network(
             noised,
             nearest if idx is None else idx,
             conditioning.text,
             condition_latents=conditioning.condition_latents,
             ofs=conditioning.ofs,
+            **tensors,
         )
         # v -> x0: a * x_t - sqrt(1 - a^2) * v. In bf16 the two terms would cancel to few bits.
         return output.float() * broadcast_over(c_out, noised) + noised * broadcast_over(

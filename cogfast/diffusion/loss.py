@@ -82,11 +82,16 @@ class VideoDiffusionLoss:
         self.fixed_frames = fixed_frames
         self.masked, self.prior_weight = masked, prior_weight
 
-    def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
-        """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample."""
+    def add_noise(self, latents: Tensor, rng: SlotRandom, noise: Tensor | None = None) -> Noised:
+        """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample, with noise of its
+        shape, which `rng` draws if it is None."""
         # Every draw is keyed by sample slot: the layout of ranks does not change the loss.
         idx = self.sigma_sampler.sample(rng)
-        noise = rng.normal("noise", latents.shape)
+        if noise is None:
+            noise = rng.normal("noise", latents.shape)
+        if noise.shape != latents.shape:
+            shapes = f"{list(noise.shape)} for latents {list(latents.shape)}"
+            raise ValueError(f"a batch has noise of the shape {shapes}; give noise of their shape")
         # One number shifts all noise of a sample: plain noise averages out and leaves the mean visible.
         offset_noise = None
         if self.offset_noise_level > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from cogfast.kernels.block_kernels import BlockKernels
@@ -39,7 +40,8 @@ class BlockModulation(nn.Module):
 
 
 class Block(nn.Module):
-    """hidden [B, S, M] -> [B, S, M]; owns all its weights."""
+    """hidden [B, S, M] -> [B, S, M]; owns all its weights. device: of these, and not of those that a
+    subclass adds (DiffusionTransformer.own_values)."""
 
     def __init__(
         self,
@@ -50,16 +52,19 @@ class Block(nn.Module):
         has_affine_norms: bool = True,
         *,
         kernels: BlockKernels,
+        device: str | None = None,
     ):
         super().__init__()
         self.kernels = kernels
-        self.modulation = BlockModulation(width, conditioning_width)
-        self.attention_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
-        self.attention = Attention(width, num_heads, has_qk_norm, has_affine_norms, kernels=kernels)
-        self.mlp_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
-        # Biases stay out of the matmuls, so that the kernels behind them add them for nothing.
-        self.fc1 = DeferredBiasLinear(width, MLP_RATIO * width)
-        self.fc2 = DeferredBiasLinear(MLP_RATIO * width, width)
+        norms = (has_qk_norm, has_affine_norms)
+        with torch.device(device or torch.get_default_device()):
+            self.modulation = BlockModulation(width, conditioning_width)
+            self.attention_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
+            self.attention = Attention(width, num_heads, *norms, kernels=kernels)
+            self.mlp_norm = nn.LayerNorm(width, NORM_EPS, elementwise_affine=has_affine_norms)
+            # Biases stay out of the matmuls, so that the kernels behind them add them for nothing.
+            self.fc1 = DeferredBiasLinear(width, MLP_RATIO * width)
+            self.fc2 = DeferredBiasLinear(MLP_RATIO * width, width)
 
     def forward(
         self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.config.components import import_target
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.values import KeyProblem, nearest
 from cogfast.core.shapes import PatchSize, TokenGrid
+from cogfast.core.slot_random import random_bits
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -29,7 +33,7 @@ from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 from cogfast.model.weights.formats.sat_names import sat_name
 
-BlockCall = Callable[[Tensor, Tensor, int, Rotation | None], Tensor]  # as Block.forward
+BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
 
 
 class RowSplit(Protocol):
@@ -66,9 +70,12 @@ DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 class DiffusionTransformer(nn.Module):
     """Diffusion transformer of the CogVideoX family.
 
-    Weights have PyTorch's default values until cogfast.model.initialization.initialize or a
-    checkpoint sets them.
+    Weights are on the meta device: cogfast.model.initialization.initialize or a checkpoint sets them
+    once they are allocated. Subclasses may add modules, to their blocks by a `block_class`, and override
+    `block_arguments` (docs/extending.md).
     """
+
+    block_class: ClassVar[type[Block]] = Block
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -78,22 +85,25 @@ class DiffusionTransformer(nn.Module):
         self.kernels = kernels = choose_kernels()
         make_norm = partial(nn.LayerNorm, width, elementwise_affine=config.elementwise_affine)
 
-        self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
-        self.text_embedding = nn.Linear(config.text_hidden_size, width)
-        self.position_table, self.rotary = _make_positions(config)
-        self.time_embedding = SinusoidEmbedding(width, config.time_embed_dim)
-        self.ofs_embedding = None
-        if config.ofs_embed_dim is not None:
-            self.ofs_embedding = SinusoidEmbedding(config.ofs_embed_dim, config.ofs_embed_dim)
+        # Only these: modules that a subclass adds keep the values of their constructor (own_values).
+        with torch.device("meta"):
+            self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
+            self.text_embedding = nn.Linear(config.text_hidden_size, width)
+            self.position_table, self.rotary = _make_positions(config)
+            self.time_embedding = SinusoidEmbedding(width, config.time_embed_dim)
+            self.ofs_embedding = None
+            if config.ofs_embed_dim is not None:
+                self.ofs_embedding = SinusoidEmbedding(config.ofs_embed_dim, config.ofs_embed_dim)
         # One block is one unit of sharding, activation checkpointing and torch.compile.
         self.blocks = nn.ModuleList(
-            Block(
+            self.block_class(
                 width,
                 config.num_attention_heads,
                 config.time_embed_dim,
                 has_qk_norm=config.qk_norm,
                 has_affine_norms=config.elementwise_affine,
                 kernels=kernels,
+                device="meta",
             )
             for _ in range(config.num_layers)
         )
@@ -101,15 +111,17 @@ class DiffusionTransformer(nn.Module):
         self.training_calls: Sequence[BlockCall] | None = None
         self.row_split: RowSplit | None = None
         self.block_source: BlockSource | None = None
-        self.final_norm = make_norm(eps=NORM_EPS)
-        self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
-        self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
-        self.output = nn.Linear(width, config.out_channels * patch_numel)
         self.unused_position_embeddings = None
-        if config.position == "rotary":
-            # Every rotary checkpoint of SAT has this tensor; kept so that names and counts agree.
-            unused = torch.empty(config.max_sequence_length, width)
-            self.unused_position_embeddings = nn.Parameter(unused)
+        with torch.device("meta"):
+            self.final_norm = make_norm(eps=NORM_EPS)
+            self.output_norm = make_norm(eps=OUTPUT_NORM_EPS)
+            self.output_modulation = nn.Linear(config.time_embed_dim, 2 * width)
+            self.output = nn.Linear(width, config.out_channels * patch_numel)
+            if config.position == "rotary":
+                # Every rotary checkpoint of SAT has this tensor; kept so that names and counts agree.
+                unused = torch.empty(config.max_sequence_length, width)
+                self.unused_position_embeddings = nn.Parameter(unused)
+        self.added: frozenset[str] = frozenset()  # parameters and buffers of a subclass
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,6 +154,30 @@ class DiffusionTransformer(nn.Module):
         """Return the names of parameters that never get a gradient."""
         return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
 
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether training may draw from torch's generators: a subclass may do so."""
+        return self.config.lora_dropout > 0 or type(self) is not DiffusionTransformer
+
+    def own_values(self, seed: int) -> dict[str, Tensor]:
+        """Return the parameters and buffers that a subclass adds, as its constructor makes them."""
+        if not self.added:
+            return {}
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(random_bits(seed, "added modules"))
+            made = type(self)(self.config)
+        return {name: value for name, value in _named(made).items() if name in self.added}
+
+    def block_arguments(
+        self, tensors: Mapping[str, Tensor], grid: TokenGrid
+    ) -> Sequence[Sequence[Tensor]]:
+        """Return what each block's forward gets behind `rotation`; for subclasses.
+
+        tensors: those of data.params.tensors, [B, ...] float32, by name. It is called only if there are
+        any: videos are sampled without. grid: of the latents' tokens.
+        """
+        return [()] * len(self.blocks)
+
     def forward(
         self,
         latents: Tensor,
@@ -149,12 +185,13 @@ class DiffusionTransformer(nn.Module):
         text: Tensor,
         condition_latents: Tensor | None = None,
         ofs: Tensor | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the network's prediction, [B, C_out, T, h, w] in the model's dtype.
 
         latents [B, C, T, h, w]; timesteps [B], 0..999; text [B, L, E]; condition_latents
         [B, C', T, h, w], the channels of the conditions (model.conditions), appended to those of the
-        latents; ofs [B] or [1] (1.5-I2V).
+        latents; ofs [B] or [1] (1.5-I2V); tensors: for block_arguments.
         """
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
@@ -162,7 +199,8 @@ class DiffusionTransformer(nn.Module):
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = self.rotary(grid)
-        hidden = self.run_blocks(hidden, conditioning, num_text, rotation)
+        more = self.block_arguments(tensors, grid) if tensors else None
+        hidden = self.run_blocks(hidden, conditioning, num_text, rotation, more)
         # Text rows only condition the video; the network predicts nothing for them.
         return self.unembed(hidden[:, num_text:], conditioning, grid)
 
@@ -199,9 +237,14 @@ class DiffusionTransformer(nn.Module):
         return F.silu(embedding)
 
     def run_blocks(
-        self, hidden: Tensor, conditioning: Tensor, num_text: int, rotation: Rotation | None
+        self,
+        hidden: Tensor,
+        conditioning: Tensor,
+        num_text: int,
+        rotation: Rotation | None,
+        more: Sequence[Sequence[Tensor]] | None = None,
     ) -> Tensor:
-        """hidden [B, S, M] -> [B, S, M]."""
+        """hidden [B, S, M] -> [B, S, M]. more: further arguments of each block."""
         calls = self.training_calls if self.training else None
         split = self.row_split
         if split is not None:
@@ -209,8 +252,9 @@ class DiffusionTransformer(nn.Module):
         every: Iterable[BlockCall] = self.blocks if calls is None else calls
         if self.block_source is not None:
             every = self.block_source.around(every)
-        for call in every:
-            hidden = call(hidden, conditioning, num_text, rotation)
+        for number, call in enumerate(every):
+            others = () if more is None else more[number]
+            hidden = call(hidden, conditioning, num_text, rotation, *others)
         return hidden if split is None else split.join(hidden)
 
     def unembed(self, hidden: Tensor, conditioning: Tensor, grid: TokenGrid) -> Tensor:
@@ -248,22 +292,46 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     return table, rotary
 
 
-def build_transformer(model_section: Mapping[str, Any], seed: int = 0) -> DiffusionTransformer:
+def build_transformer(
+    model_section: Mapping[str, Any], seed: int = 0, allow_import: Sequence[str] = ()
+) -> DiffusionTransformer:
     """Build and initialize the transformer of a config's `model` section, with LoRA, and set
-    requires_grad by `not_trainable_prefixes` and `lora_train`. Under `torch.device("meta")` no
-    memory is allocated."""
-    arguments = transformer_arguments(model_section["network_config"]["params"])
-    transformer = assemble_transformer(TransformerConfig(**arguments), seed)
+    requires_grad by `not_trainable_prefixes`, `trainable_modules` and `lora_train`. Under
+    `torch.device("meta")` no memory is allocated. allow_import: packages whose classes it may name."""
+    node = model_section["network_config"]
+    kind = network_class(node.get("target", NETWORKS[0]), allow_import)
+    arguments = transformer_arguments(node["params"])
+    transformer = assemble_transformer(TransformerConfig(**arguments), seed, kind)
     prefixes = model_section.get("not_trainable_prefixes", DEFAULT_FROZEN_PREFIXES)
-    freeze(transformer, prefixes, is_lora_only=bool(model_section.get("lora_train", False)))
+    is_lora_only = bool(model_section.get("lora_train", False))
+    freeze(transformer, prefixes, is_lora_only, model_section.get("trainable_modules"))
     return transformer
 
 
-def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionTransformer:
+def network_class(path: str, allow_import: Sequence[str]) -> type[DiffusionTransformer]:
+    """Return the class that model.network_config.target names; ValueError if it is no subclass of ours."""
+    if path in NETWORKS:
+        return DiffusionTransformer
+    key = "model.network_config.target"
+    found = import_target(path, key, allow_import, "network")
+    if not (isinstance(found, type) and issubclass(found, DiffusionTransformer)):
+        own = f"{DiffusionTransformer.__module__}.{DiffusionTransformer.__name__}"
+        raise KeyProblem(key, f"{key}={path} is not a subclass of {own}; derive it from that class")
+    return found
+
+
+def assemble_transformer(
+    config: TransformerConfig,
+    seed: int = 0,
+    kind: type[DiffusionTransformer] = DiffusionTransformer,
+) -> DiffusionTransformer:
     """Build and initialize the transformer of `config`, with LoRA if the config has a rank."""
     device = torch.get_default_device()
     with torch.device("meta"):  # skips PyTorch's default initialization
-        transformer = DiffusionTransformer(config)
+        transformer = kind(config)
+        if kind is not DiffusionTransformer:
+            added = _named(transformer).keys() - _named(DiffusionTransformer(config)).keys()
+            transformer.added = frozenset(added)
         if config.lora_rank is not None:
             everywhere = tuple(range(config.num_layers))
             for i in everywhere if config.lora_layers is None else config.lora_layers:
@@ -280,21 +348,31 @@ def assemble_transformer(config: TransformerConfig, seed: int = 0) -> DiffusionT
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)
-        initialize(transformer, seed)
+        initialize(transformer, seed, added=transformer.own_values(seed))
     return transformer
 
 
+def _named(transformer: nn.Module) -> dict[str, Tensor]:
+    return {**dict(transformer.named_parameters()), **dict(transformer.named_buffers())}
+
+
 def freeze(
-    transformer: nn.Module, not_trainable_prefixes: Iterable[str], is_lora_only: bool
+    transformer: DiffusionTransformer,
+    not_trainable_prefixes: Iterable[str],
+    is_lora_only: bool,
+    trainable_modules: Sequence[str] | None = None,
 ) -> None:
     """Set requires_grad as upstream's disable_untrainable_params (sat/diffusion_video.py).
 
     Parameters whose SAT name starts with a prefix are frozen ("all": every parameter), except
     adapters. is_lora_only (`lora_train: true`): freeze all but the adapters. (Upstream looks for
-    another kind of adapter there, `lora_layer`, and also freezes those of lora2.)
+    another kind of adapter there, `lora_layer`, and also freezes those of lora2.) trainable_modules:
+    freeze all but the adapters and the parameters of modules with these names, anywhere in the model.
     """
     prefixes = tuple(not_trainable_prefixes)
-    names = [sat_name(name) for name, _ in transformer.named_parameters()]
+    # SAT has no names for what a subclass adds.
+    name_of = lambda name: name if name in transformer.added else sat_name(name)
+    names = [name_of(name) for name, _ in transformer.named_parameters()]
     for prefix in prefixes:
         # SAT's configs also list prefixes of the VAE and the text encoder.
         is_elsewhere = prefix == "all" or prefix.startswith(DEFAULT_FROZEN_PREFIXES)
@@ -305,8 +383,28 @@ def freeze(
             )
     # A model arrives with all parameters trainable, so nothing has to be set to True.
     freezes_all = is_lora_only or "all" in prefixes
+    chosen = _of_modules(transformer, trainable_modules or ())
     for name, parameter in transformer.named_parameters():
         if is_lora_parameter(name):
             continue
-        if freezes_all or sat_name(name).startswith(prefixes):
+        is_frozen = name_of(name).startswith(prefixes)
+        if name in chosen and (is_frozen or is_lora_only):
+            key = "lora_train" if is_lora_only else "not_trainable_prefixes"
+            raise ValueError(
+                f"model.trainable_modules={list(trainable_modules or ())} trains {name}, which model.{key} "
+                "freezes; remove it from one of them"
+            )
+        if name not in chosen and (freezes_all or is_frozen or trainable_modules is not None):
             parameter.requires_grad_(False)
+
+
+def _of_modules(transformer: nn.Module, modules: Sequence[str]) -> set[str]:
+    """Return the names of the parameters in modules with these names; ValueError if one has none."""
+    paths = {name: name.split(".")[:-1] for name, _ in transformer.named_parameters()}
+    known = {part for path in paths.values() for part in path if not part.isdigit()}
+    for module in modules:
+        if module not in known:
+            hint = nearest(module, known) or f"; use one or more of {', '.join(sorted(known))}"
+            key = "model.trainable_modules"
+            raise ValueError(f"{key}={list(modules)}: no module is called {module!r}{hint}")
+    return {name for name, path in paths.items() if not set(path).isdisjoint(modules)}

@@ -281,7 +281,7 @@ def trace_block(
     block = transformer.blocks[number]
     recorder = _Recorder(block)
     given = _block_inputs(transformer, block, shape)
-    call = block_call(block, policy, keep_rng=transformer.config.lora_dropout > 0)
+    call = block_call(block, policy, keep_rng=transformer.uses_dropout)
     seed = torch.empty((), device=_META, requires_grad=has_input_gradient)
     with recorder:
         hidden = _Start.apply(seed, given[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from cogfast.config import Config, instantiate, resolve
+from cogfast.config import Config, data_arguments, instantiate, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments, select
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
@@ -79,7 +80,7 @@ def build_on_meta(
     tensor: the tensor-parallel group.
     """
     with torch.device("meta"):
-        transformer = build_transformer(config.model)
+        transformer = build_transformer(config.model, allow_import=config.allow_import)
     # A trainable parameter without a gradient would end the run after its first step.
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
@@ -151,7 +152,12 @@ def assemble_transformer(
         report.log()
     if new := sum(map(is_lora_parameter, fresh)):
         logger.info("LoRA: %d adapter tensors start from their initial values", new)
-    initialize(transformer, args.seed, shards, fresh, held)
+    if new := sorted(fresh & transformer.added):
+        # The blocks have the same modules: one name stands for all of them.
+        names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in new)
+        text = "%s adds %s, which start from their own initial values: %s"
+        logger.info(text, type(transformer).__name__, counted(len(new), "tensor"), ", ".join(names))
+    initialize(transformer, args.seed, shards, fresh, held, transformer.own_values(args.seed))
     if args.compile:
         compile_blocks(transformer)
     return transformer
@@ -200,6 +206,7 @@ def assemble_encoder(
         patch=transformer.patch_size,
         latent_input=model.latent_input,
         conditions=model.inputs,
+        tensors=tuple(data_arguments(config).get("tensors") or ()),
         image_on_all_frames=model.noised_image_all_concat,
         given_frames=GivenFrames.parse(model.given_frames),
         masked_video_noise=model.masked_video_noise,
@@ -310,7 +317,8 @@ def _with_others(
     if not isinstance(dataset, CaptionedVideos):
         return dataset
     others = dataset.clips.others
-    unused = {*others} - {*inputs, *(["mask"] * is_masked)}
+    are_tensors = {name for name, one in others.items() if one.shape is not None}
+    unused = {*others} - {*inputs, *(["mask"] * is_masked), *are_tensors}
     for name in sorted(unused):
         logger.info("%s: %s are not read; %s reads them", key, *_OTHERS[name])
     if is_masked and "mask" not in others and key == "args.train_data":

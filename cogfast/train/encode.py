@@ -78,7 +78,7 @@ class Encoder:
     encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
     captions of training data, and not for first frames and prompts that are sampled. device: where the
     modules' weights are while a method here uses them, and on a GPU may leave; None: they stay.
-    is_brief: they leave after each use.
+    is_brief: they leave after each use. tensors: keys of a batch that the network gets as they are.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Encoder:
         patch: PatchSize,
         latent_input: bool = False,
         conditions: Sequence[Condition] = (),
+        tensors: Sequence[str] = (),
         image_on_all_frames: bool = False,
         given_frames: GivenFrames | None = None,
         masked_video_noise: bool = False,
@@ -114,6 +115,7 @@ class Encoder:
         self.given_frames, self.masked_video_noise = given_frames, masked_video_noise
         self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
         self.text_dropout = text_dropout
+        self.tensors = tuple(tensors)
         self.samples_at_a_time = samples_at_a_time
         self._before_clips = before_clips
         self._broadcast_within_model = broadcast_within_model
@@ -250,7 +252,8 @@ class Encoder:
         if has_dropout and self.text_dropout > 0:
             # Drawn by the slot in the global batch: the same on every parallel layout.
             text = _dropped(text, rng.uniform("text_dropout") < self.text_dropout)
-        return latents, Conditioning(text=text, condition_latents=join_conditions(found))
+        tensors = {name: batch[name] for name in self.tensors}
+        return latents, Conditioning(text, join_conditions(found), tensors=tensors)
 
     @torch.no_grad()
     def encode_batch(self, batch: dict, rng: SlotRandom) -> dict:

@@ -169,10 +169,10 @@ class Trainer:
         num_text, num_frames = conditioning.text.shape[1], self.encoder.num_frames(batch)
         self.size.note(batch, latents, num_text, num_frames)
         # nn.Dropout draws from PyTorch's generator: seed it by step and slot, too.
-        if self.engine.transformer.config.lora_dropout > 0:
+        if self.engine.transformer.uses_dropout:
             rng.seed_generators("lora dropout")
         with CLOCK.part("forward"):
-            noised, is_prior = self.add_noise(latents, rng), self._is_prior(batch)
+            noised, is_prior = self.add_noise(batch, latents, rng), self._is_prior(batch)
             mask = mask_weights(self.loss, batch, self.encoder.patch)
             # Before the pass with gradients, which keeps its activations.
             base = None if is_prior is None else self._predict_by_base(noised, conditioning)
@@ -201,7 +201,7 @@ class Trainer:
         assert self.diffusion.loss is not None, "preflight asks for one"
         return self.diffusion.loss
 
-    def add_noise(self, latents: Tensor, rng: SlotRandom) -> Noised:
+    def add_noise(self, batch: dict, latents: Tensor, rng: SlotRandom) -> Noised:
         """Noise latents [B, C, T, h, w] at timesteps drawn for each sample, as the configuration says."""
         return self.loss.add_noise(latents, rng)
 

@@ -211,8 +211,8 @@ class CachedVideos(CaptionedVideos):
     An item is {"latent_mean" [C, T, h, w], "latent_logvar" (if the autoencoder has one), "images"
     uint8 [3, H, W] (the first frame, if cached) or instead "noised_image_mean" [N, C, 1, h, w] and
     "noised_image_logvar", "given_frames" uint8 [P, 3, H, W], "control_mean" and "control_logvar" (as
-    latent_mean, of a control), "mask" (read from its file), "prior", "prompt_embedding" [L, E], "txt",
-    "fps", "num_frames", "path", "num_padded"}.
+    latent_mean, of a control), "mask" and tensors (read from their files), "prior",
+    "prompt_embedding" [L, E], "txt", "fps", "num_frames", "path", "num_padded"}.
 
     videos: the data set that this one replaces. entries: those of "video" and of "text". keys: of the
     samples' videos, by the names of `CaptionedVideos.encoded`.
@@ -235,11 +235,12 @@ class CachedVideos(CaptionedVideos):
         if "control" in self.keys:
             control = self._entry("video", self.keys["control"][index], index)
             found |= {f"control_{n}": control[n] for n in ("mean", "logvar") if n in control}
-        if "mask" in self.others:
-            try:
+        try:
+            if "mask" in self.others:
                 found["mask"] = self._other("mask", index, self.settings_of(index), None)
-            except BadSample as error:
-                raise BadSample(self.name(index), error.reason) from None
+            found |= self.read_tensors(index)
+        except BadSample as error:
+            raise BadSample(self.name(index), error.reason) from None
         if self.clips.prior is not None:
             found["prior"] = bool(self.clips.prior[index])
         return {

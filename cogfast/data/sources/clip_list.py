@@ -51,14 +51,16 @@ _NONE = {
 @dataclass(frozen=True, slots=True)
 class OtherFiles:
     """One further file for each sample, such as its control video. files: named as ClipList.files;
-    "": none. places: as ClipList.places."""
+    "": none. places: as ClipList.places. shape: of .npy files (arrays.py); None: they are videos."""
 
     files: PackedStrings
     places: np.ndarray | None = None
+    shape: tuple[int, ...] | None = None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> OtherFiles:
         files = PackedStrings(self.files[int(i)] for i in indices)
-        return OtherFiles(files, None if self.places is None else self.places[np.asarray(indices)])
+        places = None if self.places is None else self.places[np.asarray(indices)]
+        return OtherFiles(files, places, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,9 @@ class ClipList:
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
-    others: Mapping[str, OtherFiles] = field(default_factory=dict)  # by name: "control" or "mask"
+    others: Mapping[str, OtherFiles] = field(
+        default_factory=dict
+    )  # by name: "control", "mask" or of a tensor
 
     def __len__(self) -> int:
         return len(self.files)
@@ -143,7 +147,8 @@ def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
         is_apart = other is None or other.places is None
         places.append(np.full((len(one), 2), -1) if is_apart else other.places)
     joined = np.concatenate(places)
-    return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None)
+    shape = next(one.others[name].shape for one in lists if name in one.others)
+    return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None, shape)
 
 
 def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:

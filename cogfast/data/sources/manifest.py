@@ -98,26 +98,32 @@ def manifest_of(source: Path) -> Path:
 
 
 def read_manifest(
-    source: Path, allow_empty_captions: bool = False, has_pictures: bool = False
+    source: Path,
+    allow_empty_captions: bool = False,
+    has_pictures: bool = False,
+    tensors: Mapping[str, tuple[int, ...]] = {},
 ) -> ClipList:
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault.
-    has_pictures: rows of type image are samples."""
+    has_pictures: rows of type image are samples. tensors: {column of .npy files: their shape}."""
     file = manifest_of(source)
     if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
         problem = "not a manifest" if file.exists() else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
-    texts |= {name: [] for name in OTHER_VIDEOS}
+    if taken := sorted(_KNOWN.intersection(tensors)):
+        rule = f"{taken[0]} is a column with a meaning of its own"
+        raise ValueError(f"data.params.tensors: {rule}; rename the tensor")
+    texts |= {name: [] for name in (*OTHER_VIDEOS, *tensors)}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, types, prior, empty, gone, num_pictures = [], [], [], [], [], 0
-    for place, row in _rows_of(file):
+    for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
         kind = str(row.get("type")).strip().lower()
         if kind == "image" and not has_pictures:
             num_pictures += 1
             continue
         path, caption, *others = (
-            _text(next((row[name] for name in _NAMES[n] if name in row), None), f"{where}: {n}")
+            _text(next((row[x] for x in _NAMES.get(n, (n,)) if x in row), None), f"{where}: {n}")
             for n in texts
         )
         if not path:
@@ -133,7 +139,9 @@ def read_manifest(
         if not os.path.isfile(texts["path"][-1]):
             gone.append(f"{place}: {texts['path'][-1]}")
         texts["caption"].append(caption)
-        for name, other in zip(("image", *OTHER_VIDEOS), others, strict=True):
+        for name, other in zip(("image", *OTHER_VIDEOS, *tensors), others, strict=True):
+            if name in tensors and not other:
+                raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
             texts[name].append(str(file.parent / other) if other else "")
         for name, missing in _NUMBERS.items():
             numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
@@ -166,6 +174,7 @@ def read_manifest(
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
         fix += "data.params.allow_empty_captions=true"
         refuse_samples(empty, len(texts["path"]), what, fix)
+    files = {n: PackedStrings(texts[n]) for n in (*OTHER_VIDEOS, *tensors) if any(texts[n])}
     # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
     fps, weights, numbered = (np.array(x) for x in (numbers["fps"], numbers["weight"], splits))
@@ -173,7 +182,7 @@ def read_manifest(
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),
         images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
-        others={n: OtherFiles(PackedStrings(texts[n])) for n in OTHER_VIDEOS if any(texts[n])},
+        others={n: OtherFiles(found, shape=tensors.get(n)) for n, found in files.items()},
         spans=None if np.isnan(spans).all() else spans,
         fps=None if np.isnan(fps).all() else fps,
         weights=None if (weights == 1).all() else weights,
@@ -183,12 +192,13 @@ def read_manifest(
     )
 
 
-def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list."""
+def _rows_of(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list. tensors:
+    further known columns."""
     if file.suffix.lower() == ".csv":
-        yield from _csv_rows(file)
+        yield from _csv_rows(file, tensors)
         return
-    others: set[str] = set()
+    others = tensors
     for place, row in (
         _list_entries(file) if file.suffix.lower() == ".json" else _line_entries(file)
     ):
@@ -225,7 +235,7 @@ def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
     yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def _csv_rows(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
     # newline="": csv itself splits lines, since quoted captions may hold line breaks.
     reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
     try:
@@ -233,7 +243,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
         twice = [name for name in header if name in _KNOWN and header.count(name) > 1]
         if twice:
             raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
-        _check_columns(file, "line 1", set(header))
+        _check_columns(file, "line 1", set(header) - tensors)
         for name in ("path", "caption"):
             if not set(_NAMES[name]) & set(header):
                 raise ValueError(

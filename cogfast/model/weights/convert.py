@@ -23,6 +23,7 @@ from cogfast.model.weights.adapters import (
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.formats.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.formats.peft import with_strength_in_b, write_peft
+from cogfast.model.weights.formats.sat_names import has_sat_name
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.image_scale import log_difference_of_run
 from cogfast.model.weights.open import open_source
@@ -74,7 +75,7 @@ def convert(
             f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
             "out"
         )
-    source = open_source(source_path, ema)
+    source = _without_own(open_source(source_path, ema))
     # Files of a run may need code in diffusers' pipeline.
     for run in (
         filter(None, (source_path, merge_lora, add_lora)) if to in ("peft", "diffusers") else ()
@@ -119,6 +120,16 @@ def _has_noise(path: Path) -> bool:
     files = (path / "config.json", path / "transformer" / "config.json")
     found = next((file for file in files if file.is_file()), None)
     return found is not None and bool(read_json(found).get(NOISE_KEY))
+
+
+def _without_own(source: WeightSource) -> WeightSource:
+    """Return weights in which the tensors that a user's own network adds are unexpected ones."""
+    own = [name for name in source.shapes if not has_sat_name(name)]
+    if own and len(own) == len(source.shapes):
+        what = f"has only tensors of a network of its own ({first_of(own)})"
+        raise ValueError(f"{source.description}: {what}, which no other format has; sample the run")
+    kept = {name: shape for name, shape in source.shapes.items() if name not in own}
+    return replace(source, shapes=kept, unexpected=[*source.unexpected, *own])
 
 
 def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:

@@ -29,7 +29,7 @@ class LoadReport:
 
     description: str
     num_loaded: int
-    missing: list[str]  # these keep their initial values: adapters, computed tables
+    missing: list[str]  # these keep their initial values: adapters, computed tables, added modules
     unexpected: list[str]
     lacking: list[str]  # of `missing`, those that a run's checkpoint leaves to its base model
 
@@ -175,7 +175,8 @@ def _target(name: str, parameters: Container[str]) -> str | None:
 
 def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
     is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
-    return is_computed or is_lora_parameter(name) or name in transformer.unused_parameter_names()
+    is_new = is_lora_parameter(name) or name in transformer.added
+    return is_computed or is_new or name in transformer.unused_parameter_names()
 
 
 def check_family(path: str, found: Family, config: TransformerConfig) -> None:

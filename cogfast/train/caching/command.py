@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
+from cogfast.config import Config, data_arguments, with_words
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog
@@ -141,6 +142,8 @@ class _CacheRun:
         overrides: EncodeOverrides,
     ) -> None:
         assert args.latent_cache is not None, "preflight asks for a folder"
+        if data_arguments(config).get("tensors"):  # training reads them from their files
+            config = with_words(config, ["data.params.tensors=null"], DEFAULT)
         self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
         self.folder = Path(args.latent_cache)
         groups.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))

@@ -141,7 +141,7 @@ def apply_policies(
     offload: moves what the policies keep to host memory; no policy may be `none`, and is_compiled allows
     `full` alone.
     """
-    keep_rng = transformer.config.lora_dropout > 0  # no other op in a block uses random numbers
+    keep_rng = transformer.uses_dropout  # no other op in a block uses random numbers
     calls: list[BlockCall] = []
     for number, (block, policy) in enumerate(zip(transformer.blocks, policies, strict=True)):
         if offload is not None:

@@ -20,11 +20,13 @@ from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.transformer import network_class
 from cogfast.model.weights.adapters import check_config, open_adapter
 from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
@@ -109,6 +111,9 @@ def _check_export(config: Config, args: TrainArguments, network: dict[str, Any])
     # LoRA files can represent every model; only whole models have diffusers' limits.
     if args.export == "none" or network.get("lora_rank") is not None:
         return
+    if (own := config.model.network_config.target) not in NETWORKS:
+        text = f"args.export={args.export}: diffusers has no class for what {own} adds; set args.export=none"
+        refuse(config, "args.export", text)
     try:
         diffusers_config(TransformerConfig(**network))
     except ValueError as error:
@@ -122,11 +127,14 @@ def _check_base(
 ) -> None:
     """Check the keys that keep LoRA's frozen base in 8 bits or in host memory."""
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
+    is_own = config.model.network_config.target not in NETWORKS
+    others = "other" if is_own or model.trainable_modules is not None else "all"
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
         value = getattr(args, key)
-        if value != default and not (is_frozen and network.get("lora_rank") is not None):
-            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains all weights"
-            text += "; set args.lora_rank=64 (or another rank)"
+        is_lora = is_frozen and network.get("lora_rank") is not None and others == "all"
+        if value != default and not is_lora:
+            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains "
+            text += f"{others} weights; set args.lora_rank=64 (or another rank)"
             refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
     if args.offload_blocks > network["num_layers"]:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
@@ -492,6 +500,7 @@ def _check_offload(config: Config, args: TrainArguments) -> None:
 
 def _network(config: Config) -> dict[str, Any]:
     """Return the fields of TransformerConfig, after checking the number of input channels."""
+    network_class(config.model.network_config.target, config.allow_import)
     network = transformer_arguments(config.model.network_config.params)
     given, made = network["in_channels"], network["out_channels"]
     if given % made > 1 or given < made:  # one channel of a mask

@@ -93,7 +93,7 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
         return
     digest = hashlib.blake2b(digest_size=8)
     if isinstance(dataset, CaptionedVideos):
-        for name in (name for other in dataset.others.values() for name in other.paths):
+        for name in (name for other in dataset.clips.others.values() for name in other.files):
             digest.update(name.encode("utf-8", "surrogatepass"))
         for i, caption in enumerate(dataset.captions):
             text = f"{dataset.name(i)}\0{caption}\0"

@@ -7,6 +7,7 @@ import os
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.model.config import TransformerConfig
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
@@ -24,6 +25,11 @@ def check_mesh(
     """
     world, heads = _world(world_size), model.num_attention_heads
     tensor, context = args.model_parallel_size, args.context_parallel_size
+    own = config.model.network_config.target
+    for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
+        if size > 1 and own not in NETWORKS:
+            text = f"{key}={size} splits the work of cogfast's own modules, not of those that {own} adds"
+            refuse(config, key, f"{text}; use 1, and a higher ZeRO stage for memory")
     of = f"num_attention_heads={heads}"
     _check_heads(config, _TENSOR, tensor, heads, of)
     _check_ranks(config, _TENSOR, tensor, world, heads, f"the number of ranks, {world}")

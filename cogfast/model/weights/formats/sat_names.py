@@ -66,6 +66,11 @@ def sat_name(our_name: str) -> str:
     return PREFIX + name
 
 
+def has_sat_name(our_name: str) -> bool:
+    """Return whether a parameter is one of cogfast's own classes."""
+    return _translate(our_name, _TO_SAT) is not None
+
+
 def from_sat_name(key: str) -> str | None:
     """Return cogfast's name of SAT's key, with or without SAT's prefix; None for unknown keys."""
     return _translate(key.removeprefix(PREFIX), _FROM_SAT)
