@@ -16,8 +16,9 @@ from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
 from cogfast.train.preflight.pipeline_folder import find_config
 from tests.sample.test_sample_sources import LATENTS, assert_close, latents, sample
+from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
-from tests.support.tiny_run import run_folder
+from tests.support.tiny_run import CHANNELS, SIDE, run_folder, write_clips, write_config
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 SHAPE = "args.sampling_num_frames=3", "--size", "32x48"
@@ -191,3 +192,45 @@ def test_what_does_not_fit_is_refused(
     cached = ["train", folder, "--data", tmp_path, f"args.latent_cache={tmp_path / 'cache'}"]
     assert main([*map(str, cached)]) != 0
     assert "holds no masked videos" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def with_everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return the configuration of a model with all conditions beside each other, and its overrides."""
+    folder = tmp_path_factory.mktemp("everything")
+    data, rows = write_clips(folder / "data"), []
+    mask = np.zeros((SIDE, SIDE, 3), np.uint8)
+    mask[:, : SIDE // 2] = 255
+    Image.fromarray(mask).save(data / "half.png")
+    for i in range(6):
+        row = {
+            "path": f"videos/{i}.mp4",
+            "control": f"videos/{(i + 1) % 6}.mp4",
+            "mask": "half.png",
+        }
+        rows.append(json.dumps(row | {"caption": f"bar number {i} moves"}) + "\n")
+    (data / "metadata.jsonl").write_text("".join(rows))
+    config = write_config(folder / "config.yaml", data, "5b", train_iters=3)
+    words = [f"args.train_data=[{data}]", "data.target=cogfast.data.datasets.VideoManifest"]
+    words += ["model.conditions=[frames, mask, masked_video, control]", "args.seed=7"]
+    words += ["model.given_frames=random", "model.masked_video_noise=true"]
+    words += [f"model.network_config.params.in_channels={4 * CHANNELS + 1}"]
+    return config, [*words, "model.condition_dropout=0.3"]
+
+
+def test_several_conditions_train_alike_on_every_layout(
+    with_everything: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    config, words = with_everything
+    run = lambda *more: [str(config), *words, *more, f"args.save={tmp_path / more[0][5:]}"]
+    one = run("args.batch_size=4")
+    layouts = [
+        run("args.model_parallel_size=2", "args.sequence_parallel=true"),
+        run("args.context_parallel_size=2", "args.activation_checkpointing=full"),
+        run("args.batch_size=2"),
+    ]
+    launch(1, [one])
+    launch(2, layouts)
+    expected = run_folder(tmp_path / "batch_size=4")
+    for save in ("model_parallel_size=2", "context_parallel_size=2", "batch_size=2"):
+        assert_equal_training(run_folder(tmp_path / save), expected)

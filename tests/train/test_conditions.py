@@ -180,20 +180,20 @@ def test_each_condition_has_its_own_dropout() -> None:
     assert (kept != 0).flatten(1).any(dim=1).all()
 
 
-@pytest.fixture(scope="module")
-def control_model(pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_control_pipeline(pipelines, "5b", tmp_path_factory.mktemp("fun") / "5b")
-
-
-def test_loss_and_gradients_are_those_of_diffusers_network(control_model: Path) -> None:
+@pytest.mark.parametrize("channels", [16, 17, 32], ids=["control", "inpainting", "two"])
+def test_loss_and_gradients_are_those_of_diffusers_network(
+    channels: int, pipelines: Pipelines, tmp_path: Path
+) -> None:
+    control_model = write_control_pipeline(pipelines, "5b", tmp_path / "5b", 16 + channels)
     theirs = CogVideoXTransformer3DModel.from_pretrained(control_model / "transformer").train()
     theirs.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
     config: TransformerConfig = identify(open_source(control_model))
-    assert (config.in_channels, config.out_channels) == (32, 16)
+    assert (config.in_channels, config.out_channels) == (16 + channels, 16)
     ours = assemble_transformer(config)
     load_transformer(ours, str(control_model))
     draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-    latents, control, text = draw(2, 16, 3, 4, 6), draw(2, 16, 3, 4, 6).flip(0), draw(2, 226, 32)
+    latents, text = draw(2, 16, 3, 4, 6), draw(2, 226, 32)
+    control = draw(2, channels, 3, 4, 6).flip(0)
     text = text[..., : config.text_hidden_size]
     control.requires_grad_(True)
     diffusion = assemble_diffusion(

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -106,8 +107,10 @@ def warn_of_missing_token(args: TrainArguments) -> None:
         logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
 
 
-def _tag(is_i2v: bool, is_control: bool) -> str:
-    return "image-to-video" if is_i2v else "video-to-video" if is_control else "text-to-video"
+def _tag(inputs: Sequence[str]) -> str:
+    if {"image", "frames"} & set(inputs):
+        return "image-to-video"
+    return "video-to-video" if inputs else "text-to-video"
 
 
 def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
@@ -125,7 +128,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
     facts = source.facts
     inputs = conditions_of_run(config.get("model") or {})
-    is_i2v, is_control = "image" in inputs, "control" in inputs
+    is_i2v, is_control = inputs == ["image"], inputs == ["control"]
     is_rotary = facts["position"] == "rotary"
     member = member_of(facts["patch_size"], is_i2v, is_rotary)
     in_channels = facts["out_channels"] * (1 + member.has_image)
@@ -137,7 +140,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         **({} if base is None else {"base_model": base}),
         **(_license(Path(load)) if load else {"license": "other"}),
         "library_name": "diffusers",
-        "pipeline_tag": _tag(is_i2v, is_control),
+        "pipeline_tag": _tag(inputs),
         "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
         "widget": widget,
     }
@@ -167,6 +170,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         is_lora=adapters is not None,
         is_i2v=is_i2v,
         is_control=is_control,
+        other_inputs="" if is_i2v or is_control else ", ".join(inputs),
         clips=counted(manifest.get("num_samples", 0), "clip"),
         settings={name: value for name, value in settings.items() if value is not None},
         prompt=json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False),
