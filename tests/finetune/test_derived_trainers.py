@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,14 +27,38 @@ def rotary_of(frames: int) -> tuple[Tensor, Tensor]:
     return get_3d_rotary_pos_embed(64, None, grid, frames, grid_type="slice", max_size=grid)
 
 
+def network_of(folder: Path) -> CogVideoXTransformer3DModel:
+    model = CogVideoXTransformer3DModel.from_pretrained(folder / "transformer")
+    model.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
+    return model
+
+
+def loss_of_diffusers(
+    folder: Path,
+    low: Tensor,
+    high: Tensor,
+    text: Tensor,
+    step: int,
+    noise_step: int = 0,
+    model: CogVideoXTransformer3DModel | None = None,
+) -> Tensor:
+    """The objective of stage one for latents [B, C, T, h, w], with diffusers' network and scheduler."""
+    scheduler = CogVideoXDPMScheduler.from_pretrained(folder / "scheduler")
+    noised, times = low.transpose(1, 2), torch.full((len(low),), step)
+    if noise_step:
+        drawn = torch.randn_like(noised)
+        noised = scheduler.add_noise(noised, drawn, torch.full((len(low),), noise_step))
+    given = {"image_rotary_emb": rotary_of(3), "return_dict": False}
+    velocity = (model or network_of(folder))(noised, text, times, **given)[0]
+    found = scheduler.get_velocity(velocity, noised, times)
+    return (found - high.transpose(1, 2)).square().mean()
+
+
 def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(options, pipelines):  # noqa: F811
     given = options("5b", training_type="sft", noise_step=700, batch_size=2)
     trainer = StageOne(SuperResolutionArgs(**given))
     run = trainer._prepare()
-    folder = pipelines.path("5b")
-    model = CogVideoXTransformer3DModel.from_pretrained(folder / "transformer")
-    model.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
-    scheduler = CogVideoXDPMScheduler.from_pretrained(folder / "scheduler")
+    model = network_of(pipelines.path("5b"))
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     low, high, text = draw(2, 16, 3, 4, 6), draw(2, 16, 3, 4, 6), draw(2, 226, 32)
@@ -42,11 +67,7 @@ def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(options, pipe
     torch.manual_seed(5)
     loss = trainer.compute_loss(batch)
     torch.manual_seed(5)
-    noised, times = low.transpose(1, 2), torch.full((2,), 399)
-    noised = scheduler.add_noise(noised, torch.randn_like(noised), torch.full((2,), 700))
-    velocity = model(noised, text, times, image_rotary_emb=rotary_of(3), return_dict=False)[0]
-    found = scheduler.get_velocity(velocity, noised, times)
-    expected = (found - high.transpose(1, 2)).square().mean()
+    expected = loss_of_diffusers(pipelines.path("5b"), low, high, text, 399, 700, model)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
     pairs = {
