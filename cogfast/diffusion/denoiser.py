@@ -28,7 +28,7 @@ class Conditioning:
 
 
 class Network(Protocol):
-    """The transformer, or any callable with the same signature. tensors: given only if there are any."""
+    """The transformer, or any callable with the same signature."""
 
     def __call__(
         self,

@@ -41,7 +41,7 @@ class BlockModulation(nn.Module):
 
 class Block(nn.Module):
     """hidden [B, S, M] -> [B, S, M]; owns all its weights. device: of these, and not of those that a
-    subclass adds (DiffusionTransformer.own_values)."""
+    subclass adds (DiffusionTransformer.reset_added)."""
 
     def __init__(
         self,

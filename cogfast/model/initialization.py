@@ -24,7 +24,6 @@ def initialize(
     shards: Mapping[str, Shard] | None = None,
     names: Container[str] | None = None,
     held: Mapping[str, Target] | None = None,
-    added: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Initialize the parameters of a DiffusionTransformer for training from scratch.
 
@@ -35,20 +34,11 @@ def initialize(
 
     shards: the shard that the transformer holds of a parameter, by name; it gets that shard of the
     whole parameter's values. names: the parameters to set; None: all. held: weights that are no
-    parameters, by name. added: the values of parameters and buffers that a subclass adds. Values are drawn
-    on the CPU in float32, one parameter at a time.
+    parameters, by name. Values are drawn on the CPU in float32, one parameter at a time.
     """
     targets: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
-    added = added or {}
-    # Neither checkpoints nor args.load have buffers.
-    for name, buffer in transformer.named_buffers():
-        if name in added:
-            buffer.copy_(added[name])
     for name, parameter in targets.items():
         if names is not None and name not in names:
-            continue
-        if name in added:
-            parameter.copy_(added[name])
             continue
         owner = transformer.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, PositionTable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -85,7 +85,7 @@ class DiffusionTransformer(nn.Module):
         self.kernels = kernels = choose_kernels()
         make_norm = partial(nn.LayerNorm, width, elementwise_affine=config.elementwise_affine)
 
-        # Only these: modules that a subclass adds keep the values of their constructor (own_values).
+        # Only these: modules that a subclass adds keep the values of their constructor (reset_added).
         with torch.device("meta"):
             self.patch_embedding = nn.Linear(config.in_channels * patch_numel, width)
             self.text_embedding = nn.Linear(config.text_hidden_size, width)
@@ -122,6 +122,8 @@ class DiffusionTransformer(nn.Module):
                 unused = torch.empty(config.max_sequence_length, width)
                 self.unused_position_embeddings = nn.Parameter(unused)
         self.added: frozenset[str] = frozenset()  # parameters and buffers of a subclass
+        # Whether training draws from torch's generators, as a subclass may.
+        self.uses_dropout = config.lora_dropout > 0 or type(self) is not DiffusionTransformer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,19 +156,18 @@ class DiffusionTransformer(nn.Module):
         """Return the names of parameters that never get a gradient."""
         return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
 
-    @property
-    def uses_dropout(self) -> bool:
-        """Whether training may draw from torch's generators: a subclass may do so."""
-        return self.config.lora_dropout > 0 or type(self) is not DiffusionTransformer
-
-    def own_values(self, seed: int) -> dict[str, Tensor]:
-        """Return the parameters and buffers that a subclass adds, as its constructor makes them."""
+    @torch.no_grad()
+    def reset_added(self, seed: int, names: Container[str] | None = None) -> None:
+        """Give parameters of a subclass, those in `names` or all, and its buffers its constructor's values."""
         if not self.added:
-            return {}
+            return
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(random_bits(seed, "added modules"))
-            made = type(self)(self.config)
-        return {name: value for name, value in _named(made).items() if name in self.added}
+            made = _named(type(self)(self.config))
+        parameters = dict(self.named_parameters())
+        for name in self.added:
+            if names is None or name in names or name not in parameters:
+                _named(self)[name].copy_(made[name])
 
     def block_arguments(
         self, tensors: Mapping[str, Tensor], grid: TokenGrid
@@ -315,8 +316,9 @@ def network_class(path: str, allow_import: Sequence[str]) -> type[DiffusionTrans
     key = "model.network_config.target"
     found = import_target(path, key, allow_import, "network")
     if not (isinstance(found, type) and issubclass(found, DiffusionTransformer)):
-        own = f"{DiffusionTransformer.__module__}.{DiffusionTransformer.__name__}"
-        raise KeyProblem(key, f"{key}={path} is not a subclass of {own}; derive it from that class")
+        raise KeyProblem(
+            key, f"{key}={path} is not a subclass of {NETWORKS[1]}; derive it from that"
+        )
     return found
 
 
@@ -348,7 +350,8 @@ def assemble_transformer(
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)
-        initialize(transformer, seed, added=transformer.own_values(seed))
+        initialize(transformer, seed)
+        transformer.reset_added(seed)
     return transformer
 
 
@@ -390,10 +393,8 @@ def freeze(
         is_frozen = name_of(name).startswith(prefixes)
         if name in chosen and (is_frozen or is_lora_only):
             key = "lora_train" if is_lora_only else "not_trainable_prefixes"
-            raise ValueError(
-                f"model.trainable_modules={list(trainable_modules or ())} trains {name}, which model.{key} "
-                "freezes; remove it from one of them"
-            )
+            text = f"model.trainable_modules trains {name}, which model.{key} freezes"
+            raise ValueError(f"{text}; remove one of the two keys, or the name")
         if name not in chosen and (freezes_all or is_frozen or trainable_modules is not None):
             parameter.requires_grad_(False)
 

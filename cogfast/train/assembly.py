@@ -153,11 +153,12 @@ def assemble_transformer(
     if new := sum(map(is_lora_parameter, fresh)):
         logger.info("LoRA: %d adapter tensors start from their initial values", new)
     if new := sorted(fresh & transformer.added):
-        # The blocks have the same modules: one name stands for all of them.
+        # One name stands for that of each block.
         names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in new)
         text = "%s adds %s, which start from their own initial values: %s"
         logger.info(text, type(transformer).__name__, counted(len(new), "tensor"), ", ".join(names))
-    initialize(transformer, args.seed, shards, fresh, held, transformer.own_values(args.seed))
+    initialize(transformer, args.seed, shards, fresh, held)
+    transformer.reset_added(args.seed, fresh)
     if args.compile:
         compile_blocks(transformer)
     return transformer

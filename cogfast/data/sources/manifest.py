@@ -111,8 +111,7 @@ def read_manifest(
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     if taken := sorted(_KNOWN.intersection(tensors)):
-        rule = f"{taken[0]} is a column with a meaning of its own"
-        raise ValueError(f"data.params.tensors: {rule}; rename the tensor")
+        raise ValueError(f"data.params.tensors: {taken[0]} names another column; rename the tensor")
     texts |= {name: [] for name in (*OTHER_VIDEOS, *tensors)}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, types, prior, empty, gone, num_pictures = [], [], [], [], [], 0

@@ -126,8 +126,8 @@ def _without_own(source: WeightSource) -> WeightSource:
     """Return weights in which the tensors that a user's own network adds are unexpected ones."""
     own = [name for name in source.shapes if not has_sat_name(name)]
     if own and len(own) == len(source.shapes):
-        what = f"has only tensors of a network of its own ({first_of(own)})"
-        raise ValueError(f"{source.description}: {what}, which no other format has; sample the run")
+        text = "has only tensors of a network of its own, which no other format has; sample the run"
+        raise ValueError(f"{source.description}: {text}")
     kept = {name: shape for name, shape in source.shapes.items() if name not in own}
     return replace(source, shapes=kept, unexpected=[*source.unexpected, *own])
 
@@ -136,7 +136,7 @@ def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
     if source.unexpected and not is_allowed:
         raise ValueError(
             f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
-            f"{first_of(source.unexpected)}; skip them with --allow-unexpected"
+            f"{first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
         )
 
 

@@ -128,13 +128,12 @@ def _check_base(
     """Check the keys that keep LoRA's frozen base in 8 bits or in host memory."""
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     is_own = config.model.network_config.target not in NETWORKS
-    others = "other" if is_own or model.trainable_modules is not None else "all"
+    is_frozen = is_frozen and model.trainable_modules is None and not is_own
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
         value = getattr(args, key)
-        is_lora = is_frozen and network.get("lora_rank") is not None and others == "all"
-        if value != default and not is_lora:
-            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains "
-            text += f"{others} weights; set args.lora_rank=64 (or another rank)"
+        if value != default and not (is_frozen and network.get("lora_rank") is not None):
+            text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains other weights"
+            text += "; set args.lora_rank=64 (or another rank)"
             refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
     if args.offload_blocks > network["num_layers"]:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="

@@ -25,11 +25,15 @@ def check_mesh(
     """
     world, heads = _world(world_size), model.num_attention_heads
     tensor, context = args.model_parallel_size, args.context_parallel_size
-    own = config.model.network_config.target
     for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
-        if size > 1 and own not in NETWORKS:
+        if size > 1 and (own := config.model.network_config.target) not in NETWORKS:
             text = f"{key}={size} splits the work of cogfast's own modules, not of those that {own} adds"
             refuse(config, key, f"{text}; use 1, and a higher ZeRO stage for memory")
+        if size > 1 and model.lora_dropout > 0:
+            text = (
+                f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would "
+            )
+            refuse(config, key, f"{text}drop other entries than one rank; use lora_dropout: 0")
     of = f"num_attention_heads={heads}"
     _check_heads(config, _TENSOR, tensor, heads, of)
     _check_ranks(config, _TENSOR, tensor, world, heads, f"the number of ranks, {world}")
@@ -39,12 +43,6 @@ def check_mesh(
         of_ranks += f" / {_TENSOR}={tensor} = {left}"
     _check_heads(config, _CONTEXT, context, heads // tensor, of)
     _check_ranks(config, _CONTEXT, context, left, heads // tensor, of_ranks)
-    for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
-        if size > 1 and model.lora_dropout > 0:
-            text = (
-                f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would "
-            )
-            refuse(config, key, f"{text}drop other entries than one rank; use lora_dropout: 0")
     if not args.sequence_parallel:
         return
     if tensor == 1:

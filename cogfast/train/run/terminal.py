@@ -67,9 +67,10 @@ def log_commands(
     model = ModelArguments.from_config(config)
     files = input_words(model.inputs, model.given_frames)
     to = "peft" if is_lora else "diffusers"
+    own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
     log_facts(
         {
-            "to sample": f"cogfast sample {run} --prompt TEXT{files} --out DIR",
+            "to sample": f"cogfast sample {run}{own} --prompt TEXT{files} --out DIR",
             "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
             "to train on": f"the same command with {resume_words(config, folder)} {more}",
         }

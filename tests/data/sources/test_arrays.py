@@ -105,10 +105,10 @@ def test_bad_files_are_bad_samples(
             lambda: {"row": {"flow": ""}},
             "line 1 has no flow; data.params.tensors needs one per row",
         ),
-        "name": (lambda: {"tensors": {"fps": [1]}}, "'fps' cannot be the name of a tensor"),
+        "name": (lambda: {"tensors": {"fps": [1]}}, "fps is the name of a key of a batch"),
         "column": (
             lambda: {"tensors": {"weight": [1]}},
-            "weight is a column with a meaning of its own",
+            "weight names another column; rename",
         ),
         "values": (lambda: {"tensors": {"flow": [0]}}, "data.params.tensors.flow"),
         "sizes": (

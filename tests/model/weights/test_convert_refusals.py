@@ -153,7 +153,9 @@ def test_unknown_names(made: Path, tmp_path: Path) -> None:
     state = torch.load(folder / FILE)
     key = f"{PREFIX}mixins.swiglu.w2.0.weight"
     torch.save({"module": state["module"] | {key: torch.zeros(2)}}, folder / FILE)
-    assert_refused(folder, f"1 tensor with unknown names: {key}; skip them with --al")
+    assert_refused(
+        folder, f"1 tensor with unknown names: {key}; cogfast convert skips them with --al"
+    )
     convert(folder, tmp_path / "target", "sat", allow_unexpected=True)
     assert key not in torch.load(tmp_path / "target" / FILE)["module"]
 

@@ -118,7 +118,7 @@ REFUSED = {
     ),
     "args.sequence_parallel=true": "but args.model_parallel_size=1; set that to 2 or more",
     "args.quantize_base=int8": (
-        "args.quantize_base=int8 is for LoRA with a frozen base, but this run trains all weights; set "
+        "args.quantize_base=int8 is for LoRA with a frozen base, but this run trains other weights; set "
         "args.lora_rank=64 (or another rank), or args.quantize_base=none"
     ),
     "args.offload_blocks=4": "args.offload_blocks=4 is for LoRA with a frozen base, but this run",

@@ -67,7 +67,7 @@ def sat_name(our_name: str) -> str:
 
 
 def has_sat_name(our_name: str) -> bool:
-    """Return whether a parameter is one of cogfast's own classes."""
+    """Return whether SAT has a name for a parameter: it has none for those of a user's own network."""
     return _translate(our_name, _TO_SAT) is not None
 
 
