@@ -350,7 +350,8 @@ class _Snapshot:
 
 
 def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters if they are the smaller part of the model, else {}.
+    """Return the frozen parameters if they are the smaller part of the model, else those that a user's own
+    network adds.
 
     The decision is the same for every parallel layout.
     """
@@ -361,7 +362,8 @@ def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]
         return {}
     num_frozen = sum(math.prod(whole_shape(p)) for p in frozen.values())
     num_trained = sum(math.prod(whole_shape(p)) for p in parameters.values()) - num_frozen
-    return frozen if num_frozen < num_trained else {}
+    added = {n: p for n, p in frozen.items() if n in transformer.added}  # no args.load has them
+    return frozen if num_frozen < num_trained else added
 
 
 def _about(parameter: nn.Parameter) -> dict[str, object]:

@@ -167,7 +167,12 @@ def test_other_commands_take_the_option(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     words = [*OWN, "model.trainable_modules=[fuser]", "args.train_iters=1"]
-    run = str(world.run(Trainer, "commands", *words).folder)
+    trainer = world.run(Trainer, "commands", *words)
+    run, saved = str(trainer.folder), read_run_weights(trainer.writer.path(1))
+    # No other file has the modules that are added and not trained.
+    assert saved.keys() == NAMES
+    frozen = trainer.engine.transformer.get_parameter("traj_extractor.weight")
+    assert not frozen.requires_grad and torch.equal(saved["traj_extractor.weight"], frozen)
     sample = ["sample", run, "--prompt", "a bar", "--steps", "2", "--out", str(tmp_path / "out")]
     plan = ["plan", "--base", str(world.base), *OWN, *world.words("commands"), "--gpu", "24"]
     own, convert = (
