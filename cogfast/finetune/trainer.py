@@ -47,7 +47,8 @@ from cogfast.finetune.translate import notices, translate
 from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
 from cogfast.sample.prompt_files import given_prompts, listed_files
-from cogfast.train.encode import EncodeOverrides, Encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import EncodeOverrides
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.adapters import adapters_of, open_adapter
 from cogfast.model.weights.image_scale import scale_of
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
-from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.memory.host_blocks import allocate_base, hold_base
 
 logger = logging.getLogger(__name__)

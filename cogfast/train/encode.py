@@ -6,9 +6,7 @@ already hold latents and embeddings never load them.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,53 +30,22 @@ from cogfast.diffusion.inpainting import (
 )
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.train.memory.host_memory import HostWeights
+from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodeOverrides:
-    """Functions that encode clips and captions in place of the frozen encoders; None: the encoders do.
+class Encoder(FrozenEncoders):
+    """Encodes the batches of one transformer with its frozen encoders.
 
-    encode_video(encoder, rng, clip [1, 3, F, H, W] in [-1, 1]) returns scaled latents [1, C, T, h, w],
-    encode_text(encoder, rng, caption) an embedding [1, L, E]. rng has the draws of this sample alone.
-    identity: {name of the function: text}, the text changes with what the function computes. It is a
-    part of the latent cache's specs.
-    """
-
-    encode_video: Callable[[Encoder, SlotRandom, Tensor], Tensor] | None = None
-    encode_text: Callable[[Encoder, SlotRandom, str], Tensor] | None = None
-    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-NO_OVERRIDES = EncodeOverrides()
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _no_choice(stage: FirstStage, clips: Tensor) -> None:
-    """Leave how the first stage encodes as it is."""
-
-
-class Encoder:
-    """The frozen encoders of one transformer.
-
-    build_first_stage, build_text_encoder: build the frozen modules on the device; called on first use.
-    scale_factor: latents = scale_factor * sample of the first stage. image_scale: the same for image
-    latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's "mp4" holds unscaled latents [B, T, C, h, w].
+    build_first_stage, build_text_encoder, shared: see FrozenEncoders. image_scale: the scale factor of image
+    latents; None: scale_factor. patch: latent frames are padded to whole patches. latent_input: the batch's
+    "mp4" holds unscaled latents [B, T, C, h, w].
     conditions: names of model.conditions. image: the first frame is encoded to image latents, followed by
     zeros or, with image_on_all_frames, repeated, and of a picture all are zeros; control: a video is
     encoded as the clip; frames: given_frames of the clip are encoded to their places, and of a picture all
     are zeros; mask and masked_video: a mask, drawn if the batch has none, and the clip without what it
     covers, to which masked_video_noise adds noise. *_dropout:
     fraction of samples whose image latents, other conditions or text embeddings are replaced by zeros.
-    before_clips: called before clips [B, 3, F, H, W] are encoded, not
-    for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
-    encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
-    captions of training data, and not for first frames and prompts that are sampled. device: where the
-    modules' weights are while a method here uses them, and on a GPU may leave; None: they stay.
-    is_brief: they leave after each use. tensors: keys of a batch that the network gets as they are.
+    tensors: names of data.params.tensors, which the network gets as the batch has them.
     """
 
     def __init__(
@@ -91,37 +58,22 @@ class Encoder:
         patch: PatchSize,
         latent_input: bool = False,
         conditions: Sequence[Condition] = (),
-        tensors: Sequence[str] = (),
         image_on_all_frames: bool = False,
         given_frames: GivenFrames | None = None,
         masked_video_noise: bool = False,
         image_dropout: float = 0.0,
         condition_dropout: float = 0.0,
         text_dropout: float = 0.0,
-        samples_at_a_time: int | None = None,
-        before_clips: Callable[[FirstStage, Tensor], None] = _no_choice,
-        broadcast_within_model: Callable[[Tensor], Tensor] = _unchanged,
-        overrides: EncodeOverrides = NO_OVERRIDES,
-        device: torch.device | None = None,
-        is_brief: bool = False,
+        tensors: Sequence[str] = (),
+        **shared: Any,
     ) -> None:
-        self._build_first_stage, self._build_text_encoder = build_first_stage, build_text_encoder
-        self._first_stage: FirstStage | None = None
-        self._text_encoder: TextEncoder | None = None
-        self.scale_factor, self.patch = scale_factor, patch
+        super().__init__(build_first_stage, build_text_encoder, scale_factor, **shared)
+        self.patch, self.latent_input = patch, latent_input
         self.image_scale = scale_factor if image_scale is None else image_scale
-        self.latent_input = latent_input
         self.conditions, self.image_on_all_frames = tuple(conditions), image_on_all_frames
         self.given_frames, self.masked_video_noise = given_frames, masked_video_noise
         self.dropouts = dict.fromkeys(conditions, condition_dropout) | {"image": image_dropout}
-        self.text_dropout = text_dropout
-        self.tensors = tuple(tensors)
-        self.samples_at_a_time = samples_at_a_time
-        self._before_clips = before_clips
-        self._broadcast_within_model = broadcast_within_model
-        self.overrides = overrides
-        self._device, self._is_brief = device, is_brief
-        self._weights: dict[Any, HostWeights] = {}  # by module
+        self.text_dropout, self.tensors = text_dropout, tuple(tensors)
 
     @property
     def image_input(self) -> bool:
@@ -132,74 +84,6 @@ class Encoder:
         """Whether conditions are encoded from clips when a video is sampled."""
         has_prefix = self.given_frames is not None and self.given_frames.is_clip
         return has_prefix or bool({"control", "masked_video"} & set(self.conditions))
-
-    @property
-    def first_stage(self) -> FirstStage:
-        if self._first_stage is None:
-            self._first_stage = self._build_first_stage()
-            if self._first_stage is None:
-                raise ValueError(
-                    "model.first_stage_config has no autoencoder, but the batch has pixels; configure "
-                    "one, or use a data set that returns encoded_videos"
-                )
-        return self._fetched(self._first_stage)
-
-    @property
-    def text_encoder(self) -> TextEncoder:
-        if self._text_encoder is None:
-            self._text_encoder = self._build_text_encoder()
-            if self._text_encoder is None:
-                raise ValueError(
-                    "model.conditioner_config has no text encoder, but the batch has captions; "
-                    "configure one, or use a data set that returns prompt_embedding"
-                )
-        return self._fetched(self._text_encoder)
-
-    def _fetched(self, module: Any) -> Any:
-        """Return a module with its weights on the device."""
-        if self._device is not None:
-            if module not in self._weights:
-                self._weights[module] = HostWeights(module, self._device)
-            self._weights[module].fetch()
-        return module
-
-    @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Let the modules' weights leave the device at the end, if they are there only briefly."""
-        try:
-            yield
-        finally:
-            if self._is_brief:
-                for weights in self._weights.values():
-                    weights.leave()
-
-    @contextlib.contextmanager
-    def visit(self) -> Iterator[None]:
-        """Let weights that were not on the device before leave it at the end.
-
-        An evaluation needs the encoders that a training step on cached data does not use, and may
-        leave it no less memory than before.
-        """
-        present = {module for module, weights in self._weights.items() if weights.is_present}
-        try:
-            yield
-        finally:
-            for module, weights in self._weights.items():
-                if module not in present:
-                    weights.leave()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Encode without collectives in the block: a rank that fails there leaves no other waiting.
-
-        Call `choose` before, and broadcast what was encoded to the ranks of a model after they agree.
-        """
-        kept = self._broadcast_within_model, self._before_clips
-        self._broadcast_within_model, self._before_clips = _unchanged, _no_choice
-        try:
-            yield
-        finally:
-            self._broadcast_within_model, self._before_clips = kept
 
     def build(self, batch: dict) -> None:
         """Build the encoders that `batch` needs, without collectives."""
@@ -213,11 +97,6 @@ class Encoder:
         """Choose how the first stage encodes clips, if `batch` has clips, after `build`. Collective."""
         if self._has_clips(batch):
             self.choose_for(batch["mp4"].transpose(1, 2))
-
-    def choose_for(self, clips: Tensor) -> None:
-        """Choose how the first stage, which is built, encodes clips [B, 3, F, H, W]. Collective."""
-        with self._leaving():
-            self._before_clips(self.first_stage, clips)
 
     def _has_clips(self, batch: dict) -> bool:
         if self.latent_input or "encoded_videos" in batch or "latent_mean" in batch:
@@ -315,46 +194,6 @@ class Encoder:
             latents = self.encode_clips(pixels, rng)
         return pixels, latents
 
-    @torch.no_grad()
-    def encode_clips(self, pixels: Tensor, rng: SlotRandom) -> Tensor:
-        """Encode clips of the data [B, 3, F, H, W] as `encode_video`, or by its override."""
-        encode = self.overrides.encode_video
-        if encode is None:
-            return self.encode_video(pixels, rng, "first_stage")
-        with self._leaving():
-            # All ranks take part in this choice; an override may call the first stage on one of them only.
-            if pixels.shape[2] > 1:
-                self._before_clips(self.first_stage, pixels)
-            clips = [clip.contiguous() for clip in pixels.float().split(1)]
-            return self._overridden("encode_video", encode, clips, rng).float()
-
-    @torch.no_grad()
-    def encode_captions(self, captions: Sequence[str], rng: SlotRandom) -> Tensor:
-        """Encode captions of the data [B] as `encode_text`, or by its override."""
-        encode = self.overrides.encode_text
-        if encode is None:
-            return self.encode_text(captions)
-        with self._leaving():
-            return self._overridden("encode_text", encode, captions, rng)
-
-    def _overridden(
-        self, name: str, encode: Callable, samples: Sequence[Any], rng: SlotRandom
-    ) -> Tensor:
-        found = []
-        for sample, slot in zip(samples, rng.slots, strict=True):
-            own = dataclasses.replace(rng, slots=[slot])
-            # Its random operations must not depend on what was drawn before.
-            own.seed_generators(name)
-            found.append(encode(self, own, sample))
-        return self._broadcast_within_model(torch.cat(found))
-
-    def encode_video(self, pixels: Tensor, rng: SlotRandom, purpose: str) -> Tensor:
-        """Encode pixels [B, 3, F, H, W] in [-1, 1] to scaled latents [B, C, T, h, w] in float32."""
-        # Pictures one by one: many of them in a batch take no more memory than a clip.
-        parts = pixels.split(1 if pixels.shape[2] == 1 else len(pixels))
-        moments = _joined([self.encode_moments(part) for part in parts], torch.cat)
-        return self._sample(moments, rng, purpose, self.scale_factor)
-
     def encode_image(self, frame: Tensor, rng: SlotRandom) -> Tensor:
         """Encode first frames [B, 3, 1, H, W] in [-1, 1] to image latents [B, C, 1, h, w]."""
         moments = self.encode_moments(frame)
@@ -365,18 +204,6 @@ class Encoder:
         if self.image_scale == self.scale_factor:
             return latents.float()
         return latents.float() * (self.image_scale / self.scale_factor)
-
-    @torch.no_grad()
-    def encode_moments(self, pixels: Tensor) -> Moments:
-        """Encode pixels [B, 3, F, H, W] in [-1, 1] to the unscaled moments of their latents."""
-        with self._leaving():
-            # The autoencoder runs in its own dtype, without autocast.
-            dtype = _dtype(self.first_stage)
-            if pixels.shape[2] > 1:
-                self._before_clips(self.first_stage, pixels)
-            # Smaller calls need less memory. They do not change how a clip is encoded.
-            parts = pixels.split(self.samples_at_a_time or len(pixels))
-            return _joined([self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat)
 
     @torch.no_grad()
     def encode_noised(self, images: Tensor, keys: Sequence[str], number: int) -> Moments:
@@ -391,18 +218,7 @@ class Encoder:
             # Seed and step are 0: a cache entry must not depend on the run that writes it.
             rng = SlotRandom(0, 0, slots, 0, frames.device)
             variants.append(self.encode_moments(add_first_frame_noise(frames, rng)))
-        return _joined(variants, partial(torch.stack, dim=1))
-
-    def _sample(self, moments: Moments, rng: SlotRandom, purpose: str, scale: float) -> Tensor:
-        """Sample latents * scale [B, C, T, h, w] in float32, with new noise for each slot and step."""
-        noise = None if moments.logvar is None else rng.normal(purpose, moments.mean.shape)
-        return self._broadcast_within_model(moments.sample(noise) * scale)
-
-    @torch.no_grad()
-    def encode_text(self, captions: Sequence[str]) -> Tensor:
-        """Encode captions to embeddings [B, L, E]."""
-        with self._leaving():
-            return self._broadcast_within_model(self.text_encoder(captions))
+        return join_moments(variants, partial(torch.stack, dim=1))
 
     def _text(self, batch: dict, rng: SlotRandom) -> Tensor:
         """Return the batch's text embeddings [B, L, E], encoding its captions if it holds none."""
@@ -495,7 +311,9 @@ class Encoder:
         assert self.given_frames is not None, "the model has the condition frames"
         # Pictures one after the other, which takes the memory of one.
         parts = [frames] if self.given_frames.is_clip else frames.split(1, dim=2)
-        moments = _joined([self.encode_moments(part) for part in parts], partial(torch.cat, dim=2))
+        moments = join_moments(
+            [self.encode_moments(part) for part in parts], partial(torch.cat, dim=2)
+        )
         latents = self._sample(moments, rng, "image_first_stage", self.image_scale)
         if is_given is not None:
             is_given = is_given.to(latents.device, non_blocking=True)
@@ -551,29 +369,12 @@ class Encoder:
         out[:, :, :1] = image
         return out
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, num_frames: int) -> Tensor:
-        """Decode scaled latents [B, C, T, h, w] to pixels [B, 3, num_frames, H, W] in about [-1, 1].
-
-        The leading padding frames of CogVideoX 1.5 are dropped before decoding.
-        """
-        surplus = latents.shape[2] - num_latent_frames(num_frames)
-        with self._leaving():
-            latents = (latents[:, :, surplus:] / self.scale_factor).to(_dtype(self.first_stage))
-            parts = latents.split(self.samples_at_a_time or len(latents))
-            return torch.cat([self.first_stage.decode(part).float() for part in parts])
-
 
 def join_conditions(found: Sequence[Tensor]) -> Tensor | None:
     """Join the channels of conditions [B, C, T, h, w]; None if there are none."""
     if len(found) < 2:
         return found[0] if found else None
     return torch.cat([each.float() for each in found], dim=1)
-
-
-def _joined(parts: Sequence[Moments], join: Callable[[list[Tensor]], Tensor]) -> Moments:
-    logvars = [moments.logvar for moments in parts if moments.logvar is not None]
-    return Moments(join([moments.mean for moments in parts]), join(logvars) if logvars else None)
 
 
 def _one_variant(batch: dict, rng: SlotRandom) -> Moments:
@@ -593,8 +394,3 @@ def _dropped(values: Tensor, is_dropped: Tensor) -> Tensor:
     is_dropped = is_dropped.to(values.device, non_blocking=True)
     # Zeros, as in SAT, and not the embedding of an empty caption.
     return values.masked_fill(is_dropped.view(-1, *[1] * (values.ndim - 1)), 0)
-
-
-def _dtype(stage: FirstStage) -> torch.dtype:
-    """Return the input dtype of a first stage: its parameters' dtype, or float32 if it has none."""
-    return next((p.dtype for p in stage.parameters()), torch.float32)

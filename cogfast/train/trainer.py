@@ -21,7 +21,7 @@ from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.stop_signals import keep_in_last_line
 from cogfast.model.lora import without_adapters
 from cogfast.train.assembly import assemble_batches
-from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.page.page import write_facts

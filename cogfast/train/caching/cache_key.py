@@ -18,7 +18,7 @@ from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
 from cogfast.train.assembly import text_entry
-from cogfast.train.encode import EncodeOverrides
+from cogfast.train.frozen_encoders import EncodeOverrides
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")

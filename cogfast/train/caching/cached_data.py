@@ -14,7 +14,7 @@ from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 from cogfast.train.caching.cache_key import cache_specs
-from cogfast.train.encode import EncodeOverrides
+from cogfast.train.frozen_encoders import EncodeOverrides
 
 
 def read_from_cache(

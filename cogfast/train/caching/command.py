@@ -47,7 +47,8 @@ from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.caching.clip_entries import content_random, encode_clips
 from cogfast.train.caching.encode_choice import largest_clips, log_plan, memory_for_clips
 from cogfast.train.caching.trusted import TrustedCache
-from cogfast.train.encode import NO_OVERRIDES, EncodeOverrides, Encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.header_scan import survey_datasets
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from cogfast.train.assembly import (
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import encode_first
 from cogfast.train.caching.encode_choice import EncodeChoice
-from cogfast.train.encode import EncodeOverrides
+from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.optimizer import (
     build_learning_rate,
     build_optimizer,

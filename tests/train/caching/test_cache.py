@@ -26,7 +26,8 @@ from cogfast.train.caching import cache_key
 from cogfast.train.caching import command as cache_module
 from cogfast.train.caching.cached_data import read_from_cache
 from cogfast.train.caching.command import cache_latents
-from cogfast.train.encode import NO_OVERRIDES, Encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import (
     CHANNELS,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.plan.memory import GIB, host_parts
-from cogfast.train.encode import EncodeOverrides, Encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.memory.host_memory import HostWeights
 from tests.plan.test_memory import CACHED, plan_of
 
