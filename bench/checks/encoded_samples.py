@@ -14,6 +14,7 @@ class EncodedSamples(Dataset):
 
     data_dir: ignored; the trainer passes it to every data set. latent_shape: [C, T, h, w].
     text_shape: [L, E]. has_images: image-to-video; the image's latents are the first of the video's.
+    others: names of further parts: control_latents, and mask, which is white.
     Draws happen on the CPU, so that every device sees the same numbers.
     """
 
@@ -24,8 +25,9 @@ class EncodedSamples(Dataset):
         latent_shape: Sequence[int],
         text_shape: Sequence[int],
         has_images: bool = False,
+        others: Sequence[str] = (),
     ) -> None:
-        self.has_images = has_images
+        self.has_images, self.others = has_images, others
         self.num_samples = num_samples
         self.latent_shape, self.text_shape = tuple(latent_shape), tuple(text_shape)
         # One number per channel: learned within few steps
@@ -42,7 +44,12 @@ class EncodedSamples(Dataset):
             "prompt_embedding": _draw(2 * index + 2, self.text_shape),
         }
         image = {"image_latents": sample["encoded_video"][:, :1]} if self.has_images else {}
-        return sample | image
+        _, frames, height, width = self.latent_shape
+        further = {
+            "control_latents": own,
+            "mask": torch.ones(4 * frames - 3, 1, 8 * height, 8 * width, dtype=torch.uint8),
+        }
+        return sample | image | {name: further[name] for name in self.others}
 
 
 def _draw(seed: int, shape: Sequence[int]) -> Tensor:

@@ -295,6 +295,7 @@ def _collate(items: list[dict]) -> Batch:
                 f"samples of one batch differ in the shape of {key!r}: {shapes}; return one shape for "
                 "every sample, or use batch_size 1"
             )
-        # prior decides what is computed, so that it stays on the CPU. default_collate stacks straight into shared memory when it runs in a worker.
+        # prior decides what is computed, so that it stays on the CPU. default_collate stacks straight into
+        # shared memory when it runs in a worker.
         batch[_BATCH_KEY.get(key, key)] = values if key == "prior" else default_collate(values)
     return batch

@@ -94,6 +94,12 @@ _TENSOR, _CONTEXT = "args.model_parallel_size=2", "args.context_parallel_size=2"
 _ROWS = f"{_TENSOR} args.sequence_parallel=true"
 _TENSOR_FP8 = f"{_TENSOR} args.quantize_base=fp8"
 _BOTH = f"{_TENSOR} {_CONTEXT}"
+# A control video, and masks that weigh the loss
+CONDITIONED = (
+    "model.conditions=[control]",
+    "model.network_config.params.in_channels=32",
+    "model.loss_fn_config.params.masked=0.1",
+)
 _EFFICIENT = "args.attention_backend=efficient"
 _CUDNN = "args.attention_backend=cudnn"
 
@@ -143,6 +149,7 @@ CASES = (
     Case(model="5b", mode="lora", more=_OFFLOADED, launches=2614),
     Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3201),
     Case(model="5b_i2v", mode="lora", launches=2619),
+    Case(model="5b", mode="lora", more=" ".join(CONDITIONED), launches=2623),
     Case(model="1.5_5b", mode="lora", launches=2614),
     Case(
         model="1.5_5b",

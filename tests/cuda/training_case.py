@@ -29,7 +29,7 @@ from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.watchers.watcher import Watchers
-from tests.cuda.cases import LOG_INTERVAL, NUM_STEPS
+from tests.cuda.cases import CONDITIONED, LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
 
 # Frames, rows and columns of a clip, its latents [C, T, h, w], and its caption's embedding [L, E]
@@ -60,6 +60,7 @@ def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config,
             "latent_shape": latents,
             "text_shape": text,
             "has_images": model.endswith("_i2v"),
+            "others": ["control_latents", "mask"] if CONDITIONED[0] in words else [],
         },
     }
     OmegaConf.save(content, folder / "model.yaml")
