@@ -18,7 +18,14 @@ from cogfast.train.preflight.pipeline_folder import find_config
 from tests.sample.test_sample_sources import LATENTS, assert_close, latents, sample
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
-from tests.support.tiny_run import CHANNELS, SIDE, run_folder, write_clips, write_config
+from tests.support.tiny_run import (
+    CHANNELS,
+    SIDE,
+    run_folder,
+    write_clips,
+    write_clips_with_vae,
+    write_config,
+)
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 SHAPE = "args.sampling_num_frames=3", "--size", "32x48"
@@ -234,3 +241,70 @@ def test_several_conditions_train_alike_on_every_layout(
     expected = run_folder(tmp_path / "batch_size=4")
     for save in ("model_parallel_size=2", "context_parallel_size=2", "batch_size=2"):
         assert_equal_training(run_folder(tmp_path / save), expected)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return clips with controls, listed by VideoX-Fun's file, and a small VAE of 16 channels."""
+    folder = write_clips_with_vae(tmp_path_factory.mktemp("clips"), 2, 16)
+    rows = [
+        {
+            "file_path": f"videos/{i}.mp4",
+            "control_file_path": f"videos/{1 - i}.mp4",
+            "text": "a bar",
+            "type": "video",
+        }
+        for i in range(2)
+    ]
+    (folder / "metadata.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "condition"),
+    [
+        ("cogvideox_2b", "control"),
+        ("cogvideox_5b", "inpainting"),
+        ("cogvideox1.5_5b", "inpainting"),
+        ("cogvideox_5b_i2v", "first_last"),
+    ],
+)
+def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_path: Path) -> None:
+    network, frames = "model.network_config.params", 17 if "1.5" in model else 9
+    modules = f"{network}.modules"
+    emb = "model.conditioner_config.params.emb_models[0]"
+    small = {
+        f"{network}.num_layers": 1,
+        f"{network}.num_attention_heads": 1,
+        f"{network}.hidden_size": 64,
+        f"{network}.time_embed_dim": 32,
+        f"{modules}.patch_embed_config.params.text_hidden_size": 64,
+        f"{modules}.pos_embed_config.params.text_length": 8,
+        f"{emb}.target": "cogfast.model.text_encoder.ByteTextEncoder",
+        f"{emb}.params": "{max_length: 8}",
+        "model.first_stage_config": "{target: cogfast.model.autoencoder.VideoAutoencoder, "
+        f"params: {{path: {clips / 'vae'}}}}}",
+        "args.mode": "pretrain",
+        "args.load": "null",
+        "args.save": tmp_path / "runs",
+        "args.train_data": f"[{clips}]",
+        "args.split": "'1'",
+        "args.train_iters": 1,
+        "args.warmup_steps": 1,
+        "args.num_workers": 0,
+        "data.target": "cogfast.data.datasets.VideoManifest",
+        "data.params.video_size": f"[{SIDE},{SIDE}]",
+        "data.params.max_num_frames": frames,
+        "deepspeed.bf16.enabled": "false",
+        "deepspeed.fp16.enabled": "false",
+    }
+    if "1.5" not in model:
+        small |= {f"{network}.{name}": SIDE // 8 for name in ("latent_height", "latent_width")}
+        small[f"{network}.num_frames"] = frames
+    files = [f"configs/{name}.yaml" for name in (model, f"conditions/{condition}", "sft")]
+    # In place of those of the file, not merged
+    words = [f"{emb}.params=null", "model.first_stage_config=null"]
+    words += [f"{key}={value}" for key, value in small.items()]
+    assert main(["train", "--base", *files, *words]) == 0
+    (line,) = (run_folder(tmp_path / "runs") / "metrics.jsonl").read_text().splitlines()
+    assert np.isfinite(json.loads(line)["loss"])
