@@ -374,7 +374,9 @@ class _CacheRun:
         """Return the frozen encoders, which are built on first use."""
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
-            transformer = build_transformer(self.config.model)
+            transformer = build_transformer(
+                self.config.model, allow_import=self.config.allow_import
+            )
         return assemble_encoder(
             self.config, self.args, transformer, self.groups, overrides=self.overrides
         )

@@ -244,8 +244,8 @@ def test_refused(
     assert reason in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_adapters_and_modules_together(world: World) -> None:
-    """LoRA beside the added modules, under a policy that recomputes blocks."""
+def test_adapters_and_modules_together(world: World, tmp_path: Path) -> None:
+    """LoRA beside the added modules, under a policy that recomputes blocks, and from a latent cache."""
     lora = [*OWN, "args.lora_rank=2", "args.train_iters=2"]
     runs = [
         world.run(Trainer, f"lora-{policy}", *lora, f"args.activation_checkpointing={policy}")
@@ -254,3 +254,6 @@ def test_adapters_and_modules_together(world: World) -> None:
     names = read_run_weights(runs[0].writer.path(2)).keys()
     assert names > NAMES and all("matrix_" in name for name in names - NAMES)
     assert len({tuple(losses(run.folder)) for run in runs}) == 1
+    cache = [f"args.latent_cache={tmp_path}", "args.encode_first=true"]
+    cached = world.run(Trainer, "cached", *lora, *cache)
+    assert losses(cached.folder) == pytest.approx(losses(runs[0].folder), rel=1e-5)
