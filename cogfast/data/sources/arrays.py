@@ -42,7 +42,8 @@ def open_array(name: str, file: str, shape: Sequence[int]) -> np.ndarray:
     try:
         # An array of objects would run code of its file (pickle).
         array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    # NumPy's reader raises many types of exceptions for damaged files.
+    except Exception as error:
         raise BadSample(file, f"{what} is not a readable .npy file ({error})") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
         raise BadSample(file, f"{what} is not an array of numbers; write it with numpy.save")

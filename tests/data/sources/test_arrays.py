@@ -76,6 +76,10 @@ def object_array(file: Path) -> None:
             lambda file: file.write_bytes(file.read_bytes()[:-8]),
             "is not a readable .npy file",
         ),
+        "part of an archive": (
+            lambda file: file.write_bytes(b"PK\x03\x04"),
+            "is not a readable .npy file (File is not a zip file)",
+        ),
         "missing": (lambda file: file.unlink(), "does not exist"),
         "infinite": (
             lambda file: np.save(file, np.full(SHAPE, 1e39)),
