@@ -1,4 +1,4 @@
-"""A tiny control model learns edges to shapes from random weights: about four minutes on two CPU cores."""
+"""A tiny control model learns edges to shapes from random weights: about six minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_samples_follow_their_control(tmp_path: Path) -> None:
         [np.concatenate(pair) for pair in pairs],
         [f"{look[0]}: control, sample" for look in wanted],
     )
-    print(found, tmp_path / "control.png")
+    print(found)
     assert min(found.colour, found.shape, found.motion) >= 0.9, str(found)
-    # The other half of the samples' pixels: each lies where its own control has its shape.
+    # Each sample's shape lies where its own control has it.
     overlaps = np.array(
         [
             [np.mean(foreground(video) & _filled(c)) / _filled(c).mean() for c in controls]
