@@ -105,7 +105,7 @@ def sample(
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
     encoder = assemble_encoder(config, args, transformer, groups)
-    plan = None if args.only_save_latents else _limit_decoding(encoder, args, groups, sizes)
+    plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
     num_copies, at_a_time = (
         (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
@@ -203,11 +203,11 @@ def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
             )
 
 
-def _limit_decoding(
+def _limit_memory(
     encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
-) -> DecodePlan:
+) -> DecodePlan | None:
     """Set the first stage to decode in tiles, and to encode conditions in parts, if the largest video needs
-    too much memory.
+    too much memory. Return the plan of decoding; None if only latents are saved.
 
     The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
     same tiles.
@@ -218,15 +218,19 @@ def _limit_decoding(
     )
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
+    shape = largest.num_frames, *largest.pixels
+    if encoder.encodes_clips:  # on all ranks
+        stage = groups.on_all(lambda: encoder.first_stage)
+        if isinstance(stage, VideoAutoencoder):
+            stage.limit_encode_memory(budget, (args.batch_size, *shape))
+    if args.only_save_latents:
+        return None
 
     def limit() -> DecodePlan | None:
         # Only these ranks decode: the others need no first stage.
         if not groups.is_first_of_model:
             return None
-        stage, shape = encoder.first_stage, (largest.num_frames, *largest.pixels)
-        if encoder.encodes_clips and isinstance(stage, VideoAutoencoder):
-            stage.use(stage.limit_encode_memory(budget, (args.batch_size, *shape)))
-        return stage.limit_decode_memory(budget, *shape)
+        return encoder.first_stage.limit_decode_memory(budget, *shape)
 
     plan = groups.broadcast(groups.on_all(limit))
     assert plan is not None, "rank 0 decodes"

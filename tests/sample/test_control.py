@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from diffusers import CogVideoXFunControlPipeline, CogVideoXTransformer3DModel
 from PIL import Image
+from torch import Tensor
 
 from cogfast.__main__ import main
+from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.train.preflight.pipeline_folder import find_config
 from tests.sample.test_sample_sources import LATENTS, assert_close, latents, sample
 from tests.support.pipelines import SIZE, Pipelines, write_control_pipeline
@@ -30,6 +32,31 @@ def test_latents_are_those_of_diffusers_pipeline(
     frames = [Image.fromarray(frame) for frame in decode_all(control)]
     expected = pipelines.latents(pipe, 9, control_video=frames)
     assert_close(latents(tmp_path / "out"), expected)
+
+
+def test_a_control_is_encoded_in_the_memory_that_there_is(
+    pipelines: Pipelines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_control_pipeline(pipelines, "5b", tmp_path / "fun")
+    control = write_clip(tmp_path / "control.mp4", constant_rate(9, 8), size=SIZE)
+    encode, are_sliced = VideoAutoencoder.encode, []
+
+    def encode_noting(stage: VideoAutoencoder, video: Tensor) -> Moments:
+        are_sliced.append(stage.has_encode_slices)
+        return encode(stage, video)
+
+    monkeypatch.setattr(VideoAutoencoder, "encode", encode_noting)
+    words = [
+        "args.sampling_num_frames=3",
+        "--size",
+        "32x48",
+        "--control",
+        control,
+        "args.batch_size=2",
+    ]
+    sample(tmp_path / "out", folder, *LATENTS, *words)
+    sample(tmp_path / "less", folder, *LATENTS, *words, "args.vae_memory_gib=1e-6")
+    assert are_sliced == [False, False, True, True]  # two videos each
 
 
 def test_the_folder_tells_the_conditions(pipelines: Pipelines, tmp_path: Path) -> None:
