@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.plan.trace import train_flops
 from cogfast.train.caching.command import cache_latents
+from cogfast.train.caching.encode_choice import largest_clips
 from cogfast.train.preflight.check import check_train
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.tiny_run import CHANNELS, losses, run_folder, write_clips, write_config
 from tests.support.video_files import constant_rate, write_clip
 
 BUCKETS = [[9, 32, 32], [9, 16, 32], [1, 32, 32]]
@@ -56,6 +58,23 @@ def make(
     )
     manifest = f"args.train_data=[{data / 'data.jsonl'}]"
     return trainer(load_config([base], [manifest, "args.max_bad_fraction=0.1", *overrides]))
+
+
+def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(tmp_path: Path, data: Path) -> None:
+    section = _section(buckets=BUCKETS, bucket_batch=[1, 6, 50])
+    config = load_config([write_config(tmp_path / "base.yaml", data, dataset=section)])
+    # Six times as many clips of half the rows; pictures are encoded one by one.
+    expected = (6 // 2 * 4, *BUCKETS[0])
+    assert largest_clips(config, TrainArguments.from_config(config)) == expected
+
+
+def test_a_prefix_is_shorter_than_the_clips_of_each_bucket(tmp_path: Path, data: Path) -> None:
+    network = "model.network_config.params"
+    words = ["model.conditions=[frames]", "model.given_frames=prefix:9", f"{network}.num_frames=17"]
+    words += [f"{network}.in_channels={2 * CHANNELS}", "data.params.max_num_frames=17"]
+    whole = r"given_frames=prefix:9 is the whole clip of data.params.buckets\[1\]=9; give fewer"
+    with pytest.raises(ValueError, match=whole):
+        make(tmp_path, data, *words, "data.params.buckets=[[17,32,32],[9,32,32],[1,32,32]]")
 
 
 def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) -> None:

@@ -27,7 +27,7 @@ from cogfast.model.autoencoder import (
     VideoAutoencoder,
 )
 from cogfast.model.config import TransformerConfig
-from cogfast.train.video_size import largest_size
+from cogfast.train.video_size import batch_sizes, largest_size
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,16 @@ def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
 def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, int]:
     """Return (B, F, H, W) of the largest batch that a run encodes at once."""
     network = transformer_arguments(config.model.network_config.params)
-    size = largest_size(config, TransformerConfig(**network))
+    model = TransformerConfig(**network)
+    size = largest_size(config, model)
     at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
-    batch = max(args.batch_size, args.eval_batch_size or 1)
+    # The batch with most pixels decides. Pictures are encoded one by one.
+    volume = lambda each: each.num_frames * math.prod(each.pixels)
+    clips = [
+        times * volume(each) for times, each in batch_sizes(config, model) if each.num_frames > 1
+    ]
+    most = math.ceil(max(clips, default=0) / volume(size))
+    batch = max(args.batch_size, args.eval_batch_size or 1) * max(1, most)
     rows, columns = (side * SPATIAL_COMPRESSION for side in (size.height, size.width))
     return min(batch, at_once or batch), size.num_frames, rows, columns
 

@@ -42,7 +42,7 @@ from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.conditions import (
     check_conditions,
     check_given,
-    check_prefix,
+    check_prefixes,
     check_stated,
 )
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
@@ -585,12 +585,12 @@ def _check_pixel_data(
     params = resolve(config.data, config.allow_import)[1]
     if "max_num_frames" in params:
         check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
-        check_prefix(config, model, params["max_num_frames"])
     if "video_size" in params:
         size = checked_size(params["video_size"])
         check_size(config, network, *size, key="data.params.video_size")
     buckets = checked_buckets(params.get("buckets")) or ()
     checked_batches(params.get("bucket_batch"), buckets)
+    check_prefixes(config, model, params.get("max_num_frames"), buckets)
     for i, bucket in enumerate(buckets):
         key = f"data.params.buckets[{i}]"
         check_frames(config, network, bucket.num_frames, key)

@@ -12,6 +12,7 @@ from cogfast.config.json_files import read_json
 from cogfast.config.merged_config import refuse
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.values import show
+from cogfast.data.video.clip import Bucket
 from cogfast.diffusion.given_frames import KINDS, GivenFrames
 from cogfast.model.config import (
     Family,
@@ -129,12 +130,19 @@ def _check_frames_and_masks(config: Config, model: ModelArguments) -> None:
             refuse(config, key, f"{key}={show(value)}: {error}")
 
 
-def check_prefix(config: Config, model: ModelArguments, num_frames: int) -> None:
-    """Check that a clip has more frames than its given prefix."""
+def check_prefixes(
+    config: Config, model: ModelArguments, num_frames: int | None, buckets: Sequence[Bucket]
+) -> None:
+    """Check that clips have more frames than their given prefix. num_frames: data.params.max_num_frames."""
     key, given = "model.given_frames", GivenFrames.parse(model.given_frames)
-    if given is not None and given.number >= num_frames:
-        text = f"{key}={model.given_frames} is the whole clip of data.params.max_num_frames={num_frames}"
-        refuse(config, key, f"{text}; give fewer frames")
+    frames = {f"data.params.buckets[{i}]": bucket.num_frames for i, bucket in enumerate(buckets)}
+    if num_frames is not None:
+        frames["data.params.max_num_frames"] = num_frames
+    for place, number in frames.items():
+        # Pictures are given no frames.
+        if given is not None and 1 < number <= given.number:
+            text = f"{key}={model.given_frames} is the whole clip of {place}={number}"
+            refuse(config, key, f"{text}; give fewer frames")
 
 
 def check_given(model: ModelArguments, given: Sequence[str]) -> None:
