@@ -178,6 +178,7 @@ def sample(argv: Sequence[str]) -> None:
         request.weights,
         request.ema,
         loras=[LoraOverlay.parse(argument) for argument in request.lora],
+        tensors=request.tensors,
     )
 
 

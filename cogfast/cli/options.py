@@ -59,6 +59,7 @@ class Request:
     prompt_file: str | None = None
     # {option that gives a condition: its files}
     inputs: Mapping[str, list[str]] = field(default_factory=dict)
+    tensors: Sequence[str] = ()  # NAME=FILE
     out: str | None = None
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
@@ -173,6 +174,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     for name, (text, _) in INPUTS.items():
         text += "; once for all prompts, or once per prompt"
         parser.add_argument(f"--{name}", action="append", metavar="FILE", help=text)
+    text = "tensor of data.params.tensors, for a network of your own; once for all prompts, or once per prompt"
+    parser.add_argument("--tensor", action="append", metavar="NAME=FILE.npy", help=text)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
     text += "they have any, and the plain weights of args.load"
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
@@ -227,6 +230,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         prompts=found.prompt,
         prompt_file=found.prompt_file,
         inputs={name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
+        tensors=found.tensor or (),
         out=found.out,
         weights=sources[0] if sources else None,
         ema=found.ema,

@@ -95,6 +95,7 @@ class VanillaCFG:
                 "guidance needs the unconditional conditioning (the empty caption); "
                 "give it, or use IdentityGuider"
             )
+        given = conditioning.tensors.items()
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
             text=torch.cat([unconditional.text, conditioning.text]),
@@ -102,6 +103,7 @@ class VanillaCFG:
                 unconditional.condition_latents, conditioning.condition_latents
             ),
             ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
+            tensors={n: torch.cat([unconditional.tensors[n], v]) for n, v in given},
         )
 
     def scale_at(self, timestep: int, num_steps: int) -> float:

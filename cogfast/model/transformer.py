@@ -175,7 +175,7 @@ class DiffusionTransformer(nn.Module):
         """Return what each block's forward gets behind `rotation`; for subclasses.
 
         tensors: those of data.params.tensors, [B, ...] float32, by name. It is called only if there are
-        any: videos are sampled without. grid: of the latents' tokens.
+        any: `cogfast plan` has none. grid: of the latents' tokens.
         """
         return [()] * len(self.blocks)
 

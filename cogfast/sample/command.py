@@ -27,7 +27,7 @@ from cogfast.model.weights.formats.run_checkpoint import RunFiles
 from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.sample.flags import check_negative_prompt
 from cogfast.sample.generate import Prompt, VideoMaker, write_samples
-from cogfast.sample.inputs import read_inputs
+from cogfast.sample.inputs import read_inputs, read_tensors
 from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.sample.sizes import sampled_sizes
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
@@ -51,13 +51,15 @@ def sample(
     weights: str | None,
     ema: bool | None,
     loras: Sequence[LoraOverlay] = (),
+    tensors: Sequence[str] = (),
 ) -> list[Path]:
     """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
 
     Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
     args.seed + n, which reproduces it from its prompt alone.
     files: of the options that give conditions, such as image and first_frame, one for each prompt. weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
-    those of args.load; None: those of runs that have any. loras: adapters to merge.
+    those of args.load; None: those of runs that have any. loras: adapters to merge. tensors: NAME=FILE of
+    those of data.params.tensors, for each name once or once per prompt.
     """
     args = TrainArguments.from_config(config)
     if not args.compile:
@@ -74,6 +76,7 @@ def sample(
     # Before the weights: a video that is too short should not cost the user a long start.
     model = ModelArguments.from_config(config)
     inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
+    arrays = read_tensors(tensors, len(prompts), config)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -113,7 +116,8 @@ def sample(
     wanted = []
     for i in range(len(prompts) * num_copies):
         n = i // num_copies
-        wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], **inputs[n]))
+        own = {name: values[n] for name, values in arrays.items()}
+        wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], tensors=own, **inputs[n]))
     maker = VideoMaker(
         transformer,
         diffusion,
@@ -128,6 +132,8 @@ def sample(
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
     if args.negative_prompt is not None:
         settings["negative_prompt"] = args.negative_prompt
+    if tensors:
+        settings["tensors"] = list(tensors)
     settings |= _settings(config, args, maker, plan)
     rows = []
     for prompt in wanted:

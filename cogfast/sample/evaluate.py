@@ -64,7 +64,8 @@ T = TypeVar("T")
 class Evaluator:
     """Computes the held-out loss and samples videos.
 
-    dataset: the held-out data or None. resize: how images get the size of the videos, as in training.
+    dataset: the held-out data or None. resize: how images get the size of the videos, as in training. tensors:
+    names of data.params.tensors that a sampled video gets from its held-out sample.
 
     Ranks that share a model, and all ranks under ZeRO-3, call the network together. So they decide
     together to stop, and each part of an evaluation that may fail on one rank ends with an agreement.
@@ -80,7 +81,9 @@ class Evaluator:
         groups: ProcessGroups,
         folder: Path,
         resize: Resize = "crop",
+        tensors: Sequence[str] = (),
     ) -> None:
+        self.tensors, self.inputs = tensors, (*encoder.conditions, *tensors)
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.resize: Resize = resize
@@ -95,8 +98,8 @@ class Evaluator:
             prompts = "args.eval_prompts or args.eval_prompt_file"
             if encoder.image_input:
                 prompts = "args.eval_prompt_file with args.eval_images"
-            if not {"image"}.issuperset(encoder.conditions):
-                prompts = "args.split, since conditions come with held-out clips"
+            if not {"image"}.issuperset(self.inputs):
+                prompts = "args.split, since conditions and tensors come with held-out clips"
             keys = ("eval_interval", "eval_at_start", "eval_at_end")
             given = [f"args.{k}={show(getattr(args, k))}" for k in keys if getattr(args, k)]
             given += ["args.keep_best=-valid_loss"] * (args.keep_best == "-valid_loss")
@@ -290,9 +293,9 @@ class Evaluator:
 
     def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
         """Return whether there are given prompts that need no held-out data."""
-        inputs = self.encoder.conditions
-        # Other conditions come with held-out clips alone.
-        return bool(given) and (not inputs or (inputs == ("image",) and given[0].image is not None))
+        has_image = self.inputs == ("image",) and bool(given) and given[0].image is not None
+        # Other conditions, and tensors, come with held-out clips alone.
+        return bool(given) and (not self.inputs or has_image)
 
     def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
         """Return the given prompts or held-out captions. Prompts without a condition that the model needs
@@ -309,7 +312,7 @@ class Evaluator:
         number = len(texts) or min(self.args.eval_num_samples, len(clips))
         # Evenly spaced over the data
         chosen = [clips[i * len(clips) // number] for i in range(number)]
-        captions = None if self.encoder.conditions else _captions(dataset)
+        captions = None if self.inputs else _captions(dataset)
         if captions is not None:
             prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
         else:
@@ -381,6 +384,7 @@ class Evaluator:
             image=image,
             image_latents=image_latents,
             embedding=embedding,
+            tensors={name: item[name] for name in self.tensors},
             **others,
         )
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cogfast.config import Config
+from cogfast.config import Config, data_arguments
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import COMMAND_LINE, to_dict
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import show
 
@@ -29,6 +30,13 @@ INPUTS = {
     "video": ("video of the given first frames, or to inpaint", "VIDEO.mp4"),
     "mask": ("video or picture that is white where --video is to be made", "MASK.png"),
 }
+
+
+def sampled_tensors(config: Config) -> Mapping[str, Sequence[int]]:
+    """Return {name: shape} of data.params.tensors that each sampled video needs: all for a network of the
+    user's, none for cogfast's own, which reads none."""
+    is_own = config.model.network_config.target in NETWORKS
+    return {} if is_own else data_arguments(config).get("tensors") or {}
 
 
 def input_words(conditions: Sequence[str], given_frames: object) -> str:

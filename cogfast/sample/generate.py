@@ -8,8 +8,8 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class Prompt:
     For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled. For a
     control model, control is [F, 3, H, W], uint8 or in [-1, 1]. For inpainting and given frames, video is
     the same, and mask uint8 [F, 1, H, W], 1 where the video is to be made; None: everywhere.
-    embedding: [L, E], replaces the encoded text. size: if it differs from the default size.
+    embedding: [L, E], replaces the encoded text. size: if it differs from the default size. tensors: those
+    of data.params.tensors by name, for a network of the user's; all prompts of a call have the same names.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Prompt:
     mask: Tensor | None = None
     embedding: Tensor | None = None
     size: LatentSize | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class VideoMaker:
@@ -111,14 +113,16 @@ class VideoMaker:
             "masked_video": self._masked_video,  # with the channel of the mask
         }
         found = [makers[name](prompts) for name in self.encoder.conditions if name in makers]
-        return Conditioning(text=text, condition_latents=join_conditions(found))
+        of = {name: [p.tensors[name] for p in prompts] for name in prompts[0].tensors}
+        tensors = {name: torch.stack(values).to(self.device) for name, values in of.items()}
+        return Conditioning(text, join_conditions(found), tensors=tensors)
 
     def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
         """Sample scaled latents [B, C, T, h, w] in float32, one per prompt."""
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
         text = self._unconditional_text(conditioning.text)
-        # Guidance is for the text alone: both halves see the image and the control.
+        # Guidance is for the text alone: both halves see the image, the control and the tensors.
         unconditional = dataclasses.replace(conditioning, text=text)
         return self.sampler(
             self.denoiser,
@@ -337,11 +341,12 @@ def _condition(folder: Path, maker: VideoMaker, prompts: Sequence[Prompt]) -> Co
 
 def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
     """Return the conditioning of the first of the ranks that share a sample, on each of them."""
-    others = conditioning.condition_latents
+    others, send = conditioning.condition_latents, groups.broadcast_tensor_in_model
     return dataclasses.replace(
         conditioning,
-        text=groups.broadcast_tensor_in_model(conditioning.text),
-        condition_latents=None if others is None else groups.broadcast_tensor_in_model(others),
+        text=send(conditioning.text),
+        condition_latents=None if others is None else send(others),
+        tensors={name: send(values) for name, values in conditioning.tensors.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads the files of `cogfast sample` that give a model its conditions."""
+"""Reads the files of `cogfast sample` that give a model its conditions and its tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cogfast.config import Config
+from cogfast.config.values import nearest
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import mask_of
+from cogfast.data.sources.arrays import KEY, open_array, values_of
 from cogfast.data.sources.folders import is_picture
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.diffusion.given_frames import GivenFrames
+from cogfast.sample.flags import sampled_tensors
+from cogfast.sample.prompt_files import files_of_prompts
 from cogfast.sample.sizes import read_image
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize
 
@@ -49,6 +54,30 @@ def read_inputs(
             own |= _ends({name: read(name, given[name], size) for name in ends}, size)
         found.append(own)
     return found
+
+
+def read_tensors(words: Sequence[str], num_prompts: int, config: Config) -> dict[str, list[Tensor]]:
+    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor."""
+    shapes, files = sampled_tensors(config), dict[str, list[str]]()
+    takes = f"{config.model.network_config.target} takes {', '.join(shapes) or 'none'} of {KEY}"
+    for word in words:
+        name, _, file = word.partition("=")
+        if name not in shapes or not file:
+            fix = nearest(name, shapes) or "; leave it out" * (not shapes)
+            raise ValueError(f"--tensor {word[:200]} is not NAME=FILE.npy: {takes}{fix}")
+        files.setdefault(name, []).append(file)
+    if missing := [name for name in shapes if name not in files]:
+        raise ValueError(f"{takes}; give --tensor {missing[0]}=FILE.npy")
+
+    @cache
+    def read(name: str, file: str) -> Tensor:
+        try:
+            return values_of(open_array(name, file, shapes[name]), name, file)
+        except BadSample as error:
+            raise ValueError(f"--tensor: {error.reason}") from None
+
+    given = {n: files_of_prompts(f"--tensor {n}", f, num_prompts) for n, f in files.items()}
+    return {name: [read(name, str(path)) for path in paths] for name, paths in given.items()}
 
 
 def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:

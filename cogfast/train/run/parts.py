@@ -38,6 +38,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
 from cogfast.plan.ladder import apply_checkpointing, fit_to_device
 from cogfast.plan.out_of_memory import MemoryWatch
 from cogfast.sample.evaluate import Evaluator
+from cogfast.sample.flags import sampled_tensors
 from cogfast.train.assembly import (
     DTYPES,
     assemble_datasets,
@@ -192,9 +193,8 @@ class Parts:
         size = SampleSize(config, transformer.config, args.sampling_fps)
         memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
         resize = data_arguments(config).get("resize", "crop")
-        evaluator = Evaluator(
-            engine, diffusion, encoder, datasets.valid, args, groups, folder, resize
-        )
+        more = (datasets.valid, args, groups, folder, resize, tuple(sampled_tensors(config)))
+        evaluator = Evaluator(engine, diffusion, encoder, *more)
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
         writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)

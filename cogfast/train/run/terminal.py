@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
-from cogfast.sample.flags import input_words
+from cogfast.sample.flags import input_words, sampled_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def log_commands(
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
     model = ModelArguments.from_config(config)
     files = input_words(model.inputs, model.given_frames)
+    files += "".join(f" --tensor {name}=FILE.npy" for name in sampled_tensors(config))
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
     log_facts(

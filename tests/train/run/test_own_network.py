@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +66,13 @@ class World:
         self.base = write_config(
             folder / "base.yaml", data, dataset=dataset, train_data=manifest, eval_iters=1
         )
-        plain = self.run(Trainer, "base", "args.train_iters=3")
-        self.weights = plain.writer.path(3)
+
+    @cached_property
+    def weights(self) -> Path:
+        return self.run(Trainer, "base", "args.train_iters=3").writer.path(3)
 
     def words(self, name: str) -> list[str]:
-        load = [] if name == "base" else [f"args.load={self.weights}"]
+        load = [] if name.startswith("base") else [f"args.load={self.weights}"]
         return [f"args.save={self.folder / name}", *load]
 
     def run(self, kind: type[Trainer], name: str, *words: str) -> Trainer:
@@ -174,6 +177,9 @@ def test_other_commands_take_the_option(
     frozen = trainer.engine.transformer.get_parameter("traj_extractor.weight")
     assert not frozen.requires_grad and torch.equal(saved["traj_extractor.weight"], frozen)
     sample = ["sample", run, "--prompt", "a bar", "--steps", "2", "--out", str(tmp_path / "out")]
+    sample += [
+        word for name in SHAPES for word in ("--tensor", f"{name}={world.folder / name}0.npy")
+    ]
     plan = ["plan", "--base", str(world.base), *OWN, *world.words("commands"), "--gpu", "24"]
     own, convert = (
         ["--allow-import", "mymodel"],
