@@ -254,7 +254,8 @@ class CaptionedVideos(Dataset):
         if "control" in self.others:
             sample["control"] = self._other("control", index, settings, selection)
         if "mask" in self.others:
-            sample["mask"] = self._other("mask", index, settings, selection)
+            mask = self._other("mask", index, settings, selection)
+            sample["mask"] = mask.to(clip.device)  # one that is missing has none
         if clips.prior is not None:
             sample["prior"] = bool(clips.prior[index])
         further: Any = self.read_tensors(index)

@@ -280,7 +280,9 @@ class Encoder(FrozenEncoders):
         if pixels is None:
             text = "model.conditions has frames, but the batch has neither pixels nor given_frames; use a "
             raise ValueError(text + "data set that returns one of them")
-        return pixels[:, :, self.given_frames.pixel_frames(pixels.shape[2])].transpose(1, 2)
+        # An index by a list would wait for its copy to the device.
+        frames = self.given_frames.pixel_frames(pixels.shape[2])
+        return torch.stack([pixels[:, :, i] for i in frames], dim=1)
 
     def _given_latents(self, batch: dict, pixels: Tensor | None, rng: SlotRandom) -> Tensor:
         """Return the latents of the noised given frames in their places."""

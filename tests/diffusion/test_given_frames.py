@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.given_frames import GivenFrames
@@ -85,3 +86,17 @@ def test_cached_frames_give_the_same_condition() -> None:
         assert torch.equal(given(kind, cached), given(kind)), kind
     with pytest.raises(ValueError, match="has frames, but the batch has neither pixels nor"):
         given("first", {k: v for k, v in cached.items() if k != "given_frames"})
+
+
+class Indexed(TorchDispatchMode):
+    """Fails at an index by a tensor, which a GPU waits for if it comes from the CPU."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert op is not torch.ops.aten.index.Tensor
+        return op(*args, **(kwargs or {}))
+
+
+def test_given_frames_are_taken_without_a_wait() -> None:
+    for kind in ("first_last", "prefix:5", "random"):
+        with Indexed():
+            given(kind)

@@ -229,7 +229,8 @@ def list_shard(url: str, caption_key: str, has_pictures: bool = False) -> ClipLi
         logger.warning("%s %s", url, fault)
     files, captions, places, others = [], [], [], []
     further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
-    kinds = VIDEO_KINDS + (tuple(end[1:] for end in PICTURE_ENDINGS) if has_pictures else ())
+    pictures = tuple(end[1:] for end in PICTURE_ENDINGS)
+    kinds = VIDEO_KINDS + (pictures if has_pictures else ())
     for key, caption, members in rows:
         # A sample with several videos is read from the first kind in VIDEO_KINDS.
         kind = next((k for k in kinds if k in members), None)
@@ -240,7 +241,9 @@ def list_shard(url: str, caption_key: str, has_pictures: bool = False) -> ClipLi
         captions.append(caption)
         places.append(members[kind])
         for name, (own, own_places) in further.items():
-            other = next((f"{name}.{k}" for k in kinds if f"{name}.{k}" in members), None)
+            # A mask may be a picture for all frames of a video.
+            own_kinds = VIDEO_KINDS + pictures if name == "mask" else kinds
+            other = next((f"{name}.{k}" for k in own_kinds if f"{name}.{k}" in members), None)
             own.append("" if other is None else f"{url}{MEMBER}{key}.{other}")
             own_places.append((-1, -1) if other is None else members[other])
     if not files:

@@ -8,15 +8,17 @@ import os
 import tarfile
 
 import fsspec
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from cogfast.config.components import resolve
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources.tar_shards import expand_braces
-from tests.support.video_files import sat_folder
+from tests.support.video_files import constant_rate, sat_folder, write_clip
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 
@@ -307,3 +309,23 @@ def test_sats_class(shards):
         ValueError, match="include_dirs='a': args.train_data lists the shards; move it"
     ):
         resolve({"target": "data_video.VideoDataset", "params": {"include_dirs": "a"}})
+
+
+def test_a_mask_may_be_a_picture_or_missing(tmp_path, monkeypatch):
+    half = np.zeros((32, 48, 3), np.uint8)
+    half[:, 24:] = 255
+    Image.fromarray(half).save(tmp_path / "half.png")
+    clip = write_clip(tmp_path / "0.mp4", constant_rate(9, 8), size=(32, 48))
+    members = {"0.mp4": clip.read_bytes(), "0.txt": b"a"}
+    members["0.mask.png"] = (tmp_path / "half.png").read_bytes()
+    members |= {"1.mp4": clip.read_bytes(), "1.txt": b"b"}
+    _tar(tmp_path / "shards" / "0.tar", members)
+    data = VideoShards([str(tmp_path / "shards")], **CLIP)
+    mask = data[0]["mask"]
+    assert mask.shape == (9, 1, 32, 48)
+    assert (mask == torch.from_numpy(half[..., 0] // 255)).all()
+    assert data[1]["mask"].all()
+    # With DALI, clips are on the device, and one batch has masks of both kinds.
+    clip, selection = data._decode(1, data.settings)
+    monkeypatch.setattr(data, "_decode", lambda *_: (clip.to("meta"), selection))
+    assert data[1]["mask"].device.type == "meta"
