@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.__main__ import main
+from cogfast.cli.options import parse_sample
 from cogfast.diffusion.loss import NUM_BANDS
+from cogfast.train.run.page.page import page_of
+from cogfast.train.run.page.record import read_run
+from cogfast.train.run.terminal import log_commands
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import launch_ranks, run_folder
+from tests.train.run.page.run_folders import Page
 from tests.train.run.test_own_network import OWN, SHAPES, World
 
 # Several commands in one launch, since starting ranks takes most of the time.
@@ -33,7 +40,7 @@ LATENTS = {"latents": "args.only_save_latents=true", "of_run": "args.only_log_vi
 class Sampled(World):
     """A world with a run of the network of docs/extending.md and an evaluation at its end.
 
-    evaluated, numbers: what the network saw in it, and the files "flow-0.npy" and so on."""
+    evaluated: the flows that the network saw in it."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         super().__init__(folder, data)
@@ -150,6 +157,21 @@ def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
     ):
         assert len(found) == 2
         torch.testing.assert_close(found, expected)
+
+
+def test_the_commands_of_the_run_name_them(
+    world: Sampled, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = world.trainer.folder
+    with caplog.at_level(logging.INFO):
+        log_commands(world.trainer.config, folder, 3, is_lora=False, shows_ema=False)
+    page = Page(page_of([read_run(folder)], folder / "index.html"))
+    logged = next(line for line in caplog.messages if line.startswith("to sample")).split("  ")[-1]
+    shown = next(line for line in page.code if line.startswith("cogfast sample"))
+    for line in (logged, shown):
+        request = parse_sample(shlex.split(line)[2:])
+        assert request.tensors == ["noise=FILE.npy", "flow=FILE.npy"], line
+        assert request.allow_import == ["mymodel"], line
 
 
 NOISE = "noise={folder}/noise-0.npy"

@@ -66,7 +66,8 @@ def log_commands(
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
     model = ModelArguments.from_config(config)
     files = input_words(model.inputs, model.given_frames)
-    files += "".join(f" --tensor {name}=FILE.npy" for name in sampled_tensors(config))
+    for name in sampled_tensors(config):
+        files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
     log_facts(

@@ -25,6 +25,7 @@ from cogfast import __version__
 from cogfast.config.arguments import conditions_of_run
 from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import DEFAULT
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.values import printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.sample.flags import input_words
@@ -311,18 +312,22 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
     run = shlex.quote(str(record.folder))
     if record.checkpoint is not None:
         config = shlex.quote(str(record.config))
-        words = [_launcher(record.environment), "train --base", config, "--resume", run]
-        if record.facts is not None and record.facts.allow_import:
-            words += ["--allow-import", *map(shlex.quote, record.facts.allow_import)]
+        packages = () if record.facts is None else record.facts.allow_import
+        own = "".join(f" --allow-import {shlex.quote(name)}" for name in packages)
+        train = f"{_launcher(record.environment)} train --base {config} --resume {run}{own}"
         is_done = record.num_steps is not None and record.step >= record.num_steps
-        words += ["args.train_iters=MORE_STEPS"] if is_done else []
         title = "Train on" if is_done else "Resume"
-        yield f"{title} from checkpoint {record.checkpoint.name}", " ".join(words)
+        more = " args.train_iters=MORE_STEPS" * is_done
+        yield f"{title} from checkpoint {record.checkpoint.name}", f"{train}{more}"
         keys = ("conditions", "noised_image_input")
         inputs = conditions_of_run({key: record.plain.get(f"model.{key}") for key in keys})
         files = input_words(inputs, record.plain.get("model.given_frames"))
+        is_own = record.plain.get("model.network_config.target") not in NETWORKS
+        for key in record.plain if is_own else ():
+            if (name := key.removeprefix("data.params.tensors.")) != key:
+                files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
         prompt = f'--prompt "A PROMPT OF YOUR OWN"{files}'
-        yield "Sample a video", f"cogfast sample {run} {prompt} --out samples"
+        yield "Sample a video", f"cogfast sample {run}{own} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
         ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""
         yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
