@@ -77,8 +77,9 @@ class BatchLoader:
         is_cached, dali = isinstance(dataset, CachedVideos), None
         if isinstance(dataset, CaptionedVideos) and not is_cached:
             dali = dali_of_this_process(dataset.settings.video_backend)
+        self._reads = _MicroBatches(dataset, order, timeout)
         self._batches = read_ahead(
-            _MicroBatches(dataset, order, timeout),
+            self._reads,
             _slots_of_steps(order, accumulation, dp_rank, dp_size, start_step, num_steps),
             dali=dali,
             by_threads=is_cached and num_workers > 0,
@@ -99,6 +100,14 @@ class BatchLoader:
             raise
         self._account(batch)
         return batch
+
+    def replaced(self, batch: Batch, error: BadSample, attempt: int) -> Batch:
+        """Return the batch whose slots have their candidates of `attempt`, as what belongs to a sample of
+        `batch` is bad."""
+        found = self._reads.read(batch["step"], batch["slots"], attempt)
+        found["bad"].append((error.path, error.reason))
+        self._account(found)
+        return found
 
     def _account(self, batch: Batch) -> None:
         """Count and report bad and padded samples; raise if too many are bad."""
@@ -202,12 +211,15 @@ class _MicroBatches(Reads):
         return f"step {step}, {', '.join(names)}"
 
     def __getitem__(self, step_and_slots: tuple[int, list[int]]) -> Batch:
-        step, slots = step_and_slots
+        return self.read(*step_and_slots)
+
+    def read(self, step: int, slots: list[int], first: int = 0) -> Batch:
+        """Read slots, from the candidate `first` of each on."""
         items: list[dict] = []
         bad: list[tuple[str, str]] = []
         tried: list[int] = []
         for slot in slots:
-            item = self._fill(step, slot, bad, tried)
+            item = self._fill(step, slot, bad, tried, first)
             if item is None:
                 break
             items.append(item)
@@ -217,13 +229,13 @@ class _MicroBatches(Reads):
         return {**_collate(items), **batch}
 
     def _fill(
-        self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int]
+        self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int], first: int
     ) -> dict | None:
-        """Read the first readable candidate of a slot; None if all are bad.
+        """Read the first readable candidate of a slot, from number `first` on; None if all are bad.
 
         Appends to `bad` and `tried`.
         """
-        for attempt in range(min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
+        for attempt in range(first, min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
             index = self._order.index(step, slot, attempt)
             tried.append(index)
             try:

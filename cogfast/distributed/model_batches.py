@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import Batch, BatchLoader, to_device
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 
@@ -35,18 +37,25 @@ class ModelBatches:
 
         If the first rank cannot read it, the other ranks of the group raise OtherRankError.
         """
+        return self._read(next)
+
+    def replaced(self, batch: Batch, error: BadSample, attempt: int) -> Batch:
+        """Return other samples for the slots of `batch`, as BatchLoader.replaced does."""
+        return self._read(lambda loader: loader.replaced(batch, error, attempt))
+
+    def _read(self, read: Callable[[BatchLoader], Batch]) -> Batch:
         if self.groups.model is None:
             assert self.loader is not None, "a rank that works alone reads"
-            return to_device(next(self.loader), self.groups.device)
-        return to_device(self._shared(), self.groups.device)
+            return to_device(read(self.loader), self.groups.device)
+        return to_device(self._shared(read), self.groups.device)
 
-    def _shared(self) -> Batch:
+    def _shared(self, read: Callable[[BatchLoader], Batch]) -> Batch:
         groups = self.groups
         batch: Batch = {}
         error: Exception | None = None
         if self.loader is not None:
             try:
-                batch = next(self.loader)
+                batch = read(self.loader)
             except Exception as caught:  # raised below, once the waiting ranks know of it
                 error = caught
         # The others wait in a collective: an error must reach them in place of the batch.

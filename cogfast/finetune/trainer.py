@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cogfast.config.values import cut
 from cogfast.core.files import write_text
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TokenGrid, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip
 from cogfast.data.video.dali import on_readers_device
@@ -135,10 +137,7 @@ class _Run(cogfast.train.trainer.Trainer):
         # Overridden methods read upstream's keys; cogfast's own loss reads the moments that a cache has.
         if {"compute_loss", "collate_fn"} & self.methods.keys():
             rng = self._random(batch)
-            videos = {"videos": batch["mp4"].transpose(1, 2)} if "mp4" in batch else {}
-            batch = self.encoder.encode_batch(batch, rng) | videos
-            if "collate_fn" in self.methods:
-                batch = self._collate(batch, rng)
+            batch = self._of_upstream(batch, rng)
             self.owner.seed_generators(rng, "compute_loss")
         loss: Any = self.owner.compute_loss(batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -151,12 +150,37 @@ class _Run(cogfast.train.trainer.Trainer):
     def own_loss(self, batch: dict) -> Tensor:
         return super().compute_loss(batch)
 
+    def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
+        """Return a batch with upstream's keys, collated. If collate_fn cannot read what belongs to a sample,
+        others take the place of the micro-batch."""
+        for attempt in itertools.count(1):
+            videos = {"videos": batch["mp4"].transpose(1, 2)} if "mp4" in batch else {}
+            encoded = self.encoder.encode_batch(batch, rng) | videos
+            try:
+                return self._collate(encoded, rng) if "collate_fn" in self.methods else encoded
+            except BadSample as error:  # of read_video
+                if self.batches is None:
+                    raise
+                batch = self.batches.replaced(batch, error, attempt)
+        raise AssertionError("the attempts end with an error of the loader")
+
     def _collate(self, batch: dict, rng: SlotRandom) -> dict:
         samples = samples_of(batch, len(rng.slots))
         self.owner.seed_generators(rng, "collate_fn")
         what = f"{type(self.owner).__name__}.collate_fn"
         is_loss_own = "compute_loss" in self.methods
-        found = self.owner.collate_fn(samples)
+        found: Any = None
+        bad: BadSample | None = None
+        try:
+            found = self.owner.collate_fn(samples)
+        except BadSample as error:
+            bad = error
+        # The first of the ranks that share a model decides for all of them.
+        agreed = self.groups.broadcast_in_model(bad)
+        if agreed is not None:
+            raise agreed
+        if bad is not None:
+            raise ValueError(f"{bad}; another rank of the model has read it") from bad
         found = to_device(check_collated(what, found, samples, is_loss_own), self.groups.device)
         for key, value in found.items():
             if isinstance(value, Tensor):

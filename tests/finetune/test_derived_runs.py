@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import av
@@ -94,6 +95,24 @@ def test_two_ranks_train_resume_and_validate(options, data, tmp_path):  # noqa: 
     whole, parts = videos
     assert len(whole) == 4 and len(set(whole.values())) == 4
     assert parts == {name: video for name, video in whole.items() if "-3-" in name[:14]}
+
+
+def test_a_second_clip_that_cannot_be_read_is_a_bad_sample(options, data, tmp_path):  # noqa: F811
+    """The micro-batch has other samples then, on each rank for itself."""
+    broken = tmp_path / "data"
+    shutil.copytree(data, broken)
+    (broken / "low" / "2.mp4").write_bytes(b"no video")
+    given = OF_STAGE["one"] | {"data_root": broken, "train_steps": 4, "checkpointing_steps": 4}
+    given = options("5b", **given)
+    overrides = given.pop("overrides")
+    script = str(ROOT / "tests" / "support" / "derived_trainers.py")
+    words = [word for k, v in given.items() for word in (f"--{k}", str(v))]
+    done = run_forked([script, "one", *words, *overrides], 2, free_port())
+    assert done.returncode == 0, done.stdout
+    found = losses(given["output_dir"])
+    assert len(found) == 4 and np.isfinite(found).all()
+    (line,) = (given["output_dir"] / "bad_samples.jsonl").read_text().splitlines()
+    assert "low/2.mp4" in line and "not a readable video" in line
 
 
 def test_the_example_of_the_docs_trains(options, data, pipelines, tmp_path):  # noqa: F811
