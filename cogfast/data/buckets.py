@@ -108,17 +108,16 @@ def other_problem(
     """Say why the control or mask of a sample does not fit its clip; "" if it does."""
     name = dataset.others[kind].paths[index]
     shapes = [f"{one.height}x{one.width}" for one in (clip, other)]
+    is_of_all = kind == "mask" and other.is_picture  # one picture for all frames
     if other.reason:
         problem = other.reason
-    elif other.is_picture and kind == "mask":
-        return ""  # it is that of all frames
-    elif other.is_picture != clip.is_picture:
+    elif other.is_picture != clip.is_picture and not is_of_all:
         kinds = [_NAMES["image" if one.is_picture else "video"] for one in (other, clip)]
         problem = f"is a {kinds[0]}, and the file is a {kinds[1]}; give a {kinds[1]}"
-    elif not clip.is_picture and _differ_in_time(other, clip):
+    elif not other.is_picture and _differ_in_time(other, clip):
         numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (other, clip)]
         problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
-    elif abs(other.width * clip.height / (other.height * clip.width) - 1) > _SAME:
+    elif not have_same_shape(other, clip):
         problem = f"is {shapes[1]}, the clip {shapes[0]}; give one of the same shape"
     elif other == clip and _are_equal(dataset.clips, kind, index):
         # The loss would fall, and the model would learn to copy its input.
@@ -126,6 +125,10 @@ def other_problem(
     else:
         return ""
     return f"its {kind} {name} {problem}"
+
+
+def have_same_shape(one: Header, other: Header) -> bool:
+    return abs(one.width * other.height / (one.height * other.width) - 1) <= _SAME
 
 
 def _differ_in_time(one: Header, other: Header) -> bool:

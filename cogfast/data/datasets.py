@@ -281,16 +281,18 @@ class CaptionedVideos(Dataset):
             raise BadSample(file, f"its {name} {file}: {error.reason}") from None
         if own and of_clip and not np.array_equal(own.indices, of_clip.indices):
             raise BadSample(file, f"its {name} {file} {OTHER_FRAMES}")
-        return video if name == "control" else mask_of(video, file)
+        return video if name == "control" else mask_of(video, file, f"its mask {file}")
 
 
-def mask_of(video: Tensor, file: str) -> Tensor:
-    """Return a mask [F, 1, H, W] of 0 and 1 from the frames of its file, uint8 [F, 3, H, W]."""
+def mask_of(video: Tensor, file: str, called: str) -> Tensor:
+    """Return a mask [F, 1, H, W] of 0 and 1 from the frames of its file, uint8 [F, 3, H, W].
+
+    called: how the reason of a BadSample calls the file."""
     mask = (video.sum(dim=1, keepdim=True, dtype=torch.int32) > 3 * 127).to(torch.uint8)
     if (whole := mask.float().mean()) in (0, 1):  # sync: with DALI, beside the training
         color = "white" if whole else "black"
         fix = "its white part is what is trained or made; draw it, or leave the mask out"
-        raise BadSample(file, f"its mask {file} is {color} in all frames; {fix}")
+        raise BadSample(file, f"{called} is {color} in all frames; {fix}")
     return mask
 
 

@@ -147,6 +147,14 @@ class RunComponents:
             elif value is not None:
                 setattr(self, name, value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _LOADED:
+            raise ValueError(
+                f"self.components.{name} is the one that the run loads from --model_path; set what differs "
+                "by options and key=value, or change a network by model.network_config.target"
+            )
+        super().__setattr__(name, value)
+
     @property
     def transformer(self) -> Network:
         run = self._trainer._prepare()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
@@ -27,6 +27,7 @@ from cogfast.plan.memory import (
 from cogfast.plan.seconds import StepTime, predict_step
 from cogfast.plan.zero import num_held
 from cogfast.train.memory.activation_checkpointing import describe
+from cogfast.train.preflight.conditions import check_conditions
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 
 _NAME_COLUMNS = 22
@@ -48,6 +49,7 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
         raise ValueError("model.network_config is missing; add a model file to --base")
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     network = transformer_arguments(config.model.network_config.params)
+    check_conditions(config, ModelArguments.from_config(config), network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     if args.mode != "inference":
         check_global_batch(config, args, world_size)

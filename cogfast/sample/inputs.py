@@ -13,9 +13,11 @@ from torch import Tensor
 from cogfast.config import Config
 from cogfast.config.values import nearest
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.buckets import have_same_shape
 from cogfast.data.datasets import mask_of
 from cogfast.data.sources.arrays import KEY, open_array, values_of
 from cogfast.data.sources.folders import is_picture
+from cogfast.data.sources.headers import probe
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.sample.flags import sampled_tensors
@@ -48,6 +50,8 @@ def read_inputs(
         }
         if "video" in given:
             own["video"] = read("video", given["video"], size)
+            if "mask" in given:
+                _check_shapes(given["video"], given["mask"])
             ones = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
             own["mask"] = read("mask", given["mask"], size) if "mask" in given else ones
         elif ends := [name for name in ("first_frame", "last_frame") if name in given]:
@@ -78,6 +82,16 @@ def read_tensors(words: Sequence[str], num_prompts: int, config: Config) -> dict
 
     given = {n: files_of_prompts(f"--tensor {n}", f, num_prompts) for n, f in files.items()}
     return {name: [read(name, str(path)) for path in paths] for name, paths in given.items()}
+
+
+def _check_shapes(video: Path, mask: Path) -> None:
+    """Raise ValueError if a mask has another shape than its video: both are cropped, to other parts."""
+    of_video, of_mask = (probe(str(path), path.stat().st_size) for path in (video, mask))
+    if not of_mask.reason and not have_same_shape(of_video, of_mask):
+        raise ValueError(
+            f"--mask {mask} is {of_mask.height}x{of_mask.width}, --video {video} {of_video.height}x"
+            f"{of_video.width}; give one of the same shape"
+        )
 
 
 def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:
@@ -112,11 +126,10 @@ class _Reader:
                 frames = pixels.to(torch.uint8).expand(size.num_frames, -1, -1, -1)
             else:
                 frames = self._video(path, size)
-            return mask_of(frames, str(path)) if name == "mask" else frames
+            return mask_of(frames, str(path), "it") if name == "mask" else frames
         except BadSample as error:
-            raise ValueError(
-                f"{option} {path}: {error.reason}; or sample fewer (--frames)"
-            ) from None
+            fix = "; or sample fewer (--frames)" if ", need " in error.reason else ""
+            raise ValueError(f"{option} {path}: {error.reason}{fix}") from None
 
     def _video(self, path: Path, size: LatentSize) -> Tensor:
         settings = ClipSettings(

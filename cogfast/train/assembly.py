@@ -344,13 +344,24 @@ def _with_others(
 
 
 def check_prior(config: Config, args: TrainArguments, dataset: SizedDataset) -> None:
-    """Raise ValueError if samples have the base model as target, but adapters are not all that is trained."""
-    if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
+    """Raise ValueError if samples have the base model as target, but adapters are not all that is trained;
+    if all have it; and if none has it, but the key of its weight is set."""
+    if not isinstance(dataset, CaptionedVideos):
         return
+    key = "loss_fn_config.params.prior_weight"
+    num_prior = 0 if dataset.clips.prior is None else int(dataset.clips.prior.sum())
+    if not num_prior:
+        if select(config.model, key) is not None:
+            text = f"args.train_data: no sample has prior: true, but {key} is set"
+            raise ValueError(f"{text}; set prior in rows of a manifest, or remove the key")
+        return
+    if num_prior == len(dataset):
+        text = "args.train_data: all samples have prior: true, so that nothing is learned"
+        raise ValueError(f"{text}; add samples without it")
     names = (n for n, p in build_on_meta(config, args, None).named_parameters() if p.requires_grad)
     if all(map(is_lora_parameter, names)):
         return
-    having = counted(int(dataset.clips.prior.sum()), "sample has", "samples have")
+    having = counted(num_prior, "sample has", "samples have")
     raise ValueError(
         f"args.train_data: {having} prior: true, whose target is the model without its adapters, but this "
         "run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove column prior"

@@ -31,6 +31,13 @@ from cogfast.train.run.terminal import log_commands, log_facts, log_results
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_GRADIENT = (
+    "compute_loss returned a loss without a gradient; compute it from the output of the model, outside "
+    "torch.no_grad(), without .item() and .detach()",
+    "the loss has no gradient: none of model.trainable_modules took part in it; give the samples what "
+    "these modules read (data.params.tensors), or train other weights, too",
+)
+
 
 class Trainer:
     """One training run. Subclasses may override `losses` or `compute_loss`, and nothing else
@@ -124,10 +131,8 @@ class Trainer:
             for batch in self._micro_batches():
                 loss = self.compute_loss(batch)
                 if not loss.requires_grad:
-                    raise ValueError(
-                        "compute_loss returned a loss without a gradient; compute it from the output "
-                        "of the model, outside torch.no_grad(), without .item() and .detach()"
-                    )
+                    has_own = self.config.model.get("trainable_modules") is not None
+                    raise ValueError(_WITHOUT_GRADIENT[has_own])
                 engine.backward(loss)
                 watchers.after_backward(loss)
                 # Updates weights and EMA, once per accumulation.

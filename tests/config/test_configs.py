@@ -23,6 +23,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.train.preflight.check import check_sample, check_train
+from cogfast.train.preflight.conditions import check_conditions
 from tests.support.tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -135,6 +136,9 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == text
     assert "${" not in text
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
+    config = load_config(files)
+    network = transformer_arguments(config.model.network_config.params)
+    check_conditions(config, ModelArguments.from_config(config), network)
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))
     assert line.split() == (
         ["lr:", "0.0001", "#", "lora.yaml"]

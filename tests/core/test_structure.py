@@ -35,6 +35,7 @@ BESIDE = {
         "cogfast.train.assembly",
         "cogfast.train.memory",
         "cogfast.train.optimizer",
+        "cogfast.train.preflight.conditions",
         "cogfast.train.preflight.mesh",
         "cogfast.train.video_size",
         "cogfast.train.watchers.watcher",

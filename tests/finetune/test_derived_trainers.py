@@ -214,6 +214,12 @@ def other_class(trainer: Trainer) -> Components:
             "Mine.compute_loss returned a tuple; return the",
         ),
         (
+            "load_components",
+            lambda self: setattr(Trainer.load_components(self), "vae", None),
+            {},
+            "self.components.vae is the one that the run loads from --model_path; set",
+        ),
+        (
             "compute_loss",
             lambda self, batch: self.components.vae,
             {"overrides": ["args.model_parallel_size=2"]},

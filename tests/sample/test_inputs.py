@@ -181,6 +181,7 @@ def test_what_does_not_fit_is_refused(
     video = write_clip(tmp_path / "v.mp4", constant_rate(9, 8), size=SIZE)
     Image.new("L", SIZE[::-1]).save(tmp_path / "black.png")
     Image.new("RGB", SIZE[::-1]).save(tmp_path / "first.png")
+    Image.new("L", (32, 32)).save(tmp_path / "square.png")
     black, first = ["--mask", tmp_path / "black.png"], ["--first-frame", tmp_path / "first.png"]
     for words, message in (
         (
@@ -188,7 +189,9 @@ def test_what_does_not_fit_is_refused(
             "the model needs a mask (model.conditions: mask, masked_video); give --mask",
         ),
         (black, "the model needs a video"),
-        (["--video", video, *black], "black.png: its mask"),
+        (["--video", video, *black], "black.png: it is black in all frames; its white part is"),
+        (["--video", video, "--mask", tmp_path / "square.png"], "is 32x32, --video "),
+        (["--video", tmp_path / "first.png", *black], "first.png: an image (png), not a video\n"),
         (["--video", video, *black, *first], "--first-frame stands for --video and --mask"),
         (["--control", video], "the model does not use a control video"),
         (["--mask", tmp_path / "none.png", "--video", video], "none.png: no such file"),

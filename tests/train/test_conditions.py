@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from PIL import Image
 from torch import Tensor
 
 from cogfast.config import load_config
@@ -118,6 +119,14 @@ def test_a_control_that_does_not_fit_is_named(
     assert found.reasons[1].startswith(f"its control {control} ") and reason in found.reasons[1]
     with pytest.raises(BadSample):  # also where its frames can be read
         in_buckets(data, found)[1]
+
+
+def test_a_mask_has_the_shape_of_its_clip(folder: Path) -> None:
+    Image.new("L", (96, 64)).save(folder / "large.png")
+    Image.new("L", (48, 48)).save(folder / "square.png")
+    (folder / "masks.txt").write_text("large.png\nsquare.png\n")
+    (reason,) = survey(VideoList(str(folder), **CLIP)).reasons.values()
+    assert reason.endswith("square.png is 48x48, the clip 32x48; give one of the same shape")
 
 
 def test_other_frames_are_a_bad_sample(folder: Path) -> None:

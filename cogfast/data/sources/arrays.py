@@ -42,9 +42,10 @@ def open_array(name: str, file: str, shape: Sequence[int]) -> np.ndarray:
     try:
         # An array of objects would run code of its file (pickle).
         array = np.load(file, mmap_mode="r", allow_pickle=False)
-    # NumPy's reader raises many types of exceptions for damaged files.
-    except Exception as error:
-        raise BadSample(file, f"{what} is not a readable .npy file ({error})") from None
+    except Exception:  # NumPy's reader raises many types of exceptions for damaged files
+        # Its own text says how to read it unsafely.
+        fix = "write its numbers with numpy.save; arrays of Python objects (pickle) are not read"
+        raise BadSample(file, f"{what} is not a readable .npy file of numbers; {fix}") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
         raise BadSample(file, f"{what} is not an array of numbers; write it with numpy.save")
     if array.shape != tuple(shape):

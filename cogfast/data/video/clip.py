@@ -150,7 +150,7 @@ def checked_batches(given: Sequence[int] | None, sizes: Sequence[Any]) -> list[i
     if given is not None and len(given) != len(sizes):
         raise ValueError(
             f"data.params.bucket_batch={list(given)} must have one number for each entry of "
-            f"data.params.buckets, which are {len(sizes)}; use 1 for clips"
+            f"data.params.buckets, which has {len(sizes)}; use 1 for clips"
         )
     return list(given or [1] * len(sizes))
 

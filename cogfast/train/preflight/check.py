@@ -385,8 +385,8 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
             family = Family.of_config(found)
             has_new = model.new_channels is not None
             if has_new and found.in_channels >= configured.in_channels:
-                text = f"the weights have {found.in_channels} input channels, the network "
-                text += f"{configured.in_channels}: model.new_channels=zero has none to add; leave it out"
+                text = f"the weights have {found.in_channels} input channels, the network {configured.in_channels}: "
+                text += f"model.new_channels=zero has none to add; raise {NETWORK_KEY}.in_channels, or leave it out"
                 raise ValueError(text)
             fit = fitted(source, configured, has_new, model.learned_positions)
             found = identify(fit, configured.out_channels)

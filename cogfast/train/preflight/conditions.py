@@ -238,8 +238,10 @@ def check_stated(config: Config, folder: Path, family: Family) -> None:
         # Given frames have the shapes of image-to-video, which is a usual start for them.
         if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
             return
+        fix = "or correct the file"
+        if stated == inputs[: len(stated)]:
+            fix = "or add channels to the model with model.new_channels=zero"
         raise ValueError(
             f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
-            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, "
-            "or correct the file"
+            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
         )

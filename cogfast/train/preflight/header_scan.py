@@ -82,8 +82,8 @@ def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
             "and their sizes to data.params.buckets"
         )
     elif share:
-        text = "pictures: %.1f%% of the steps, at most %d samples in a step"
-        logger.info(text, 100 * share, order.most_slots)
+        text = "pictures: %.1f%% of the steps, at most %s in a step"
+        logger.info(text, 100 * share, counted(order.most_slots, "sample"))
 
 
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
+from cogfast.config.sat_classes import NETWORKS
 from cogfast.sample.flags import input_words, sampled_tensors
 
 logger = logging.getLogger(__name__)
@@ -70,10 +71,12 @@ def log_commands(
         files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
-    log_facts(
-        {
-            "to sample": f"cogfast sample {run}{own} --prompt TEXT{files} --out DIR",
-            "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
-            "to train on": f"the same command with {resume_words(config, folder)} {more}",
-        }
-    )
+    commands = {
+        "to sample": f"cogfast sample {run}{own} --prompt TEXT{files} --out DIR",
+        "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
+        "to train on": f"the same command with {resume_words(config, folder)} {more}",
+    }
+    is_own = config.model.network_config.target not in NETWORKS
+    if is_own and model.trainable_modules is not None and not is_lora:
+        del commands["to convert"]  # no other format has a network's own tensors
+    log_facts(commands)

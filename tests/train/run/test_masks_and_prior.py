@@ -265,6 +265,15 @@ def test_what_does_not_fit_is_refused(
         ValueError, match="args.train_data: no sample has a mask, but .*masked is set"
     ):
         train(lora, tmp_path / "runs", *BOTH, manifest="prior")
+    with pytest.raises(
+        ValueError, match="no sample has prior: true, but loss_fn_config.params.prior_"
+    ):
+        train(lora, tmp_path / "runs", f"{LOSS}.prior_weight=0.5", manifest="plain")
+    write_manifest(lora.parent / "data", "all.jsonl", [None] * 6, [True] * 6)
+    with pytest.raises(
+        ValueError, match="all samples have prior: true, so that nothing is learned"
+    ):
+        train(lora, tmp_path / "runs", manifest="all")
     caplog.set_level("INFO", "cogfast")
     data = lora.parent / "data"
     words = {"dataset": TABLE, "train_data": [str(data / "both.jsonl")]}

@@ -235,6 +235,10 @@ def test_other_commands_take_the_option(
             [*OWN, "model.not_trainable_prefixes=[traj]"],
             r"trains traj_extractor.weight, which model.not_trainable_prefixes freezes; remove one",
         ),
+        "no tensors": (
+            [*OWN, "data.params.tensors=null"],
+            "none of model.trainable_modules took part in it; give the samples what",
+        ),
         "lora alone": (
             [*OWN, "model.lora_train=true"],
             "which model.lora_train freezes; remove one",
