@@ -78,7 +78,7 @@ def object_array(file: Path) -> None:
         ),
         "part of an archive": (
             lambda file: file.write_bytes(b"PK\x03\x04"),
-            "is not a readable .npy file (File is not a zip file)",
+            "is not a readable .npy file of numbers; write",
         ),
         "missing": (lambda file: file.unlink(), "does not exist"),
         "infinite": (
