@@ -329,8 +329,7 @@ def _with_others(
             "of a manifest, in masks.txt beside videos.txt, or as x.mask.mp4 in a shard, or remove the key"
         )
     if unused:
-        used = {name: files for name, files in others.items() if name not in unused}
-        dataset = dataset.with_clips(dataclasses.replace(dataset.clips, others=used))
+        dataset = dataset.with_clips(dataset.clips.without(unused))
     if "control" in inputs:
         files = others["control"].files if "control" in others else [""] * len(dataset)
         lacking = [i for i, file in enumerate(files) if not file]

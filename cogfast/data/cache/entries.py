@@ -225,9 +225,11 @@ class CachedVideos(CaptionedVideos):
         keys: Mapping[str, Sequence[str]],
     ) -> None:
         super().__init__(videos.clips, videos.settings, videos.source_sizes)
-        self.entries, self.keys = entries, keys
+        self.entries, self.keys, self.refused = entries, keys, videos.refused
 
     def __getitem__(self, index: int) -> dict:
+        if index in self.refused:
+            raise BadSample(self.name(index), self.refused[index])
         caption = self.captions[index]
         clip = self._entry("video", self.keys["video"][index], index)
         text = self._entry("text", hash_text(caption), index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -96,6 +96,10 @@ class ClipList:
                 columns[name] = column[np.asarray(indices, dtype=np.int64)]
         others = {name: files.take(indices) for name, files in self.others.items()}
         return ClipList(**columns, others=others)
+
+    def without(self, names: Collection[str]) -> ClipList:
+        """Leave out further files of these names."""
+        return replace(self, others={n: f for n, f in self.others.items() if n not in names})
 
     def with_weights(self, weights: np.ndarray) -> ClipList:
         """Multiply each sample's weight by `weights` [n]."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.distributed.stop_signals import keeping
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
-from cogfast.train.assembly import DTYPES, assemble_datasets, assemble_encoder
+from cogfast.train.assembly import DTYPES, Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.caching.cache_key import cache_specs
 from cogfast.train.caching.clip_entries import content_random, encode_clips
 from cogfast.train.caching.encode_choice import largest_clips, log_plan, memory_for_clips
@@ -150,7 +151,9 @@ class _CacheRun:
         groups.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         # The videos, and not the cache that this command fills.
         of_videos = dataclasses.replace(args, latent_cache=None)
-        found, _ = survey_datasets(assemble_datasets(config, of_videos), of_videos, groups, 1)
+        every = assemble_datasets(config, of_videos)
+        every = Datasets(_without_masks(every.train), _without_masks(every.valid))
+        found, _ = survey_datasets(every, of_videos, groups, 1)
         self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]
         self.clips = [
             _Clip(stream, i, is_control=stream is not videos)
@@ -396,6 +399,13 @@ class _CacheRun:
             len(self.bad.reasons),
             self.folder,
         )
+
+
+def _without_masks(dataset: Any) -> Any:
+    """Leave out masks, which training reads from their files: they make no clip of the cache bad."""
+    if isinstance(dataset, CaptionedVideos) and "mask" in dataset.others:
+        return dataset.with_clips(dataset.clips.without(["mask"]))
+    return dataset
 
 
 class _Clips(Reads):

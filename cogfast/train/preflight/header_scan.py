@@ -110,8 +110,9 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
     if not isinstance(dataset, CaptionedVideos):
         return False
-    # Buckets are chosen by the videos' sizes, so these headers are read in any case.
-    return args.latent_cache is None or dataset.settings.buckets is not None
+    # Buckets are chosen by the videos' sizes, and masks must fit their clips.
+    is_read = dataset.settings.buckets is not None or "mask" in dataset.others
+    return args.latent_cache is None or is_read
 
 
 def record_bad(folder: Path, bad: Mapping[str, str], num_samples: int) -> None:

@@ -20,6 +20,7 @@ from cogfast.diffusion.loss import Noised
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.model.weights.load import load_transformer
+from cogfast.train.caching.command import cache_latents
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch, numbers
 from tests.support.tiny_run import (
@@ -289,3 +290,19 @@ def test_what_does_not_fit_is_refused(
         "masks are not read; model.conditions: [mask, masked_video] or loss_fn_config"
         in caplog.text
     )
+
+
+def test_masks_are_no_part_of_a_latent_cache(lora: Path, tmp_path: Path) -> None:
+    """One that is repaired makes no bad sample any more; one that does not fit its clip does."""
+    data = lora.parent / "data"
+    Image.new("L", (SIDE, SIDE)).save(data / "own.png")
+    manifest = write_manifest(data, "own.jsonl", ["own.png", "own.mp4", *[None] * 4], [None] * 6)
+    (data / "own.mp4").write_bytes((data / "late.mp4").read_bytes())
+    words = [f"args.latent_cache={tmp_path / 'cache'}", f"{LOSS}.masked=0.1"]
+    cache_latents(load_config([lora], [*words, f"args.train_data=[{manifest}]"]))
+    Image.open(data / "half.png").save(data / "own.png")
+    frames = np.stack([np.asarray(Image.open(data / "half.png"))] * 40)
+    write_video(data / "own.mp4", frames, fps=24)
+    found = train(lora, tmp_path / "runs", *words, manifest="own")
+    (line,) = (found.folder / "bad_samples.jsonl").read_text().splitlines()
+    assert "own.mp4 has 40 frames at 24 fps, the clip 17 frames at 8 fps" in line
