@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -239,7 +240,9 @@ class CachedVideos(CaptionedVideos):
             found |= {f"control_{n}": control[n] for n in ("mean", "logvar") if n in control}
         try:
             if "mask" in self.others:
-                found["mask"] = self._other("mask", index, self.settings_of(index), None)
+                # Threads read here, whose current device is not that of the process.
+                on_cpu = replace(self.settings_of(index), video_backend=self.settings.cpu_reader)
+                found["mask"] = self._other("mask", index, on_cpu, None)
             found |= self.read_tensors(index)
         except BadSample as error:
             raise BadSample(self.name(index), error.reason) from None

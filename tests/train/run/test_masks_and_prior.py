@@ -292,7 +292,9 @@ def test_what_does_not_fit_is_refused(
     )
 
 
-def test_masks_are_no_part_of_a_latent_cache(lora: Path, tmp_path: Path) -> None:
+def test_masks_are_no_part_of_a_latent_cache(
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is repaired makes no bad sample any more; one that does not fit its clip does."""
     data = lora.parent / "data"
     Image.new("L", (SIDE, SIDE)).save(data / "own.png")
@@ -303,6 +305,9 @@ def test_masks_are_no_part_of_a_latent_cache(lora: Path, tmp_path: Path) -> None
     Image.open(data / "half.png").save(data / "own.png")
     frames = np.stack([np.asarray(Image.open(data / "half.png"))] * 40)
     write_video(data / "own.mp4", frames, fps=24)
+    readers = []
+    monkeypatch.setattr("cogfast.data.video.clip.dali_of_this_process", readers.append)
     found = train(lora, tmp_path / "runs", *words, manifest="own")
+    assert set(readers) == {"pyav"}  # threads read, whose current device is not that of the process
     (line,) = (found.folder / "bad_samples.jsonl").read_text().splitlines()
     assert "own.mp4 has 40 frames at 24 fps, the clip 17 frames at 8 fps" in line
