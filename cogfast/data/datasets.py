@@ -211,9 +211,10 @@ class CaptionedVideos(Dataset):
         """Read the "video" of a sample, another one or its mask, at another size, [F, C, H, W] as in a Sample.
         The last frame of a shorter one is repeated."""
         settings = replace(self.settings_at_own_rate(index).for_bucket(bucket), short_clips="pad")
-        if name == "video":
-            return self._decode(index, settings)[0]
-        return self._other(name, index, settings, None)
+        with on_readers_device(self.settings.video_backend):
+            if name == "video":
+                return self._decode(index, settings)[0]
+            return self._other(name, index, settings, None)
 
     def read_tensors(self, index: int, are_headers_enough: bool = False) -> dict[str, Tensor]:
         """Read the tensors of a sample, float32, by name. are_headers_enough: only check them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def folder(tmp_path: Path) -> Path:
     }
     _tar(tmp_path / "shards" / "0.tar", members)
     return tmp_path
+
+
+def test_videos_of_evaluations_are_read_on_the_readers_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+    reading = lambda backend: nullcontext(entered.append(backend))
+    monkeypatch.setattr("cogfast.data.datasets.on_readers_device", reading)
+    data = VideoList(str(folder), **CLIP)
+    for name in ("video", "control"):
+        data.read_video(name, 1, Bucket(5, 16, 16))
+    assert entered == ["auto", "auto"]
 
 
 def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
