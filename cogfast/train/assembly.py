@@ -169,7 +169,7 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
     """Refuse weights that are only a part of the model, such as the checkpoint of a LoRA run."""
     raise ValueError(
         f"{what} has {report.num_loaded} tensors and lacks {len(report.lacking)}, first "
-        f"{report.lacking[0]}: a LoRA run saves only its adapters; set args.load to the base "
+        f"{report.lacking[0]}: a run saves only what it trains, such as adapters; set args.load to the base "
         "model's folder (`cogfast sample RUN_FOLDER` reads both)"
     )
 
