@@ -291,6 +291,10 @@ def _arguments(
             name = name.removesuffix("_config")
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if name not in parameters and not takes_any:
+            for other in PLACES["data"].paths if where == "data" else ():
+                if given_name in _parameters(import_target(other, key, (), where)):
+                    text = f"unknown key {key}; {other} has it: set data.target to that"
+                    raise KeyProblem(key, text)
             known = {k: v for k, v in parameters.items() if k not in (given or ())}
             raise unknown_key(where_params, given_name, _known_names(known, hints, params))
         if name in (given or ()):

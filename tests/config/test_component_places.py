@@ -161,6 +161,14 @@ def test_an_allowed_package_by_its_modules(base, package) -> None:
     assert load_config([base], arguments, [f"{package}.clips"]).data.target.endswith("Clips")
 
 
+def test_a_key_of_another_layout_names_it(base) -> None:
+    reason = (
+        "params.control_column; cogfast.data.datasets.VideoList has it: set data.target to that"
+    )
+    with pytest.raises(ValueError, match=reason):
+        load_config([base], ["data.params.control_column=poses.txt"])
+
+
 def test_a_file_cannot_allow_an_import(base, package, capsys) -> None:
     """A run's own training_config.yaml, say: only the command line of the call counts."""
     text = base.read_text().replace("data_video.SFTDataset", f"{package}.Clips")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -172,6 +173,15 @@ def test_the_commands_of_the_run_name_them(
         request = parse_sample(shlex.split(line)[2:])
         assert request.tensors == ["noise=FILE.npy", "flow=FILE.npy"], line
         assert request.allow_import == ["mymodel"], line
+    converts = [line for line in (*page.code, *caplog.messages) if "cogfast convert" in line]
+    # No other format has added modules.
+    assert len(converts) == 3 and all("--allow-unexpected" in line for line in converts)
+    config = copy.deepcopy(world.trainer.config)
+    config.model.trainable_modules = ["fuser"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        log_commands(config, folder, 3, is_lora=False, shows_ema=False)
+    assert not any(line.startswith("to convert") for line in caplog.messages), "it has no others"
 
 
 NOISE = "noise={folder}/noise-0.npy"

@@ -71,12 +71,15 @@ def log_commands(
         files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
+    is_own = config.model.network_config.target not in NETWORKS
+    more_words = (
+        " --ema" * shows_ema + " --allow-unexpected" * is_own
+    )  # no other format has added modules
     commands = {
         "to sample": f"cogfast sample {run}{own} --prompt TEXT{files} --out DIR",
-        "to convert": f"cogfast convert {run} DIR --to {to}{' --ema' * shows_ema}",
+        "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
         "to train on": f"the same command with {resume_words(config, folder)} {more}",
     }
-    is_own = config.model.network_config.target not in NETWORKS
     if is_own and model.trainable_modules is not None and not is_lora:
-        del commands["to convert"]  # no other format has a network's own tensors
+        del commands["to convert"]
     log_facts(commands)

@@ -330,8 +330,11 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "Sample a video", f"cogfast sample {run}{own} {prompt} --out samples"
         to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
         ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""
-        yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
-        yield "Convert to SAT", f"cogfast convert {run} sat --to sat{ema}"
+        ema += " --allow-unexpected" * is_own  # no other format has added modules
+        has_others = record.is_lora or not record.plain.get("model.trainable_modules")
+        if has_others or not is_own:
+            yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
+            yield "Convert to SAT", f"cogfast convert {run} sat --to sat{ema}"
     yield "Write this page again", f"cogfast report {run}"
     yield "Compare with another run", f"cogfast report {run} OTHER_RUN --out comparison.html"
 
