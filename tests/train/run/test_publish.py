@@ -262,7 +262,11 @@ def test_the_card_of_a_control_model_names_no_other_base(tmp_path: Path, data: P
         assert main(["publish", str(run), REPO, "--dry-run"]) == 0
         head, body = card_of((run / "hub" / "README.md").read_text())
         assert "base_model" not in head and head["pipeline_tag"].endswith("to-video")
-        name = "control model" if conditions == "control" else "model with the conditions image, control"
+        name = (
+            "control model"
+            if conditions == "control"
+            else "model with the conditions image, control"
+        )
         assert f"of a {name}, trained with cogfast on 6 clips" in body
         assert "zai-org" not in body and str(tmp_path) not in body
         cards.append(body)
