@@ -192,5 +192,5 @@ ADD_CAPTIONS = "add them or set data.params.allow_empty_captions=true"
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file is a picture, by the end of its name."""
-    return name.lower().endswith(PICTURE_ENDINGS)
+    """Whether a mask is a picture, by the end of its name; a GIF is read as a video."""
+    return name.lower().endswith(PICTURE_ENDINGS) and not name.lower().endswith(".gif")

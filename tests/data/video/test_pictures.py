@@ -245,3 +245,17 @@ def test_controls_of_pictures_are_pictures(tmp_path: Path) -> None:
     control = data[0]["control"]
     assert control.shape == (1, 3, *SIZE)
     assert torch.equal(control[0].permute(1, 2, 0), read_pixels(str(tmp_path / "a_edges.png")))
+
+
+def test_a_mask_may_be_an_animated_gif(tmp_path: Path) -> None:
+    half = np.zeros((32, 48, 3), np.uint8)
+    half[:, :24] = 255
+    frames = [Image.fromarray(np.roll(half, 3 * i, axis=1)) for i in range(9)]
+    frames[0].save(tmp_path / "m.gif", save_all=True, append_images=frames[1:], duration=100)
+    write_clip(tmp_path / "c.mp4", constant_rate(9, 10), size=(32, 48))
+    row = {"path": "c.mp4", "caption": "a", "mask": "m.gif"}
+    (tmp_path / "clips.jsonl").write_text(json.dumps(row))
+    params = {"video_size": [32, 48], "fps": 10, "max_num_frames": 9}
+    found = VideoManifest([str(tmp_path / "clips.jsonl")], **params)[0]["mask"]
+    for mask, frame in zip(found, frames, strict=True):
+        assert np.array_equal(255 * mask[0].numpy(), np.asarray(frame)[..., 0])
