@@ -344,7 +344,11 @@ class Evaluator:
         found, bad = [], None
         for i, sample in enumerate(chosen):
             try:
-                found.append(self._prompt(i, sample, texts[i] if texts else None, size))
+                prompt = self._prompt(i, sample, texts[i] if texts else None, size)
+                # A given image replaces that of the held-out clip.
+                path = self.given[i].image if texts else None
+                image = prompt.image if path is None else self._image(path, size)
+                found.append(replace(prompt, image=image))
             except BadSample as error:
                 bad = error
                 logger.warning("a held-out sample is not sampled: %s", error)

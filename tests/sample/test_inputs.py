@@ -13,8 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from cogfast.__main__ import main
+from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.train.preflight.pipeline_folder import find_config
+from cogfast.train.trainer import Trainer
 from tests.sample.test_sample_sources import LATENTS, assert_close, latents, sample
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
@@ -311,3 +313,18 @@ def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_
     assert main(["train", "--base", *files, *words]) == 0
     (line,) = (run_folder(tmp_path / "runs") / "metrics.jsonl").read_text().splitlines()
     assert np.isfinite(json.loads(line)["loss"])
+
+
+def test_a_given_image_stands_beside_the_control_of_a_held_out_clip(
+    with_everything: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    config, words = with_everything
+    Image.new("RGB", (SIDE, SIDE), "white").save(tmp_path / "white.png")
+    (tmp_path / "prompts.txt").write_text(f"a bar@@{tmp_path / 'white.png'}\n")
+    more = ["model.conditions=[image, control]", "model.given_frames=null", "args.split=4,2"]
+    more += [f"model.network_config.params.in_channels={3 * CHANNELS}", "args.eval_interval=1"]
+    more += [f"args.eval_prompt_file={tmp_path / 'prompts.txt'}", f"args.save={tmp_path / 'runs'}"]
+    more += ["model.masked_video_noise=false"]
+    trainer = Trainer(load_config([config], [*words, *more]))
+    (prompt,) = trainer.evaluator._prompts(trainer.size.latents, "")
+    assert prompt.control is not None and (prompt.image == 1).all()
