@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import logging
@@ -36,6 +37,7 @@ from cogfast.finetune.components import (
     rotary_tables,
 )
 from cogfast.finetune.overrides import (
+    OVERRIDABLE,
     SAMPLE_KEYS,
     check_collated,
     check_encoded,
@@ -232,6 +234,10 @@ class Trainer:
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
+        for name in sorted(vars(cls).keys() - vars(Trainer).keys()):
+            if near := difflib.get_close_matches(name, OVERRIDABLE, n=1, cutoff=0.9):
+                text = "cogfast does not call %s.%s; did you mean %s?"
+                logger.warning(text, cls.__name__, name, near[0])
 
     def _check_methods(self) -> None:
         """Raise ValueError for overridden methods that the configuration cannot serve."""

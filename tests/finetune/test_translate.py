@@ -384,6 +384,12 @@ def test_a_hook_that_nothing_calls_is_a_type_error(name):
         type("Mine", (Trainer,), {name: None})
 
 
+def test_a_method_that_looks_misspelt_is_logged(caplog):
+    type("Mine", (Trainer,), {"compute_los": None, "weigh": None})
+    assert "does not call Mine.compute_los; did you mean compute_loss?" in caplog.text
+    assert "weigh" not in caplog.text
+
+
 def test_a_trainer_knows_its_state_before_it_trains(options):
     trainer = Trainer(Args(**options("1.5_5b", mixed_precision="bf16")))
     state = trainer.state
