@@ -118,6 +118,9 @@ class CaptionedVideos(Dataset):
             for name, files in clips.others.items()
             if files.shape is None
         }
+        self.are_others = False  # whether this data set is one of them
+        for other in self.others.values():
+            other.are_others = True
         # Samples that can be read but are bad: {number: why}
         self.refused: Mapping[int, str] = {}
         # Every reading process keeps its own clips, in its copy of the data set.

@@ -74,6 +74,8 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
         is_buckets = common.buckets is not None and name != "fps"
         if is_buckets or getattr(settings, name) != getattr(common, name):
             own[name] = str(getattr(settings, name))
+    if videos.are_others:
+        own["is_control"] = True  # the entry of a clip may hold frames, too
     if clips.images is not None and clips.images[index]:
         own["image"] = sources.recorded(clips.images[index])
     return hash_text(json.dumps([sources.recorded(clips.files[index]), own], sort_keys=True))

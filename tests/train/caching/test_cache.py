@@ -90,7 +90,7 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
     [
         ("1.5_5b_i2v", []),
         ("5b", ["data.params.buckets=[[9, 16, 32], [9, 32, 16]]"]),
-        ("control", [f"model.network_config.params.in_channels={2 * CHANNELS}"]),
+        ("control", [f"model.network_config.params.in_channels={3 * CHANNELS}"]),
     ],
     ids=["1.5_5b_i2v", "buckets", "control"],
 )
@@ -113,7 +113,9 @@ def test_training_from_the_cache_is_training_from_pixels(
         ]
         listed = tmp_path / "clips.jsonl"
         listed.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        arguments = [*arguments, "model.conditions=[control]", "model.condition_dropout=0.3"]
+        # The control of a sample that is trained on is the clip of a held-out one.
+        arguments = [*arguments, "model.conditions=[control, frames]"]
+        arguments += ["model.given_frames=first_last", "model.condition_dropout=0.3"]
         arguments += [
             f"args.train_data=[{listed}]",
             "data.target=cogfast.data.datasets.VideoManifest",
@@ -144,8 +146,8 @@ def test_training_from_the_cache_is_training_from_pixels(
         for folder in folders
     )
     assert found == expected and len(found) == 1
-    # Steps build the VAE for the first frames of image-to-video alone, the text encoder never.
-    assert (runs["cache"].built[0] is None) == (not family.endswith("i2v"))
+    # Steps build the VAE for first and given frames alone, the text encoder never.
+    assert (runs["cache"].built[0] is None) == (not has_condition)
     assert runs["cache"].encoder._text_encoder is None
     assert None not in runs["pixels"].built
 
