@@ -180,6 +180,7 @@ subprocess.Popen = ForkedPopen
 """
 
 
+@pytest.mark.soak
 def test_the_notebook_runs_top_to_bottom(clips_folder: Path, tmp_path: Path) -> None:
     """Its commands are forked from the process that runs the cells, which spares them the imports."""
     notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))

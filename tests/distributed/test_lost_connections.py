@@ -147,7 +147,7 @@ groups.close()
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_stops_ends_the_other_and_long_work_does_not(tmp_path: Path, rank: int) -> None:
     output = tmp_path / "output"
     output.touch()

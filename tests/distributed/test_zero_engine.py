@@ -140,7 +140,7 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
     transformer, rng = trainer.engine.transformer, SlotRandom(1234, 0, range(4), 4)
     parameters = [p for p in transformer.parameters() if p.requires_grad]
     latents, conditioning = trainer.encoder(batch, rng)
-    noised = trainer.add_noise(latents, rng)
+    noised = trainer.add_noise(batch, latents, rng)
     given = noised.latents, noised.alpha_sqrt, conditioning, noised.timesteps
     estimate = trainer.diffusion.denoiser.denoise(transformer, *given)
     loss = trainer.loss.of(estimate, noised).mean()

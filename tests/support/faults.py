@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from inspect import getattr_static
 from pathlib import Path
 from unittest.mock import patch
 
@@ -65,7 +66,11 @@ def main() -> None:
         overrides = [argument for argument in overrides if argument]
         if name in FATAL:
             owner, attribute = FAULTS[name]
-            call = failing(name, vars(owner)[attribute]) if rank == 1 else vars(owner)[attribute]
+            call = (
+                failing(name, getattr_static(owner, attribute))
+                if rank == 1
+                else getattr_static(owner, attribute)
+            )
             with patch.object(owner, attribute, call):
                 sys.exit(cogfast(["train", "--base", base, *overrides]))
         config = load_config([base], overrides)
@@ -73,7 +78,7 @@ def main() -> None:
             Trainer(config).train()
             continue
         owner, attribute = FAULTS[name]
-        with patch.object(owner, attribute, failing(name, vars(owner)[attribute])):
+        with patch.object(owner, attribute, failing(name, getattr_static(owner, attribute))):
             Trainer(config).train()
     groups.close()
 

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import getattr_static
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,7 @@ def main() -> None:
         rank = number % groups.world_size
         if owner is BatchLoader:
             rank -= rank % groups.model_size
-        call = vars(owner)[attribute]
+        call = getattr_static(owner, attribute)
         if groups.rank == rank:
             call = planted(kind, call)
         with patch.object(owner, attribute, call):

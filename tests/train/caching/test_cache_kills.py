@@ -62,7 +62,7 @@ def check_kills(
     return num_in_time
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kills_of_two_writers_at_once_leave_nothing_half(tmp_path: Path) -> None:
     data = write_clips_with_vae(tmp_path / "data", 8, CHANNELS)
     check_kills(data, tmp_path, num_kills=3, num_writers=2, longest=0.1)

@@ -54,7 +54,7 @@ def arguments(base: Path, save: Path, *overrides: str) -> list[str]:
     return ["train", "--base", str(base), f"args.save={save}", *overrides]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_kill_of_two_ranks_during_a_save_changes_nothing(tmp_path: Path, base: Path) -> None:
     """The resumed run's final state equals the uninterrupted run's, bit for bit.
 
