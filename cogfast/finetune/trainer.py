@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import logging
@@ -234,10 +233,7 @@ class Trainer:
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
-        for name in sorted(vars(cls).keys() - vars(Trainer).keys()):
-            if near := difflib.get_close_matches(name, OVERRIDABLE, n=1, cutoff=0.9):
-                text = "cogfast does not call %s.%s; did you mean %s?"
-                logger.warning(text, cls.__name__, name, near[0])
+        cogfast.train.trainer.log_misspelt(cls, Trainer, OVERRIDABLE)
 
     def _check_methods(self) -> None:
         """Raise ValueError for overridden methods that the configuration cannot serve."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,12 +40,23 @@ _WITHOUT_GRADIENT = (
 )
 
 
+def log_misspelt(found: type, base: type, names: Sequence[str]) -> None:
+    """Log methods of a subclass of `base` whose names are nearly those that are called."""
+    for name in sorted(vars(found).keys() - vars(base).keys()):
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.9):
+            text = "cogfast does not call %s.%s; did you mean %s?"
+            logger.warning(text, found.__name__, name, near[0])
+
+
 class Trainer:
-    """One training run. Subclasses may override `losses` or `compute_loss`, and nothing else
+    """One training run. Subclasses may override `losses`, `add_noise` or `compute_loss`, and nothing else
     (docs/extending.md).
 
     overrides: functions that encode clips and captions in place of the configured encoders.
     """
+
+    def __init_subclass__(cls) -> None:
+        log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
     def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
         parts = self.parts = assemble(config, overrides)

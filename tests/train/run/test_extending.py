@@ -147,3 +147,9 @@ def test_a_script_takes_the_words_of_train(plain: Recorded, data: Path, tmp_path
         [*map(str, words), "args.lr=high"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith("cogfast: ")
+
+
+def test_a_method_that_looks_misspelt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    type("Mine", (Trainer,), {"losse": None, "weigh": None})
+    assert "does not call Mine.losse; did you mean losses?" in caplog.text
+    assert "weigh" not in caplog.text
