@@ -68,7 +68,8 @@ class _Draw:
         return int(torch.randint(low, high, (), generator=self._generator))
 
     def some(self, number: int, count: int) -> list[int]:
-        return torch.randperm(number, generator=self._generator)[:count].tolist()
+        chosen = torch.randperm(number, generator=self._generator)[:count]
+        return chosen.tolist()  # sync: none, drawn on the CPU
 
 
 def _fill(mask: Tensor, kind: str, draw: _Draw) -> None:
@@ -93,8 +94,8 @@ def _fill(mask: Tensor, kind: str, draw: _Draw) -> None:
             top, left = draw(0, height - rows + 1), draw(0, width - columns + 1)
             mask[i, top : top + rows, left : left + columns] = 1
     elif kind == "some frames":
-        for i in draw.some(frames, frames):
-            mask[i] = draw(0, 2)
+        for frame in mask:
+            frame.fill_(draw(0, 2))
     else:
         middle, side = (draw(0, height), draw(0, width)), min(height, width)
         radii = [draw(side // 8, side // 4)] * 2
@@ -120,9 +121,12 @@ def masked_pixels(pixels: Tensor, masks: Tensor) -> Tensor:
 
 def noised_masked_pixels(pixels: Tensor, rng: SlotRandom, strength: float | None = None) -> Tensor:
     """Add noise to a masked clip where it is not -1. strength: None draws one per sample, as training does."""
-    draw = rng.normal("masked_noise_strength", (len(pixels), 1, 1, 1, 1))
-    sigma = torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
-    noise = (sigma if strength is None else strength) * rng.normal("masked_noise", pixels.shape)
+    noise = rng.normal("masked_noise", pixels.shape)
+    if strength is None:
+        draw = rng.normal("masked_noise_strength", (len(pixels), 1, 1, 1, 1))
+        noise = noise * torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
+    else:
+        noise = noise * strength
     return pixels + noise.masked_fill(pixels == MASKED, 0)
 
 

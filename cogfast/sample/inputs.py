@@ -18,11 +18,11 @@ from cogfast.data.datasets import mask_of
 from cogfast.data.sources.arrays import KEY, open_array, values_of
 from cogfast.data.sources.folders import is_picture
 from cogfast.data.sources.headers import probe
-from cogfast.data.video.clip import ClipSettings, read_clip
+from cogfast.data.video.clip import ClipSettings, read_clip, resize_picture
 from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.sample.flags import sampled_tensors
 from cogfast.sample.prompt_files import files_of_prompts
-from cogfast.sample.sizes import read_image
+from cogfast.sample.sizes import open_image, read_image
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize
 
 _SETTINGS = ("fps", "frame_selection", "short_clips", "resize")
@@ -39,9 +39,8 @@ def read_inputs(
     files: by option, with underscores, one for each prompt. sizes: of the prompts' videos. data: data.params,
     whose rate and choice of frames are those of the clips that were trained.
     """
-    read = cache(
-        _Reader(data, 0 if given_frames is None else given_frames.number)
-    )  # by option, file and size
+    # Each option, file and size once
+    read = cache(_Reader(data, 0 if given_frames is None else given_frames.number))
     found = []
     for i, size in enumerate(sizes):
         given = {name: path for name, of_name in files.items() if (path := of_name[i]) is not None}
@@ -96,7 +95,6 @@ def _check_shapes(video: Path, mask: Path) -> None:
 
 def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:
     """Return a video uint8 [F, 3, H, W] of black but for the given ends, and the mask [F, 1, H, W] of the rest."""
-    # All its frames are given to a model by latents; the last one holds the last frame.
     frames, at = size.num_frames, {"first_frame": 0, "last_frame": size.num_frames - 1}
     video = torch.zeros(frames, 3, *size.pixels, dtype=torch.uint8)
     mask = torch.ones(frames, 1, *size.pixels, dtype=torch.uint8)
@@ -117,13 +115,14 @@ class _Reader:
         """Return an image [3, H, W] in [-1, 1], a picture of an end uint8, a video uint8 [F, 3, H, W], or a
         mask uint8 [F, 1, H, W]."""
         option, resize = f"--{name.replace('_', '-')}", self.data.get("resize", "crop")
-        if name == "image" or name.endswith("frame"):
-            image = read_image(path, size.pixels, resize, option)
-            return image if name == "image" else ((image + 1) * 127.5).round().to(torch.uint8)
+        if name == "image":
+            return read_image(path, size.pixels, resize, option)
+        if name.endswith("frame"):
+            return resize_picture(open_image(path, option), size.pixels, resize)
         try:
             if name == "mask" and is_picture(str(path)):
-                pixels = ((read_image(path, size.pixels, resize, option) + 1) * 127.5).round()
-                frames = pixels.to(torch.uint8).expand(size.num_frames, -1, -1, -1)
+                picture = resize_picture(open_image(path, option), size.pixels, resize)
+                frames = picture.expand(size.num_frames, -1, -1, -1)
             else:
                 frames = self._video(path, size)
             return mask_of(frames, str(path), "it") if name == "mask" else frames
