@@ -19,7 +19,7 @@ _TESTS = (
     "test_gelu.py",
     "test_add_low_rank.py",
     "test_ema_adam_kernel.py",
-    "test_attention_backends.py",
+    "attention/test_backends.py",
     "quantized/test_quantized_linear.py",
 )
 _FILE_SECONDS = 150

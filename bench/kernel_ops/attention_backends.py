@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Outcome, Row, Settings
 from bench.harness.timing import spread, time_calls, wait_for
-from cogfast.kernels.attention_backends import (
+from cogfast.kernels.attention.backends import (
     BACKENDS,
     flash_attention,
     flash_attention_reference,

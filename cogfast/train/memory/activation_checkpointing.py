@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 import cogfast.kernels.quantized.quantized_linear  # noqa: F401  registers _FROZEN
-from cogfast.kernels.attention_backends import keeps_output
+from cogfast.kernels.attention.backends import keeps_output
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.train.memory.offloaded_activations import (

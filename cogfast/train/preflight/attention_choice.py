@@ -21,7 +21,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.kernels.attention_backends import (
+from cogfast.kernels.attention.backends import (
     BACKENDS,
     backends_that_run,
     flash_attention,

@@ -15,8 +15,8 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.kernels import attention_backends as attention
-from cogfast.kernels.attention_backends import BACKENDS, Backend, flash_attention_reference
+from cogfast.kernels.attention import backends as attention
+from cogfast.kernels.attention.backends import BACKENDS, Backend, flash_attention_reference
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (

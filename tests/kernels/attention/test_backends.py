@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import attention_backends as attention
-from cogfast.kernels.attention_backends import (
+from cogfast.kernels.attention import backends as attention
+from cogfast.kernels.attention.backends import (
     BACKENDS,
     backends_that_run,
     flash_attention,
