@@ -370,7 +370,10 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
         ("5B, no affine", (48, 64), "bf16", (*affine, "partials_ptr"), True),
         ("5B, no norm", (48, 64), "bf16", (*affine, "partials_ptr"), False),
         ("heads of 128", (24, 128), "bf16", (), True),
+        ("5B, blocks of sparse attention", (48, 64), "bf16", (), True),
     ):
+        if "blocks" not in name:
+            absent = (*absent, "order_ptr")
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         qkv = torch.empty(1, 1, 3, *shape, dtype=kind, device="meta")
         for direction, (kernel, usual, one_token, *registers) in directions.items():
@@ -386,7 +389,7 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
                     {"H": shape[0], "D": shape[1], "GRID_H": 30, "GRID_W": 45}
                     | {"HAS_NORM": has_norm, **tile},
                     dtype,
-                    types={"table_ptr": "*fp32"},
+                    types={"table_ptr": "*fp32", "order_ptr": "*i32"},
                     absent=absent,
                     num_warps=num_warps,
                     divisible=[n for n in kernel.arg_names if "_stride_" in n],
@@ -394,7 +397,8 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
                     # Threads exchange the four sums of backward as well, once per program.
                     max_shared_bytes=(16 if has_sums else 4 * is_tight) * tile["D_BLOCK"],
                     # A thread's 4 float32 entries take 2 cosines and 2 sines, 8 bytes each.
-                    narrow_loads=2 * (dtype == "fp32") + 4 * is_tight,
+                    # Rotation.order takes 4 bytes for a token.
+                    narrow_loads=2 * (dtype == "fp32") + 4 * is_tight + 2 * ("blocks" in name),
                     narrow_stores=4 if has_sums else 0,
                 )
             )

@@ -35,12 +35,14 @@ class Rotation:
 
     table: [2, N] float32, cosines in row 0 and sines in row 1, of t x D/8 angles of time, then
     h x 3D/16 of rows, then w x 3D/16 of columns.
+    order: [t*h*w] int32, the number of each row's token in row-major order; None: rows are in that order.
     """
 
     table: Tensor
     t: int
     h: int
     w: int
+    order: Tensor | None = None
 
     def per_row(self, num_text: int) -> Tensor:
         """Return cos + i sin of every token's angles, [L + t*h*w, D/2] complex64; 1 for text."""
@@ -57,6 +59,8 @@ class Rotation:
         ]
         # Tokens are ordered by time, then row, then column.
         video = torch.cat(axes, dim=-1).flatten(0, 2)
+        if self.order is not None:
+            video = video[self.order]
         return torch.cat([video.new_ones(num_text, video.shape[1]), video])
 
 
@@ -97,9 +101,7 @@ def qk_norm_rope3d_reference(
     return results[0], results[1], v
 
 
-_ARGUMENTS = (
-    "Tensor? table, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
-)
+_ARGUMENTS = "Tensor? table, Tensor? order, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
 
 
 def _forward_fake(qkv: Tensor, *arguments) -> tuple[Tensor, Tensor]:
@@ -133,27 +135,27 @@ class _QkNormRope3d(torch.autograd.Function):
     """Return v beside q and k, so that one backward gets the gradients of all three."""
 
     @staticmethod
-    def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, *numbers):
+    def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, order, *numbers):
         affine = (q_weight, q_bias, k_weight, k_bias)
-        q, k = _qk_norm_rope3d(qkv, *affine, table, *numbers)
-        ctx.save_for_backward(qkv, table, *affine)
+        q, k = _qk_norm_rope3d(qkv, *affine, table, order, *numbers)
+        ctx.save_for_backward(qkv, table, order, *affine)
         ctx.numbers = numbers
         return q, k, qkv[:, :, 2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        qkv, table, *affine = ctx.saved_tensors
+        qkv, table, order, *affine = ctx.saved_tensors
         # Sums over all tokens are computed only if an affine parameter needs its gradient.
         needs = [
             p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
         ]
-        saved = (qkv, affine[0], affine[2], table)
+        saved = (qkv, affine[0], affine[2], table, order)
         dqkv, sums = _qk_norm_rope3d_backward(*gradients, *saved, *ctx.numbers, any(needs))
         dtypes = [p.dtype for p, n in zip(affine, needs, strict=True) if n]
         if dtypes and all(dtype == dtypes[0] for dtype in dtypes):
             sums = sums.to(dtypes[0])  # one launch instead of one for each parameter
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
-        return dqkv, *grads, *[None] * (1 + len(ctx.numbers))
+        return dqkv, *grads, *[None] * (2 + len(ctx.numbers))
 
 
 def qk_norm_rope3d(
@@ -178,10 +180,10 @@ def qk_norm_rope3d(
         return q, k, v
     affine = (*(query_norm or (None, None)), *(key_norm or (None, None)))
     if rotation is None:
-        table, grid = None, (1, 1, 1)
+        tables, grid = (None, None), (1, 1, 1)
     else:
-        table, grid = rotation.table, (rotation.t, rotation.h, rotation.w)
-    return _QkNormRope3d.apply(qkv, *affine, table, num_text, *grid, has_norm, EPS)
+        tables, grid = (rotation.table, rotation.order), (rotation.t, rotation.h, rotation.w)
+    return _QkNormRope3d.apply(qkv, *affine, *tables, num_text, *grid, has_norm, EPS)
 
 
 def _check(
@@ -217,3 +219,7 @@ def _check(
     check_tensor(_OP, "rotation.table", table, shape, qkv, any_dtype=True)
     if table.dtype != torch.float32 or not table.is_contiguous():
         refuse(_OP, "rotation.table", table, "it must be float32 and contiguous")
+    if rotation.order is not None:
+        check_tensor(_OP, "rotation.order", rotation.order, (t * h * w,), qkv, any_dtype=True)
+        if rotation.order.dtype != torch.int32:
+            refuse(_OP, "rotation.order", rotation.order, "it must be int32")

@@ -47,6 +47,7 @@ VARIANTS = {
     "no-biases": ("ac", True, True),
     "key-affine": ("cd", True, False),
     "no-norm": ("", False, True),
+    "another-order": ("abcd", True, "in another order"),
 }
 
 
@@ -60,21 +61,22 @@ class Case:
     cotangents: tuple[Tensor, Tensor, Tensor]  # of q, k, v
     num_text: int
     has_norm: bool
+    order: Tensor | None = None  # [t*h*w] int32
 
     def rotation(self) -> Rotation | None:
         if self.axes is None:
             return None
         angles = torch.cat([axis.flatten() for axis in self.axes])
         table = torch.stack([angles.cos(), angles.sin()]).float()
-        return Rotation(table, *(len(axis) for axis in self.axes))
+        return Rotation(table, *(len(axis) for axis in self.axes), self.order)
 
     def raw(self) -> tuple:
-        """Arguments table, num_text, t, h, w, has_norm, eps of launchers and ops."""
+        """Arguments table, order, num_text, t, h, w, has_norm, eps of launchers and ops."""
         rotation = self.rotation()
         if rotation is None:
-            return None, self.num_text, 1, 1, 1, self.has_norm, EPS
+            return None, None, self.num_text, 1, 1, 1, self.has_norm, EPS
         grid = (rotation.t, rotation.h, rotation.w)
-        return rotation.table, self.num_text, *grid, self.has_norm, EPS
+        return rotation.table, rotation.order, self.num_text, *grid, self.has_norm, EPS
 
     def norms(self, parameters: list[Tensor | None]) -> tuple:
         return (tuple(parameters[:2]), tuple(parameters[2:])) if self.has_norm else (None, None)
@@ -107,6 +109,9 @@ def make(shape: tuple, variant: tuple, dtype: torch.dtype = torch.float32) -> Ca
         cotangents=tuple(draw(b, rows, heads, width, seed=30 + i, dtype=dtype) for i in range(3)),
         num_text=num_text,
         has_norm=has_norm,
+        order=torch.randperm(rows - num_text, generator=torch.Generator().manual_seed(2)).int()
+        if has_rotation == "in another order"
+        else None,
     )
 
 
@@ -125,6 +130,8 @@ def formula(case: Case, which: int, x: Tensor, weight: Tensor | None, bias: Tens
         (i, j, k) for i in range(len(time)) for j in range(len(row)) for k in range(len(column))
     ]
     video = torch.stack([torch.cat([time[i], row[j], column[k]]) for i, j, k in places])
+    if case.order is not None:
+        video = torch.stack([video[number] for number in case.order.tolist()])
     angles = torch.cat([video.new_zeros(case.num_text, video.shape[1]), video])[:, None]
     a, b = x[..., 0::2], x[..., 1::2]
     turned = (a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos())
@@ -397,7 +404,7 @@ def test_diffusers_rotates_alike() -> None:
     cos, sin = embeddings.get_3d_rotary_pos_embed(64, ((0, 0), (h, w)), (h, w), t)
     qkv = draw(2, num_text + t * h * w, 3, heads, 64, seed=1).float()
     rotation = RotaryPositions(TokenGrid(t, h, w), 64, theta=10000.0)(TokenGrid(t, h, w))
-    raw = (rotation.table, num_text, t, h, w, False, EPS)
+    raw = (rotation.table, None, num_text, t, h, w, False, EPS)
     for got in (
         qk_norm_rope3d(qkv, None, None, rotation, num_text),
         launch_forward(qkv, None, None, None, None, *raw),

@@ -25,9 +25,9 @@ struct QkArguments {
 
   QkArguments(
       const Tensor& qkv, const std::array<OptionalTensor, 4>& parameters, const OptionalTensor& table,
-      int64_t num_text, int64_t t, int64_t h, int64_t w, bool has_norm, double eps) {
+      const OptionalTensor& order, int64_t num_text, int64_t t, int64_t h, int64_t w, bool has_norm, double eps) {
     const int64_t width = qkv.size(4);
-    op = {qkv.size(1), qkv.size(3), width, has_norm, static_cast<float>(eps), {}, nullptr, num_text, t, h, w};
+    op = {qkv.size(1), qkv.size(3), width, has_norm, static_cast<float>(eps), {}, nullptr, num_text, t, h, w, nullptr};
     for (int i = 0; has_norm && i < 4; ++i) {
       const bool is_bias = i % 2;
       const Tensor& p = affine[i] =
@@ -35,6 +35,7 @@ struct QkArguments {
       (is_bias ? op.norm[i / 2].bias : op.norm[i / 2].weight) = pointer<const float>(p);
     }
     if (!table) return;
+    if (order) op.order = pointer<const int>(*order);
     const int64_t count = table->size(1);
     angles.resize(4 * count);
     const float* values = pointer<const float>(*table);
@@ -51,11 +52,11 @@ struct QkArguments {
 inline std::tuple<Tensor, Tensor> qk_norm_rope3d(
     const Tensor& qkv, const OptionalTensor& q_weight, const OptionalTensor& q_bias,
     const OptionalTensor& k_weight, const OptionalTensor& k_bias, const OptionalTensor& table,
-    int64_t num_text, int64_t t, int64_t h, int64_t w, bool has_norm, double eps) {
+    const OptionalTensor& order, int64_t num_text, int64_t t, int64_t h, int64_t w, bool has_norm, double eps) {
   const int64_t num_rows = qkv.size(0) * qkv.size(1), num_heads = qkv.size(3), width = qkv.size(4);
   Tensor q = at::empty({qkv.size(0), qkv.size(1), num_heads, width}, qkv.options()), k = at::empty_like(q);
   const QkArguments arguments(
-      qkv, {q_weight, q_bias, k_weight, k_bias}, table, num_text, t, h, w, has_norm, eps);
+      qkv, {q_weight, q_bias, k_weight, k_bias}, table, order, num_text, t, h, w, has_norm, eps);
   for_dtype(qkv, [&](auto zero) {
     using T = decltype(zero);
     const Heads<T> inputs[] = {heads<T>(qkv.select(2, 0)), heads<T>(qkv.select(2, 1))};
@@ -70,12 +71,12 @@ inline std::tuple<Tensor, Tensor> qk_norm_rope3d(
 
 inline std::tuple<Tensor, Tensor> qk_norm_rope3d_backward(
     const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& qkv, const OptionalTensor& q_weight,
-    const OptionalTensor& k_weight, const OptionalTensor& table, int64_t num_text, int64_t t, int64_t h,
-    int64_t w, bool has_norm, double eps, bool needs_sums) {
+    const OptionalTensor& k_weight, const OptionalTensor& table, const OptionalTensor& order, int64_t num_text,
+    int64_t t, int64_t h, int64_t w, bool has_norm, double eps, bool needs_sums) {
   const int64_t num_rows = qkv.size(0) * qkv.size(1), num_heads = qkv.size(3), width = qkv.size(4);
   Tensor dqkv = at::empty(qkv.sizes(), qkv.options());
   const QkArguments arguments(
-      qkv, {q_weight, std::nullopt, k_weight, std::nullopt}, table, num_text, t, h, w, has_norm, eps);
+      qkv, {q_weight, std::nullopt, k_weight, std::nullopt}, table, order, num_text, t, h, w, has_norm, eps);
   std::array<Tensor, 3> gradients = {dq, dk, dv};
   for (Tensor& x : gradients)
     if (x.stride(3) != 1) x = x.contiguous();

@@ -30,8 +30,10 @@ def _tile(head, entry, stride_s, stride_h, TOKENS: tl.constexpr):
 @jit
 def _cos_sin(
     table_ptr,
+    order_ptr,
     table_width,
     token,
+    num_tokens,
     num_text,
     t,
     GRID_H: tl.constexpr,
@@ -48,7 +50,11 @@ def _cos_sin(
     # Every summand of an index is a multiple of UNIT, hence of the largest power of two in UNIT.
     VECTOR: tl.constexpr = UNIT & -UNIT
     pair = tl.arange(0, D_BLOCK // 2)[None, :]
-    video = (token - num_text)[:, None]
+    video = token - num_text
+    if order_ptr is not None:
+        is_video = (video >= 0) & (token < num_tokens)
+        video = tl.load(order_ptr + video, mask=is_video, other=-1)
+    video = video[:, None]
     row_start = t * TIME + video // GRID_W % GRID_H * SPACE - TIME
     column_start = t * TIME + (GRID_H + video % GRID_W) * SPACE - (TIME + SPACE)
     start = tl.where(pair < TIME + SPACE, row_start, column_start)
@@ -100,6 +106,7 @@ def qk_norm_rope3d_fwd_kernel(
     k_weight_ptr,
     k_bias_ptr,
     table_ptr,  # [2, table_width] or None: no rotation
+    order_ptr,  # Rotation.order or None
     table_width,
     num_tokens,  # S
     num_text,
@@ -147,7 +154,17 @@ def qk_norm_rope3d_fwd_kernel(
             k = k * k_weight + k_bias
         if table_ptr is not None:
             cos, sin = _cos_sin(
-                table_ptr, table_width, token, num_text, t, GRID_H, GRID_W, D, D_BLOCK
+                table_ptr,
+                order_ptr,
+                table_width,
+                token,
+                num_tokens,
+                num_text,
+                t,
+                GRID_H,
+                GRID_W,
+                D,
+                D_BLOCK,
             )
             q = _rotate_pairs(q, cos, sin)
             k = _rotate_pairs(k, cos, sin)
@@ -180,6 +197,7 @@ def qk_norm_rope3d_bwd_kernel(
     q_weight_ptr,
     k_weight_ptr,
     table_ptr,
+    order_ptr,
     table_width,
     num_tokens,
     num_text,
@@ -247,7 +265,17 @@ def qk_norm_rope3d_bwd_kernel(
         dk = dk.to(tl.float32)
         if table_ptr is not None:
             cos, sin = _cos_sin(
-                table_ptr, table_width, token, num_text, t, GRID_H, GRID_W, D, D_BLOCK
+                table_ptr,
+                order_ptr,
+                table_width,
+                token,
+                num_tokens,
+                num_text,
+                t,
+                GRID_H,
+                GRID_W,
+                D,
+                D_BLOCK,
             )
             dq = _rotate_pairs(dq, cos, -sin)
             dk = _rotate_pairs(dk, cos, -sin)
@@ -336,6 +364,7 @@ def launch_forward(
     k_weight: Tensor | None,
     k_bias: Tensor | None,
     table: Tensor | None,
+    order: Tensor | None,
     num_text: int,
     t: int,
     h: int,
@@ -346,7 +375,7 @@ def launch_forward(
     """Return normed and rotated q, k [B, S, H, D].
 
     qkv: [B, S, 3, H, D] with any strides but a dense last dim. Affine parameters: [D] or None.
-    table: Rotation.table or None, for t x h x w video tokens after num_text text tokens.
+    table, order: those of Rotation or None, for t x h x w video tokens after num_text text tokens.
     """
     num_samples, num_tokens, _, num_heads, width = qkv.shape
     q = qkv.new_empty(num_samples, num_tokens, num_heads, width)
@@ -362,6 +391,7 @@ def launch_forward(
         k_weight,
         k_bias,
         table,
+        order,
         0 if table is None else table.shape[1],
         num_tokens,
         num_text,
@@ -387,6 +417,7 @@ def launch_backward(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     table: Tensor | None,
+    order: Tensor | None,
     num_text: int,
     t: int,
     h: int,
@@ -420,6 +451,7 @@ def launch_backward(
         q_weight,
         k_weight,
         table,
+        order,
         0 if table is None else table.shape[1],
         num_tokens,
         num_text,

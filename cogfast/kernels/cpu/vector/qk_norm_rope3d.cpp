@@ -36,7 +36,12 @@ struct Place {
   int64_t sample, token, frame, row, column;
 
   Place(const QkNormRope3d& op, int64_t index) : sample(index / op.num_tokens), token(index % op.num_tokens) {
-    const int64_t video = std::max<int64_t>(token - op.num_text, 0);
+    find(op);
+  }
+
+  void find(const QkNormRope3d& op) {
+    int64_t video = std::max<int64_t>(token - op.num_text, 0);
+    if (op.order && token >= op.num_text) video = op.order[video];
     frame = video / (op.h * op.w), row = video / op.w % op.h, column = video % op.w;
   }
 
@@ -45,6 +50,8 @@ struct Place {
     if (++token == op.num_tokens) {
       ++sample;
       token = frame = row = column = 0;
+    } else if (op.order) {
+      find(op);
     } else if (token > op.num_text && ++column == op.w) {
       column = 0;
       if (++row == op.h) row = 0, ++frame;

@@ -26,6 +26,7 @@ struct QkNormRope3d {
   // then all sines as -sin, sin. A rotated x is then x cos + (x with neighbours swapped) sin.
   const float* angles;
   int64_t num_text, t, h, w;
+  const int* order;  // Rotation.order, or null
 };
 
 }  // namespace cogfast
