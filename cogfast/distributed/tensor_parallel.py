@@ -273,7 +273,7 @@ class ColumnParallelLora(ParallelLora):
         x = original.enter(x)
         # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
         a = copy_to_group(self.joined_a(), self.group)
-        return self.adapt(original.product(x), x, a, list(self.matrix_B.values()))
+        return self.adapt(original.product, x, a, list(self.matrix_B.values()))
 
 
 class RowParallelLora(ParallelLora):
@@ -288,7 +288,7 @@ class RowParallelLora(ParallelLora):
         assert isinstance(original, RowParallelLinear), "__init__ sets it"
         # B is replicated but sees only this rank's part of A x: sum its gradients.
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
-        return original.leave(self.adapt(original.product(x), x, self.joined_a(), b))
+        return original.leave(self.adapt(original.product, x, self.joined_a(), b))
 
 
 class SharedHeadNorm(HeadNorm):

@@ -1,4 +1,5 @@
-"""Adds LoRA's second product to the output of the linear that it adapts, in one pass.
+"""LoRA beside the linear that it adapts: its second product is added to the linear's output in one
+pass, and its part of the input's gradient to the linear's by a product.
 
     y_p = x_p + c l_p B_p^T    for each part p of the columns that has a B_p;  y_p = x_p for the others
 
@@ -9,6 +10,9 @@ c is LoRA's alpha / r.
 
 Bytes of q, k and v with U those of a bf16 [B, S, M], without those of l: 6 U (x, y). Products, a
 concatenation and a sum of their own move 18 U. y is rounded once.
+
+The input x of both has the gradient dx = dx_linear + dl A. `read_low_rank` computes it in the memory of
+dx_linear and rounds the sum once: it moves 2 U, where a product and a sum of their own move 4 U.
 """
 
 from __future__ import annotations
@@ -134,3 +138,31 @@ def add_low_rank(
     for matrix in matrices:
         check_tensor("add_low_rank", "matrix", matrix, (x.shape[-1] // num_parts, rank), like=x)
     return _AddLowRank.apply(x, low, list(parts), num_parts, scaling, *matrices)
+
+
+class _ReadLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, a)
+        # A view, since autograd needs a tensor of its own for this node.
+        return x.view_as(x), x @ a.t()
+
+    @staticmethod
+    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        dx, dlow = output_gradients
+        x, a = ctx.saved_tensors
+        rows = dlow.flatten(0, -2)
+        # In place, since only the linear has read the view; torch.compile needs the pure op.
+        add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
+        total = add(dx.flatten(0, -2), rows, a).view(dx.shape)
+        return total, None if x is None else rows.t() @ x.flatten(0, -2)
+
+
+def read_low_rank(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [.., K] for the linear and the products of x with the matrices A, a [P r, K]: [.., P r].
+
+    Only one linear may read the first result: its gradient's memory becomes that of x's gradient.
+    """
+    if x.requires_grad:
+        return _ReadLowRank.apply(x, a)
+    return x, torch.nn.functional.linear(x, a)

@@ -9,12 +9,13 @@ one. Parts may have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from cogfast.kernels.add_low_rank import read_low_rank
 from cogfast.kernels.block_kernels import BlockKernels
 
 SAT_ALPHA = 1.0  # default for SAT configs and for checkpoints that store no alpha
@@ -83,23 +84,28 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] -> [B, S, out]."""
-        return self.adapt(self.original(x), x, self.joined_a(), list(self.matrix_B.values()))
+        return self.adapt(self.original, x, self.joined_a(), list(self.matrix_B.values()))
 
     def joined_a(self) -> Tensor:
         """Return the matrices A as one, [parts * r, in]: one matmul reads x for q, k and v."""
         matrices = list(self.matrix_A.values())
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
-    def adapt(self, product: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor]) -> Tensor:
-        """Add what the adapters make of x to the linear's product [B, S, out].
+    def adapt(
+        self, base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the base's product of x, [B, S, out], plus what the adapters make of x.
 
         a: of joined_a. b: the matrices B.
         """
         if not self.is_on:
-            return product
-        low = nn.functional.linear(self.dropout(x), a)
+            return base(x)
+        if isinstance(self.dropout, nn.Identity):
+            x, low = read_low_rank(x, a)
+        else:
+            low = nn.functional.linear(self.dropout(x), a)
         parts = [int(name) for name in self.matrix_A]
-        return self.kernels.add_low_rank(product, low, b, parts, self.num_parts, self.scaling)
+        return self.kernels.add_low_rank(base(x), low, b, parts, self.num_parts, self.scaling)
 
 
 def add_lora(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.add_low_rank import add_low_rank, add_low_rank_reference
+from cogfast.kernels.add_low_rank import add_low_rank, add_low_rank_reference, read_low_rank
 from cogfast.kernels.gpu.add_low_rank import launch
 
 # Rows, columns of a part, rank; parts with a matrix, of how many. Float32 tiles are 64 x 64 x 32.
@@ -91,6 +91,41 @@ def test_frozen_inputs_cost_nothing() -> None:
     assert all(t.shape != x.shape for t in saved)
     assert torch.equal(x.grad, torch.ones_like(x)) and low.grad is not None
     assert all(matrix.grad is None for matrix in matrices)
+
+
+def adapted_gradients(dtype: torch.dtype, separate: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of x [2, 33, 96] and of A [130, 96] beside a frozen linear, and of the linear's
+    input alone. separate: autograd's product and sum."""
+    generator = torch.Generator().manual_seed(1)
+    make = lambda *shape: torch.randn(shape, generator=generator).bfloat16().to(dtype)
+    x, a = make(2, 33, 96).requires_grad_(), make(130, 96).requires_grad_()
+    weight, dy, dlow = make(16, 96), make(2, 33, 16), make(2, 33, 130)
+    given, low = (x, torch.nn.functional.linear(x, a)) if separate else read_low_rank(x, a)
+    of_linear: list[Tensor] = []
+    given.register_hook(of_linear.append)
+    y = torch.nn.functional.linear(given, weight)
+    of_x, of_a = torch.autograd.grad((y, low), (x, a), (dy, dlow))
+    return of_x, of_a, of_linear[0]
+
+
+def test_the_gradient_of_the_linears_input_becomes_that_of_x() -> None:
+    exact_x, exact_a, _ = adapted_gradients(torch.float64, separate=True)
+    for found, wanted in zip(
+        adapted_gradients(torch.float64, separate=False)[:2], (exact_x, exact_a), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    of_x, of_a, of_linear = adapted_gradients(torch.bfloat16, separate=False)
+    assert of_x.data_ptr() == of_linear.data_ptr()
+    twice_rounded, same_a, _ = adapted_gradients(torch.bfloat16, separate=True)
+    assert torch.equal(of_a, same_a)
+    error, allowed = ((t.double() - exact_x).square().mean() for t in (of_x, twice_rounded))
+    assert error < 0.7 * allowed, error / allowed  # the product of the adapters is not rounded
+
+
+def test_x_without_a_gradient_gets_none_from_the_linear() -> None:
+    x, a = torch.randn(3, 8), torch.randn(2, 8, requires_grad=True)
+    given, low = read_low_rank(x, a)
+    assert not given.requires_grad and low.requires_grad
 
 
 def test_tensors_that_are_not_contiguous() -> None:
