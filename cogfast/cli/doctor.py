@@ -163,11 +163,18 @@ def _cpu_kernels() -> Finding:
 def _optional(torch: Any) -> Iterator[Finding]:
     """Look for the parts that make training faster or more convenient."""
     if torch.cuda.is_available():
+        from cogfast.kernels.attention.backends import BACKENDS
+        from cogfast.plan import gpus
+
         attention = ("flash_attn.cute", "flash_attn_interface")
         # Importing `flash_attn` proves nothing: with version 4 it is a namespace that may be empty.
         found = next((name for name in attention if _import(name) is not None), None)
-        cost = "PyTorch's cuDNN or flash attention is used, which may be slower"
-        yield _part("flash-attention", found, cost, "pip install 'cogfast[fa4]'")
+        device = torch.cuda.get_device_properties(0)
+        gpu = gpus.find_gpu(device.name, device.total_memory / _GIB)
+        is_supported = (device.major, device.minor) >= BACKENDS["fa4"].capability
+        lack = gpus.cost_without_flash_attention(gpu) if is_supported else None
+        if found or lack:
+            yield _part("flash-attention", found, lack or "", gpus.INSTALL_FLASH_ATTENTION)
         dali, cost = _import("nvidia.dali"), "clips are decoded by the processor"
         yield _part("DALI", dali and dali.__version__, cost, "pip install 'cogfast[dali]'")
         if dali is not None:

@@ -50,6 +50,7 @@ class MemoryWatch(Watcher):
         self.config, self.args, self.groups = config, args, groups
         self.how_to_resume = how_to_resume
         self.policies: tuple[Policy, ...] | None = None  # of the blocks, when they have some
+        self.attention: str | None = None  # the backend, when one is chosen
         self.setup: Setup | None = None
         self.num_steps = 0
         self.is_done = groups.device.type != "cuda"  # only its errors count on a CPU
@@ -95,9 +96,10 @@ class MemoryWatch(Watcher):
             torch.cuda.max_memory_reserved(device) / GIB,
         )
         gpu = gpu_of(device)
-        time = None if gpu is None else predict_step(plan, gpu)
+        time = None if gpu is None else predict_step(plan, gpu, self.attention)
         if time is not None:
-            logger.info("a step is predicted to take %.0f ms: %s", 1000 * time.seconds, time.source)
+            text = "a step is predicted to take %.0f ms: %s, %s"
+            logger.info(text, 1000 * time.seconds, time.source, time.attention_rates)
 
     def close(self, error: BaseException | None) -> None:
         if error is not None and is_out_of_memory(error):

@@ -52,7 +52,7 @@ class Traffic:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """Predicted seconds of an optimizer step. mfu: model FLOPs over the data sheet's rate.
-    samples_per_second: of all GPUs."""
+    samples_per_second: of all GPUs. attention_rates: what was taken for them, in words."""
 
     matmul: float
     attention: float
@@ -62,6 +62,7 @@ class StepTime:
     mfu: float
     samples_per_second: float
     source: str
+    attention_rates: str
 
     @property
     def seconds(self) -> float:
@@ -99,13 +100,14 @@ def count_traffic(setup: Setup, micro_batch: Work, persistent: int = PERSISTENT_
     return Traffic(gradients=times * ring * trained, weights=weights, inside=times * inside)
 
 
-def predict_step(plan: MemoryPlan, gpu: Gpu) -> StepTime | None:
-    """Predict the time of a step; None for sampling and for an optimizer in host memory."""
+def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> StepTime | None:
+    """Predict the time of a step with a backend of attention (None: of unknown shares); return None for
+    sampling and for an optimizer in host memory."""
     setup, rules = plan.setup, plan.setup.rules
     if setup.is_sampling or rules.is_offloaded:
         return None
     forward, others = micro_batch_work(plan)
-    of_forward, of_others = (_seconds(work, gpu) for work in (forward, others))
+    of_forward, of_others = (_seconds(work, gpu, backend) for work in (forward, others))
     transfers = _transfers(plan, gpu, sum(of_forward.values()), sum(of_others.values()))
     times = rules.accumulation
     found = {kind: times * (of_forward[kind] + of_others[kind]) for kind in of_forward}
@@ -127,17 +129,27 @@ def predict_step(plan: MemoryPlan, gpu: Gpu) -> StepTime | None:
         mfu=flops / seconds / (gpu.matmul_tflop_per_s * 1e12),
         samples_per_second=samples / seconds,
         source=f"a prediction from the data sheet of {gpu.name}",
+        attention_rates=_attention_rates(gpu, backend),
     )
 
 
-def _seconds(work: Work, gpu: Gpu) -> dict[str, float]:
+def _attention_rates(gpu: Gpu, backend: str | None) -> str:
+    """Describe the rates that are assumed for attention."""
+    shares = "% and ".join(f"{100 * share:.0f}" for share in gpu.shares.attention_of(backend))
+    name = f"by {backend} " if backend else ""
+    assumed = "" if backend in gpu.shares.attention else "an assumed "
+    return f"attention {name}at {assumed}{shares}% of the peak"
+
+
+def _seconds(work: Work, gpu: Gpu, backend: str | None) -> dict[str, float]:
     """Return the seconds of matrix products, attention and other ops."""
     peak, shares = gpu.matmul_tflop_per_s * 1e12, gpu.shares
+    attention, attention_backward = shares.attention_of(backend)
     rates = {
         "matmul": shares.matmul * peak,
         "fp8": _FP8_SPEED * shares.matmul * peak,
-        "attention": shares.attention * peak,
-        "attention backward": shares.attention_backward * peak,
+        "attention": attention * peak,
+        "attention backward": attention_backward * peak,
     }
     copy = shares.memory * gpu.copy_tb_per_s * 1e12
     found: dict[str, float] = dict.fromkeys(("matmul", "attention", "memory"), 0.0)

@@ -12,8 +12,9 @@ from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.kernels.attention.backends import BACKENDS, backends_that_run
 from cogfast.model.config import TransformerConfig
-from cogfast.plan.gpus import Gpu, gpu_of, parse_gpu
+from cogfast.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
 from cogfast.plan.ladder import FIT, Fitted, climb, fit_lines
 from cogfast.plan.memory import (
     GIB,
@@ -24,8 +25,9 @@ from cogfast.plan.memory import (
     setup_of,
     usable,
 )
-from cogfast.plan.seconds import StepTime, predict_step
+from cogfast.plan.seconds import predict_step
 from cogfast.plan.zero import num_held
+from cogfast.train.assembly import DTYPES
 from cogfast.train.memory.activation_checkpointing import describe
 from cogfast.train.preflight.conditions import check_conditions
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
@@ -62,10 +64,9 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
             args, plan, changes = found.args, found.plan, fit_lines(found)
     if not plan.fits:
         fix = climb(config, args, plan, has_gpus=True)
-    step = None if entry is None else predict_step(plan, entry)
     lines = _lines(args, plan, name, fix, changes)
     if entry is not None:
-        lines += _time_lines(step)
+        lines += _time_lines(args, plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
 
 
@@ -167,8 +168,16 @@ def _gap_lines(plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _time_lines(step: StepTime | None) -> list[str]:
-    """Describe a predicted step."""
+def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
+    """Describe a predicted step. is_here: the GPU is that of this machine."""
+    named = None if args.attention_backend == "auto" else args.attention_backend
+    able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
+    if is_here:
+        width = plan.setup.transformer.config.head_width
+        case = (torch.device("cuda:0"), DTYPES[args.precision], width, args.deterministic)
+        able, why = backends_that_run(*case), "the fastest that runs here"
+    backend = named or gpu.shares.fastest(able)
+    step = predict_step(plan, gpu, backend)
     if step is None:
         return ["", "step time: not predicted for sampling and offload"]
     parts = {"matmul": step.matmul, "attention": step.attention}
@@ -176,11 +185,19 @@ def _time_lines(step: StepTime | None) -> list[str]:
     parts |= {"host transfers": step.transfers} if step.transfers else {}
     shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())
     rate = f"{step.samples_per_second:.3g} samples/s"
-    return [
+    lines = [
         "",
         f"step: {_seconds(step.seconds)} s ({shown}), MFU {step.mfu:.1%}, {rate}",
         f"  {step.source}; without VAE and text encoder",
+        f"  {step.attention_rates}",
     ]
+    if named is None and backend is not None:
+        lines[-1] += f" ({why})"
+        best = gpu.shares.fastest(["fa4", backend])
+        faster = predict_step(plan, gpu, best)
+        if best != backend and faster is not None:
+            lines[-1] += f"; by {best} {_seconds(faster.seconds)} s: {INSTALL_FLASH_ATTENTION}"
+    return lines
 
 
 def _seconds(seconds: float) -> str:

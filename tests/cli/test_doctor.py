@@ -131,9 +131,32 @@ def test_a_folder_that_cannot_be_written_is_an_error(
         ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40"),
+        ("NVIDIA B300 SXM6 AC", 267.7, "b300"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.0, "rtx-pro-6000"),
         ("Tesla T4", 14.6, None),
     ],
 )
 def test_the_data_sheet_of_a_device(device: str, memory: float, name: str | None) -> None:
     gpu = find_gpu(device, memory)
     assert (gpu and gpu.name) == name
+
+
+@pytest.mark.parametrize(
+    "device, major, words",
+    [
+        ("NVIDIA H100 80GB HBM3", 9, "14% of a step of 2B"),
+        ("NVIDIA GeForce RTX 5090", 12, "on this GPU it has not been timed"),
+        ("NVIDIA B200", 10, None),  # cuDNN is as fast there
+        ("NVIDIA A100-SXM4-80GB", 8, None),  # flash-attn 4 does not support it
+    ],
+)
+def test_what_lacks_without_flash_attention(
+    device: str, major: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_import", lambda name: None)
+    torch = fake_torch(True, "13.0", device, major=major, total_memory=80 * 2**30)
+    finding = named(list(doctor._optional(torch))).get("flash-attention")
+    assert (finding is None) == (words is None)
+    if finding is not None:
+        assert words in finding.cost and finding.fix == "pip install 'cogfast[fa4]'"

@@ -156,7 +156,7 @@ def plan_command(*words: str) -> int:
         ),
         (
             ("--gpu", "mine"),
-            "--gpu 'mine' is not known; use b200, h200, .* 4090, or its memory in GiB",
+            "--gpu 'mine' is not known; use b300, b200, .* 4090, or its memory in GiB",
         ),
         (
             ("--gpus", "3", "args.model_parallel_size=2"),

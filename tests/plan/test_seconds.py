@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cogfast.distributed.optimizers import Muon
+from cogfast.kernels.attention.backends import BACKENDS
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -17,6 +20,7 @@ from cogfast.plan.encoders import Encoders
 from cogfast.plan.gpus import GPUS, Gpu, Shares
 from cogfast.plan.memory import MemoryPlan, Setup, plan_memory, setup_of
 from cogfast.plan.seconds import count_traffic, micro_batch_work, muon_flops, predict_step
+from cogfast.plan.text import describe_plan
 from cogfast.plan.trace import Traces, Work, train_flops
 from cogfast.plan.zero import ZeroRules, num_trained
 from cogfast.train.memory.activation_checkpointing import LADDER, Policy, apply_policies
@@ -32,6 +36,7 @@ ADAPTERS = {
     "mlp": {"lora_rank": 4, "lora_targets": ("ff.net.0.proj", "ff.net.2")},
     "last layer": {"lora_rank": 4, "lora_layers": (1,)},
 }
+ROOT = Path(__file__).parents[2]
 H100 = next(gpu for gpu in GPUS if gpu.name == "h100-80")
 
 
@@ -113,11 +118,11 @@ def test_model_flops_of_a_layer_are_those_that_run(name: str) -> None:
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     """A GPU whose rates are one: seconds are FLOPs and bytes."""
-    slow = Shares(matmul=1, attention=1, attention_backward=0.5, memory=1, link=1)
-    gpu = Gpu("test", 1e-12, 1e-12, 1e-9, ("test",), host_gb_per_s=1e-9, shares=slow)
+    slow = Shares(matmul=1, attention={"flash": (1, 0.5)}, memory=1, link=1)
+    gpu = Gpu("test", "", 1e-12, 1e-12, 1e-9, ("test",), host_gb_per_s=1e-9, shares=slow)
     plan = plan_of("all weights", "full", accumulation=3)
     forward, others = micro_batch_work(plan)
-    work, step = forward + others, predict_step(plan, gpu)
+    work, step = forward + others, predict_step(plan, gpu, "flash")
     assert step is not None
     in_memory = sum(n * op.num_bytes for op, n in work.items() if op.kind == "memory")
     # 4 of weights, 4 of gradients read twice, and 16 of state, read and written
@@ -213,12 +218,74 @@ def test_muons_products_are_counted() -> None:
     assert sent[0] - sent[1] == 2 * 2 * matrices
 
 
+def test_every_gpu_has_sources_and_shares_below_one() -> None:
+    for gpu in GPUS:
+        assert gpu.sheet and gpu.shares.source and gpu.memory_gib > 0, gpu.name
+        attention = [share for pair in gpu.shares.attention.values() for share in pair]
+        shares = (gpu.shares.matmul, gpu.shares.memory, gpu.shares.link, *attention)
+        assert all(0 < share <= 1 for share in shares), gpu.name
+        assert set(gpu.shares.attention) <= set(BACKENDS)
+
+
+def measured(piece: str) -> list[dict[str, Any]]:
+    """The rows of the H100's results."""
+    return json.loads((ROOT / f"bench/results/h100-2026-11-26/{piece}.json").read_text())["rows"]
+
+
+def test_shares_of_attention_are_those_measured_on_an_h100() -> None:
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for row in measured("attention"):
+        name = row["backend"].replace("default", "cudnn")  # whose kernel PyTorch chose
+        if row["shape_bshd"][1] == 17776 and "forward_tflop_per_s" in row:
+            pair = (row["forward_tflop_per_s"], row["backward_tflop_per_s"])
+            rates.setdefault(name, []).append(pair)
+    assert {"cudnn", "flash", "fa4"} <= set(rates)
+    for name, pairs in rates.items():
+        means = [sum(column) / len(column) / 989 for column in zip(*pairs, strict=True)]
+        assert H100.shares.attention[name] == pytest.approx(means, rel=0.03), name
+
+
+@pytest.mark.parametrize("piece", ["2b", "5b"])
+def test_predictions_are_within_3_percent_of_the_steps_of_an_h100(piece: str) -> None:
+    """The steps are those of bench.gpu_run, whose attention is cuDNN's."""
+    found = {}
+    for row in measured(piece):
+        case = (row["mode"] == "lora", row["checkpointing"], row["num_layers"])
+        found[case] = row["ours_median_ms"]  # compiled steps take as long
+    assert len(found) >= 3
+    for (lora, policy, num_layers), milliseconds in found.items():
+        words = [
+            f"args.activation_checkpointing={policy}",
+            f"model.network_config.params.num_layers={num_layers}",
+        ]
+        config, args = config_of(f"_{piece}", *CACHED, *words, lora=lora)
+        step = predict_step(plan_memory(setup_of(config, args, 1), None), H100, "cudnn")
+        assert step is not None
+        assert 1000 * step.seconds == pytest.approx(milliseconds, rel=0.03)
+
+
+def test_the_plan_names_the_attention_that_it_assumes() -> None:
+    def time_lines(gpu: str, *words: str) -> str:
+        config = config_of("_2b", *CACHED, *words)[0]
+        return describe_plan(config, gpu).rpartition("\nstep: ")[2]
+
+    text = time_lines("h100-80")
+    assert (
+        "attention by cudnn at 43% and 43% of the peak (the fastest of PyTorch's); by fa4" in text
+    )
+    # flash-attn 4 is no faster there.
+    assert time_lines("b200").endswith("at 40% and 40% of the peak (the fastest of PyTorch's)\n")
+    named = time_lines("h100-80", "args.attention_backend=fa4")
+    assert named.endswith("attention by fa4 at 54% and 55% of the peak\n")
+    assert time_lines("4090").endswith("attention at an assumed 50% and 40% of the peak\n")
+
+
 def test_a_data_sheet_gives_a_prediction() -> None:
     config, args = config_of("_5b", *CACHED)
     plan = plan_memory(setup_of(config, args, 8), None)
     for gpu in GPUS:
         step = predict_step(plan, gpu)
-        assert step is not None and 0 < step.mfu < 0.65  # the share of matrix products
+        assert step is not None and 0 < step.mfu < gpu.shares.matmul
         assert step.source == f"a prediction from the data sheet of {gpu.name}"
     offload = "deepspeed.zero_optimization.offload_optimizer.device=cpu"
     config, args = config_of("_5b", *CACHED, offload)

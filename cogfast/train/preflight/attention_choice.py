@@ -28,6 +28,7 @@ from cogfast.kernels.attention.backends import (
     reason_unavailable,
 )
 from cogfast.model.config import TransformerConfig
+from cogfast.plan.gpus import INSTALL_FLASH_ATTENTION, cost_without_flash_attention, gpu_of
 from cogfast.train.assembly import DTYPES
 from cogfast.train.video_size import largest_size
 
@@ -155,6 +156,12 @@ def fastest_here(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
     name = fastest(rows)
     what = f"attention of [B, S, H, D] = {list(shape)} in {str(dtype).removeprefix('torch.')}, ms"
     logger.info("\n  ".join([what, *map(str, rows), f"taken: {name}"]))
+    # A backend's package is checked last: dtype, width and GPU are right.
+    of_packages = [str(row) for row in rows if BACKENDS[row.name].module is not None]
+    if all("does not import" in text for text in of_packages):
+        cost, text = cost_without_flash_attention(gpu_of(device)), "flash-attn 3 and 4 are missing"
+        if cost is not None:
+            logger.info("attention: %s; %s: %s", text, cost, INSTALL_FLASH_ATTENTION)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training
     return name

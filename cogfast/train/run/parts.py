@@ -186,6 +186,7 @@ class Parts:
         )
         # Before ZeRO-3 divides the parameters.
         memory = MemoryWatch(config, args, groups, self.how_to_resume)
+        memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
         settings, timeout_s = deepspeed_config(config, args), args.collective_timeout

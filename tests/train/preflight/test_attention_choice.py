@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -16,7 +17,12 @@ from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels.attention import backends as attention
-from cogfast.kernels.attention.backends import BACKENDS, Backend, flash_attention_reference
+from cogfast.kernels.attention.backends import (
+    BACKENDS,
+    Backend,
+    flash_attention_reference,
+    reason_unavailable,
+)
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
@@ -120,7 +126,8 @@ class Bench:
     def __call__(self, name: str, shape: tuple, device: torch.device, dtype: torch.dtype):
         self.asked.append((name, shape, dtype))
         if name not in self.times:
-            return Measured(name, reason="not there")
+            reason = reason_unavailable(name, device, dtype, shape[-1])
+            return Measured(name, reason=reason or "not there")
         return Measured(name, self.times[name], 2 * self.times[name])
 
 
@@ -130,7 +137,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(attention, "_import", lambda name: f"no {BACKENDS[name].module}")
+    reason = "does not import: ModuleNotFoundError"
+    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
 
     def choose(times: dict[str, float], *arguments: str, stored: str | None = None):
         bench = Bench(times)
@@ -159,8 +169,13 @@ def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
     assert set(bench.asked) == {
         (n, (4, 3 * 4 + 8, 2, 16), torch.bfloat16) for n in BACKENDS if n != "math"
     }
-    for text in ("[4, 20, 2, 16] in bfloat16", "fa3        out: not there", "taken: flash"):
+    for text in ("[4, 20, 2, 16] in bfloat16", "fa3        out: flash_attn_i", "taken: flash"):
         assert text in caplog.text
+    lack = [line for line in caplog.messages if "flash-attn 3 and 4 are missing" in line]
+    assert len(lack) == 1 and "0.76 to 0.78" in lack[0] and "pip install" in lack[0]
+    caplog.clear()
+    assert on_gpu({"cudnn": 3.0, "fa4": 2.0})[0] == "fa4"
+    assert "are missing" not in caplog.text
     # math cannot be the fastest: it is measured where nothing else runs.
     assert on_gpu({"math": 70.0})[0] == "math"
 
@@ -176,7 +191,7 @@ def test_the_checkpoints_choice_is_kept_if_no_other_is_named(on_gpu, caplog) -> 
 
 
 @pytest.mark.parametrize(
-    ("stored", "reason"), [("fa3", "no flash_attn"), ("fa9", "unknown backend")]
+    ("stored", "reason"), [("fa3", "flash_attn_interface does not"), ("fa9", "unknown backend")]
 )
 def test_a_stored_choice_that_cannot_run_is_replaced(
     on_gpu, caplog, stored: str, reason: str
@@ -252,7 +267,10 @@ def test_a_deterministic_run_may_not_name_cudnn(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(attention, "_import", lambda name: f"no {BACKENDS[name].module}")
+    reason = "does not import: ModuleNotFoundError"
+    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     arguments = ["args.attention_backend=cudnn", "args.bf16=true"]
     config = load_config([base], arguments)
     check_attention(config, TrainArguments.from_config(config), 64)
