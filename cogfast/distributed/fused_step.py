@@ -4,16 +4,18 @@ Memory traffic in bytes per parameter of this rank's partition, bf16 and fp16 (f
 (4), FusedEmaAdam 34 (36), weights written into the all-gather's buffer 2 (4); together 38 (44).
 DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the norm on the host.
 
-The all-gather of the new weights overlaps the preparation of the next batch (the frozen VAE and text
-encoder, or only copies and noise for cached latents). The next forward pass waits for all weights.
+The all-gathers of the new weights overlap the preparation of the next batch (the frozen VAE and text
+encoder, or only copies and noise for cached latents) and the next forward pass: groups of parameters are
+gathered in the order of the blocks (`order_by_blocks`), and a block waits for its own weights.
 Nothing here was timed on a GPU. DeepSpeed reduces the gradients; a rank without others has nothing to
 reduce. Only this file and zero_engine.py use private names of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,14 +24,48 @@ from torch import Tensor, nn
 
 from cogfast.distributed.optimizers import Piece, ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
+from cogfast.model.transformer import BlockCall, DiffusionTransformer
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
-# Bytes: lets the kernel load gradients in 16-byte vectors.
-_ALIGNMENT = 16
+_BUCKET = 500_000_000  # DeepSpeed's allgather_bucket_size, in elements
+
+
+def order_by_blocks(
+    groups: list[dict], transformer: DiffusionTransformer, zero: Mapping, data_size: int
+) -> list[dict]:
+    """Split an optimizer's parameter groups between blocks, as many as allgather_bucket_size allows in each.
+
+    zero: DeepSpeed's zero_optimization. The groups are in the order in which a forward pass needs them,
+    parameters outside of the blocks first. Each group has a gather of equal parts, which keeps the links
+    of all ranks busy. Groups of Muon's matrices stay whole: as many of a group as there are ranks are
+    updated at a time.
+    """
+    if data_size == 1 or zero["stage"] == 3:
+        return groups
+    most = int(float(zero.get("allgather_bucket_size") or _BUCKET))
+    blocks = enumerate(transformer.blocks)
+    number_of = {p: number for number, block in blocks for p in block.parameters()}
+    number = lambda p: number_of.get(p, -1)
+    found: list[dict] = []
+    for group in groups:
+        if "num_parts" in group or sum(p.numel() for p in group["params"]) <= most:
+            found.append(group)
+            continue
+        size = most
+        for _, of_block in groupby(sorted(group["params"], key=number), key=number):
+            params = list(of_block)
+            numel = sum(p.numel() for p in params)
+            if size + numel > most:
+                found.append({**group, "params": []})
+                size = 0
+            found[-1]["params"] += params
+            size += numel
+    # NCCL gathers one group after the other.
+    return sorted(found, key=lambda group: min(map(number, group["params"])))
 
 
 class WeightGather:
-    """Asynchronous all-gather of every rank's partition of the weights, in the training dtype.
+    """Asynchronous all-gathers of every rank's partitions of the weights, in the training dtype.
 
     The writer of the weights calls `start`; every reader calls `wait` first.
 
@@ -40,23 +76,46 @@ class WeightGather:
 
     def __init__(self, zero) -> None:
         self.zero = zero
-        self._under_way: list[dist.Work] = []
+        self._under_way: dict[int, dist.Work] = {}  # by parameter group
 
     def start(self) -> None:
         self.wait()
         zero = self.zero
         wholes, parts = zero.bit16_groups_flat, own_weights(zero)
-        for whole, part, group in zip(wholes, parts, zero.real_dp_process_group, strict=True):
+        gathers = zip(wholes, parts, zero.real_dp_process_group, strict=True)
+        for number, (whole, part, group) in enumerate(gathers):
             # A single rank has all weights already: its part is a view of the whole.
             if dist.get_world_size(group) > 1:
                 work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
                 assert work is not None, "an asynchronous collective returns its work"
-                self._under_way.append(work)
+                self._under_way[number] = work
 
-    def wait(self) -> None:
-        for work in self._under_way:
-            work.wait()
-        self._under_way.clear()
+    def wait(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait for the weights of these parameter groups; None: of all."""
+        for number in list(self._under_way) if numbers is None else numbers:
+            if work := self._under_way.pop(number, None):
+                work.wait()
+
+
+class BlockGather:
+    """Waits for a block's weights before it runs: the transformer's `block_source`.
+
+    others: parameter groups that have weights outside of the blocks, which the caller waits for.
+    """
+
+    def __init__(self, gather: WeightGather, transformer: DiffusionTransformer) -> None:
+        self.gather = gather
+        groups = gather.zero.bit16_groups
+        group_of = {p: number for number, group in enumerate(groups) for p in group}
+        used = lambda parameters: sorted({group_of[p] for p in parameters if p in group_of})
+        of_blocks = {p for block in transformer.blocks for p in block.parameters()}
+        self.of_block = [used(block.parameters()) for block in transformer.blocks]
+        self.others = used(p for p in transformer.parameters() if p not in of_blocks)
+
+    def around(self, calls: Iterable[BlockCall]) -> Iterator[BlockCall]:
+        for numbers, call in zip(self.of_block, calls, strict=True):
+            self.gather.wait(numbers)
+            yield call
 
 
 def own_weights(zero) -> list[Tensor]:
@@ -150,7 +209,6 @@ class FusedStep:
     def __init__(self, zero, gather: WeightGather) -> None:
         self.zero, self.optimizer, self.gather = zero, zero.optimizer, gather
         self.partitions: list[Tensor] = zero.single_partition_of_fp32_groups
-        self._flat_gradients: dict[int, Tensor] = {}  # by partition
         device = self.partitions[0].device  # of the step's stream
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         for partition, weights in zip(self.partitions, own_weights(zero), strict=True):
@@ -162,15 +220,17 @@ class FusedStep:
             self.optimizer.pieces = dict(zip(self.partitions, self.pieces, strict=True))
             self.optimizer.data_group = zero.dp_process_group
             self.optimizer.tensor_group = zero.model_parallel_group
-        self._starts: dict[tuple[int, int], int] = {}  # by partition and id of the parameter
+        self._places: dict[tuple[int, nn.Parameter], tuple[int, int]] = {}  # by partition
         # Buckets that are not contiguous are lists of gradients: nothing is copied.
         if zero.contiguous_gradients and self._is_alone():
             zero.reduce_independent_p_g_buckets_and_remove_grads = self._keep_gradient
             zero.reduce_ipg_grads = self._store_kept
             zero.setup_buckets = self._begin_backward
         # With another accumulation dtype, DeepSpeed keeps a flat buffer already.
-        if zero.gradient_accumulation_dtype == zero.dtype:
+        if zero.gradient_accumulation_dtype == zero.dtype and zero.contiguous_gradients:
             zero.copy_grads_in_partition = self._store_gradient
+            zero.get_all_grad_tensors = self._stored
+            zero.get_flat_partition = self._flat_partition
         if self.stream is not None and zero.overlap_comm and zero.contiguous_gradients:
             self._epilogue = zero.independent_gradient_partition_epilogue
             zero.independent_gradient_partition_epilogue = self._end_backward
@@ -215,7 +275,6 @@ class FusedStep:
         # Free the gradients' memory before the next batch is encoded.
         for i, partition in enumerate(self.partitions):
             partition.grad = zero.averaged_gradients[i] = zero.all_grad_tensors[i] = None
-        self._flat_gradients.clear()
         self.gather.start()
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -255,20 +314,10 @@ class FusedStep:
         """Return the averaged gradient of a partition, flat, in the accumulation dtype."""
         pieces = self.zero.averaged_gradients[part]
         flat = getattr(pieces, "flat_partition", None)
-        if flat is not None:
-            return flat
-        partition = self.partitions[part]
-        flat = self._flat_gradients.get(part)
         if flat is None:
-            flat = torch.empty(partition.shape, dtype=pieces[0].dtype, device=partition.device)
-        start = 0
-        for piece in pieces:
-            place = flat.narrow(0, start, piece.numel())
-            # Pieces are in place already, except padding and parameters without a gradient.
-            if piece.data_ptr() != place.data_ptr():
-                place.copy_(piece.reshape(-1))
-            start += piece.numel()
-        assert start == flat.numel(), f"gradients of {start} in a partition of {flat.numel()}"
+            # Gradients that are not contiguous are pieces.
+            flat = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
+        assert flat.shape == self.partitions[part].shape, f"gradients of {flat.numel()}"
         return flat
 
     def _is_alone(self) -> bool:
@@ -325,53 +374,68 @@ class FusedStep:
             bucket.clear()
 
     def _store_gradient(self, parameter: nn.Parameter, part: int) -> None:
-        """Copy a reduced gradient from the bucket to its place in the partition.
+        """Copy what this rank owns of a reduced gradient to its place, and release the gradient.
 
-        DeepSpeed's own method appends them in order of arrival, last layer first, and has to
-        flatten them later. With accumulation, DeepSpeed adds later micro-batches to the first one's.
+        DeepSpeed's own method appends whole gradients in order of arrival, last layer first, and has to
+        flatten them later.
         """
         zero = self.zero
         if zero.grads_in_partition is None:  # the first gradient of this micro-batch
             zero.grads_in_partition = {}
         if part not in zero.grads_in_partition:
-            buffer, front = self._make_buffer(part)
-            zero.grads_in_partition[part] = buffer, front
-            flat = buffer.narrow(0, front, self.partitions[part].numel())
-            self._flat_gradients.setdefault(part, flat)
-        buffer, front = zero.grads_in_partition[part]
+            # This may run on DeepSpeed's stream of reductions. The step frees the memory, for the next
+            # forward pass: allocated on its stream, it needs neither more memory nor a wait.
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                zero.grads_in_partition[part] = self._empty(part), set()
+            if self.stream is not None:
+                torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        flat, stored = zero.grads_in_partition[part]
         gradient = zero.get_gradient_for_reduction(parameter)
-        place = buffer.narrow(0, front + self._start(part, parameter), parameter.numel())
-        place.copy_(gradient.reshape(-1))
-        # The gradient moves out of the bucket, which is used again, as in DeepSpeed's method.
-        gradient.data = place.view_as(gradient)
+        start, end = self._place(parameter, part)
+        skipped = max(0, -start)  # elements of the ranks before this one
+        place = flat[start + skipped : end]
+        place.copy_(gradient.reshape(-1).narrow(0, skipped, place.numel()))
+        stored.add(parameter)
+        zero.clear_grad_attribute(parameter)  # the bucket is used again
 
-    def _make_buffer(self, part: int) -> tuple[Tensor, int]:
-        """Allocate memory for a partition's gradients; also return the partition's offset in it.
+    def _empty(self, part: int) -> Tensor:
+        weights = self.partitions[part]
+        return torch.empty(weights.shape, dtype=self.zero.dtype, device=weights.device)
 
-        The first and last parameter may extend into other ranks' partitions.
+    def _stored(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
+        """Return the flat gradient of the partition of `parameters`, in place of `zero.get_all_grad_tensors`.
+
+        What has no gradient is 0: padding, and parameters that were not used.
         """
-        zero, first = self.zero, self.zero.params_in_partition[part][0]
-        last = zero.params_in_partition[part][-1]
-        aligned = _ALIGNMENT // zero.dtype.itemsize
-        # Rounded up to whole vectors, so that the partition itself is aligned.
-        front = -(self._start(part, first) // aligned) * aligned
-        end = max(self.partitions[part].numel(), self._start(part, last) + last.numel())
-        device = zero.bit16_groups_flat[part].device
-        # This may run on DeepSpeed's stream of reductions. The step frees the memory, for the next
-        # forward pass: allocated on its stream, it needs neither more memory nor a wait.
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            buffer = torch.empty(front + end, dtype=zero.dtype, device=device)
-        if self.stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self.stream)
-        return buffer, front
+        zero = self.zero
+        part = next(i for i, each in enumerate(zero.params_in_partition) if each is parameters)
+        held = zero.grads_in_partition or {}
+        flat, stored = held[part] if part in held else (self._empty(part), set())
+        at = 0
+        for parameter in parameters:
+            if parameter in stored:
+                start, end = self._place(parameter, part)
+                if start > at:
+                    flat[at:start].zero_()
+                at = end
+        if at < flat.numel():
+            flat[at:].zero_()
+        return [flat]
 
-    def _start(self, part: int, parameter: nn.Parameter) -> int:
-        """Return a parameter's offset in this rank's partition; negative if it starts before it."""
-        start = self._starts.get((part, id(parameter)))
-        if start is None:
-            rank = dist.get_rank(group=self.zero.real_dp_process_group[part])
-            key = self.zero.get_param_id(parameter)
-            start = self.zero.grad_partition_insertion_offset[part][rank][key]
-            start -= self.zero.grad_start_offset[part][rank][key]
-            self._starts[part, id(parameter)] = start
-        return start
+    def _flat_partition(self, *_: object, param_group_idx: int, **options: object) -> list[Tensor]:
+        return self.zero.all_grad_tensors[param_group_idx]
+
+    def _place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
+        """Return where a parameter starts and ends in this rank's partition.
+
+        The start is negative if it starts in the partition before.
+        """
+        place = self._places.get((part, parameter))
+        if place is None:
+            zero, key = self.zero, self.zero.get_param_id(parameter)
+            rank = dist.get_rank(group=zero.real_dp_process_group[part])
+            start = zero.grad_partition_insertion_offset[part][rank][key]
+            start -= zero.grad_start_offset[part][rank][key]
+            end = min(start + parameter.numel(), self.partitions[part].numel())
+            place = self._places[part, parameter] = start, end
+        return place

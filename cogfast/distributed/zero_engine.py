@@ -26,6 +26,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.deepspeed_keys import stage_and_sums
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.fused_step import (
+    BlockGather,
     FusedStep,
     WeightGather,
     own_weights,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
+    16  # of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,13 @@ class ZeroEngine:
             self.zero.overlapping_partition_gradients_reduce_epilogue = timed(epilogue)
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         # Every forward pass waits, also those of evaluations.
-        transformer.register_forward_pre_hook(lambda *_: self.wait_for_weights())
+        wait = self.wait_for_weights
+        # A subclass may read a block's weights outside of it; weights in host memory have a source already.
+        is_plain = type(transformer) is DiffusionTransformer and transformer.block_source is None
+        if self._gather is not None and is_plain:
+            source = transformer.block_source = BlockGather(self._gather, transformer)
+            wait = functools.partial(self._gather.wait, source.others)
+        transformer.register_forward_pre_hook(lambda *_: wait())
         self.is_step_fused = self.stage < 3 and self._fuse_step()
         if self.stage < 3 and not self.is_step_fused and not self.engine.fp16_enabled():
             self._guard_non_finite_steps()

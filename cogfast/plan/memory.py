@@ -444,6 +444,7 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
         accumulation=args.gradient_accumulation_steps,
         bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
+        section={**zero, "stage": stage},
         is_muon=isinstance(optimizer, Muon),
         copies_gradients=not is_fused_adam or args.kernels == "torch",
     )

@@ -6,17 +6,20 @@ Follows DeepSpeed's stages 1 to 3 and FusedStep (distributed/fused_step.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
+from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.distributed.zero_engine import whole_shape
 from cogfast.kernels.quantized.moment_codes import num_blocks
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.memory.host_blocks import HostBlocks
 from cogfast.train.memory.host_ema import DEVICE_BYTES
 from cogfast.train.memory.quantized_base import base_linears
-from cogfast.train.optimizer import muon_matrices
+from cogfast.train.optimizer import muon_matrices, parameter_groups
 
 _FLOAT32 = 4
 _DEFAULT_BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size, in elements
@@ -32,7 +35,7 @@ class ZeroRules:
     replaces DeepSpeed's step. is_offloaded: the optimizer's state is in host memory. has_8bit_moments,
     has_host_ema: args.optimizer_moments and args.ema_device. sum_bytes: size of a number
     in which gradients are accumulated. copies_gradients: the optimizer reads float32 gradients.
-    is_muon: matrices have one moment, and are put together in bf16.
+    is_muon: matrices have one moment, and are put together in bf16. section: zero_optimization.
     """
 
     stage: int
@@ -50,6 +53,7 @@ class ZeroRules:
     bucket: int = _DEFAULT_BUCKET
     copies_gradients: bool = False
     is_muon: bool = False
+    section: Mapping[str, Any] = field(default_factory=lambda: {"stage": 2})
 
     @property
     def is_alone(self) -> bool:
@@ -131,7 +135,12 @@ class Gradients:
         self, transformer: DiffusionTransformer, rules: ZeroRules, num_trained: int
     ) -> None:
         self.rules, self.held, self.buffers = rules, 0, 0
-        self._waiting = 0  # elements that wait for a reduction
+        self._waiting = self._reduced = 0  # elements that wait for a reduction, and that had one
+        moments = "8bit" if rules.has_8bit_moments else "fp32"
+        groups = parameter_groups(transformer, moments=moments, is_for_muon=rules.is_muon)
+        groups = order_by_blocks(groups, transformer, rules.section, rules.data_size)
+        # Elements of the optimizer's parameter groups, in the order of the backward pass.
+        self._groups = [sum(p.numel() for p in group["params"]) for group in reversed(groups)]
         part, self._number = rules.partition(num_trained), rules.weight_bytes
         self._flat = part * rules.sum_bytes
         # Whether every gradient stays until the end of the step.
@@ -171,16 +180,23 @@ class Gradients:
         if self._stays:
             self.buffers = 0 if self.rules.is_alone else self.rules.bucket * self._number
             return self._flat
+        self._reduced = math.inf  # parameters without a gradient have a place, too
         return self._reduce()
 
     def _reduce(self) -> int:
-        """Move the waiting gradients to their partition; both are in memory for a moment."""
-        transient = min(self._waiting, self.rules.bucket) * self._number
-        if self.rules.is_alone:
+        """Move the waiting gradients to their partitions; both are in memory for a moment."""
+        rules = self.rules
+        transient = min(self._waiting, rules.bucket) * self._number
+        if rules.is_alone:
             transient = self._waiting * self._number
         # Sums in another dtype are added in place; others get a partition for each micro-batch.
-        is_in_place = self.rules.sum_bytes != self._number
-        self._summed = max(self._before, self._flat) if is_in_place else self._before + self._flat
+        is_in_place = rules.sum_bytes != self._number
+        self._reduced += self._waiting
+        flat, before = 0, 0
+        for numel in self._groups:
+            flat += rules.partition(numel) * rules.sum_bytes * (before < self._reduced)
+            before += numel
+        self._summed = max(self._before, flat) if is_in_place else self._before + flat
         self._waiting, self.held = 0, self._summed
         return transient
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -18,12 +19,16 @@ from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
-from cogfast.distributed.process_groups import use_expandable_segments
-from cogfast.distributed.zero_engine import deepspeed_config
+from cogfast.distributed.fused_step import order_by_blocks
+from cogfast.distributed.process_groups import start_processes, use_expandable_segments
+from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, run_folder, write_config
+from tests.distributed.test_fused_step import LateGather
+from tests.support.tiny_run import launch_ranks, losses, run_folder, write_config
+from tests.support.tiny_transformers import inputs, tiny
 
 MICRO, ACCUMULATION = (
     f"deepspeed.{key}" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -210,3 +215,82 @@ def test_steps_between_logging_never_wait_for_the_device(
     assert len(lines) == 1  # of step 6, the last
     saving = ("checkpoint", "safetensors", "tensor_files", "tensorboard", "trackers")
     assert [w for w in seen if w not in lines and not any(s in w for s in saving)] == []
+
+
+LAYERS, STEPS = 3, 3
+SMALL, LARGE = 20_000, 10**9  # elements in a group: below those of a block, and all
+EVENTS: list[str] = []
+
+
+class NamedGather(LateGather):
+    """A gather that notes its number in its step."""
+
+    def __init__(self, *given: Any) -> None:
+        self.number = sum(event.startswith("gather") for event in EVENTS)
+        super().__init__(*given)
+        EVENTS.append(f"gather {self.number}")
+
+    def wait(self) -> None:
+        EVENTS.append(f"wait {self.number}")
+        super().wait()
+
+
+def block_by_block(out: Path) -> None:
+    """Save the events between a step and the next, and losses and weights, with small and with one group."""
+    groups = start_processes()
+    gather = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda whole, part, group=None, async_op=False: (
+        NamedGather(whole, part, group) if async_op else gather(whole, part, group=group)
+    )
+    found = {}
+    for bucket in (SMALL, LARGE):
+        transformer = tiny("5b", num_layers=LAYERS)
+        zero = {"stage": 2, "allgather_bucket_size": bucket}
+        made = order_by_blocks(parameter_groups(transformer, 0.1), transformer, zero, 2)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.05,
+            "steps_per_print": 2**31,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {**zero, "reduce_bucket_size": 30_000},
+        }
+        engine = ZeroEngine(transformer, FusedEmaAdam(made, lr=1e-2), config)
+        note = lambda name: lambda *_: EVENTS.append(name)
+        transformer.patch_embedding.register_forward_pre_hook(note("embed"))
+        for number, block in enumerate(transformer.blocks):
+            block.register_forward_pre_hook(note(f"block {number}"))
+        losses = []
+        for step in range(STEPS):
+            loss = engine(**inputs("5b", seed=2 * step + groups.rank)).square().mean()
+            found[bucket, "events"], losses = EVENTS.copy(), [*losses, loss.detach()]
+            engine.backward(loss)
+            EVENTS.clear()
+            engine.step(1e-2)
+        assert engine.grad_norm > 0.05
+        with engine.weights("shadow"), torch.no_grad():
+            losses.append(engine(**inputs("5b")).square().mean())
+        engine.wait_for_weights()
+        weights = [p.detach().clone() for p in transformer.parameters()]
+        found[bucket, "numbers"] = losses + weights
+    torch.save(found, out / f"{groups.rank}.pt")
+    groups.close()
+
+
+def test_a_block_waits_for_its_own_weights(tmp_path: Path) -> None:
+    """Gathers start in the order of the blocks. Weights that come late are not read before, and groups of
+    one block train as one group, bit for bit."""
+    launch_ranks(2, "-m", "tests.distributed.test_zero_engine", str(tmp_path))
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        # Weights outside of the blocks, biases and norms, and a group for each block
+        starts = [f"gather {number}" for number in range(2 + LAYERS)]
+        blocks = [event for i in range(LAYERS) for event in (f"wait {2 + i}", f"block {i}")]
+        assert found[SMALL, "events"] == [*starts, "wait 0", "wait 1", "embed", *blocks]
+        assert len(found[SMALL, "numbers"]) > STEPS + 1
+        for one, other in zip(found[SMALL, "numbers"], found[LARGE, "numbers"], strict=True):
+            assert torch.equal(one, other)
+
+
+if __name__ == "__main__":
+    block_by_block(Path(sys.argv[1]))

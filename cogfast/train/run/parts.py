@@ -18,6 +18,7 @@ from cogfast.config.components import own_optimizer
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
+from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.distributed.process_groups import (
     ModelParallelUnit,
@@ -175,9 +176,12 @@ class Parts:
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
         section = config.deepspeed.get("optimizer") or {}
         is_muon = own_optimizer(section) == "muon"
+        settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
+        zero, data_size = settings["zero_optimization"], groups.world_size // groups.tensor_size
+        made = parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon)
         optimizer = build_optimizer(
             section,
-            parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon),
+            order_by_blocks(made, transformer, zero, data_size),
             args.kernels,
             config.allow_import,
             args.optimizer_moments,
@@ -189,7 +193,6 @@ class Parts:
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
-        settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
         engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
         size = SampleSize(config, transformer.config, args.sampling_fps)
         memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
