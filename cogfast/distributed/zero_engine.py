@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK, timed
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, read_moment
+from cogfast.kernels.torch_library import leave_multiprocessors
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard
 
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
+_NCCL_BLOCKS = (
     16  # of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
 )
 
@@ -261,6 +264,7 @@ class ZeroEngine:
             # The device has nothing left to compute, and waits for the stream of the reductions.
             epilogue = self.zero.overlapping_partition_gradients_reduce_epilogue
             self.zero.overlapping_partition_gradients_reduce_epilogue = timed(epilogue)
+        self._leave_multiprocessors(overlaps)
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         # Every forward pass waits, also those of evaluations.
         wait = self.wait_for_weights
@@ -340,6 +344,21 @@ class ZeroEngine:
         else:
             logger.info("ZeRO-%d uses DeepSpeed's own step: %s", self.stage, reason)
         return reason is None
+
+    def _leave_multiprocessors(self, overlaps: bool) -> None:
+        """Let backward kernels leave multiprocessors to NCCL where reductions overlap the backward pass.
+
+        The number is that of all ranks and steps: a kernel's order of sums depends on it.
+        """
+        number, device = 0, self.engine.device
+        is_shared = torch.distributed.get_world_size(self.zero.dp_process_group) > 1
+        if device.type == "cuda" and overlaps and is_shared:
+            given = os.environ.get("NCCL_MAX_CTAS", "")
+            asked = torch.tensor(int(given) if given.isdigit() else _NCCL_BLOCKS, device=device)
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+            number = int(asked)  # sync: once
+            logger.info("backward kernels leave %d multiprocessors to NCCL's reductions", number)
+        leave_multiprocessors(number)
 
     def _guard_non_finite_steps(self) -> None:
         """Make the optimizer skip steps with non-finite gradients, through a device scalar.

@@ -29,6 +29,18 @@ CPU_DTYPES = (torch.float32, torch.bfloat16)  # of the C++ kernels
 HAS_CPU_KERNELS = False  # whether CPU tensors take them
 
 
+LEFT_MULTIPROCESSORS = 0  # of a GPU, which backward kernels leave to NCCL's reductions
+
+
+def leave_multiprocessors(number: int) -> None:
+    """Let backward kernels that fill a GPU leave so many multiprocessors, at most a quarter of all.
+
+    The order of their sums depends on the number: it must be the same in all steps and on all ranks.
+    """
+    global LEFT_MULTIPROCESSORS
+    LEFT_MULTIPROCESSORS = number
+
+
 def use_cpu_kernels(is_used: bool) -> None:
     """Choose between the C++ kernels, which must be loaded, and PyTorch's ops for CPU tensors."""
     global HAS_CPU_KERNELS

@@ -30,7 +30,9 @@ def test_steps(case: Case, tmp_path: Path) -> None:
     done = start(arguments, case.ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(case.ranks)]
+    copies = case.ranks // (2 if "model_parallel_size=2" in case.more else 1)
     for rank, report in enumerate(reports):
+        assert report["left"] == (16 if copies > 1 else 0)  # multiprocessors for NCCL
         assert problems_of(case, report) == [], f"rank {rank}"
     # The plan is that of the fullest rank.
     predicted, peak = reports[0]["predicted_gib"], max(report["peak_gib"] for report in reports)

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 from cogfast.config import Config, load_config
 from cogfast.config.arguments import TrainArguments
+from cogfast.kernels import torch_library
 from cogfast.plan.memory import GIB, plan_memory, setup_of
 from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
@@ -196,6 +197,7 @@ def main() -> None:
             if len(observer.steps) < NUM_STEPS:
                 raise
     report = {
+        "left": torch_library.LEFT_MULTIPROCESSORS,
         "steps": observer.steps,
         "predicted_gib": predicted / GIB,
         "peak_gib": max(step["peak"] for step in observer.steps[2:]) / GIB,

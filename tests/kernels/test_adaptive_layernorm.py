@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels import adaptive_layernorm as norm
+from cogfast.kernels import torch_library
 from cogfast.kernels.adaptive_layernorm import Backward
+from cogfast.kernels.gpu import adaptive_layernorm as kernels
 from cogfast.kernels.gpu.adaptive_layernorm import (
     launch_backward,
     launch_forward,
@@ -198,6 +200,21 @@ def check_gradients(
 @pytest.mark.parametrize(("shape", "kind"), FEW)
 def test_backward_kernels(shape: str, kind: str) -> None:
     check_gradients(launch_backward, shape, kind)
+
+
+@pytest.mark.parametrize("left", [0, 1, 100])
+def test_programs_leave_multiprocessors(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """A quarter of the interpreter's five at most."""
+    monkeypatch.setattr(torch_library, "LEFT_MULTIPROCESSORS", left)
+    launched: list[int] = []
+    split = kernels.split_programs
+    note = lambda text, video, number: launched.append(number) or split(text, video, number)
+    monkeypatch.setattr(kernels, "split_programs", note)
+    check_gradients(launch_backward, "one", "whole")
+    per_multiprocessor = kernels.choose_launch(
+        SHAPES["one"][-1], 4, True
+    ).programs_per_multiprocessor
+    assert launched == [(5 - min(left, 1)) * per_multiprocessor // SHAPES["one"][0]]
 
 
 @pytest.mark.parametrize(

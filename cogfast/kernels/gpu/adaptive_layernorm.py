@@ -21,7 +21,7 @@ from cogfast.kernels.gpu.launch import (
     cdiv,
     jit,
     next_power_of_2,
-    num_multiprocessors,
+    num_backward_multiprocessors,
     shared_bytes_per_multiprocessor,
 )
 
@@ -429,7 +429,7 @@ def launch_backward(backward: Backward) -> tuple[Tensor, ...]:
     )
     num_programs = num_rows
     if launch.programs_per_multiprocessor is not None:
-        total = num_multiprocessors(rows.device) * launch.programs_per_multiprocessor
+        total = num_backward_multiprocessors(rows.device) * launch.programs_per_multiprocessor
         # The number of programs that run at once; each takes an equal share of the rows.
         num_programs = total // num_batches
     text, video = split_programs(backward.num_text, num_rows - backward.num_text, num_programs)

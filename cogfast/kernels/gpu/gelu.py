@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import cdiv, jit, num_multiprocessors
+from cogfast.kernels.gpu.launch import cdiv, jit, num_backward_multiprocessors
 
 # -z log2(e) = u (_E1 + _E3 u^2) and dz/du = _D0 + _D2 u^2
 _LINEAR = 1.5957691216057308  # 2 sqrt(2/pi)
@@ -191,7 +191,7 @@ def launch_backward(
     dbias = x.new_empty(n if needs_dbias else 0)
     rows = x.numel() // n
     num_blocks = cdiv(n, launch.columns)
-    num_programs = num_multiprocessors(x.device) * launch.programs // num_blocks
+    num_programs = num_backward_multiprocessors(x.device) * launch.programs // num_blocks
     num_programs = max(1, min(num_programs, cdiv(rows, launch.rows)))
     partial = None
     if needs_dbias:

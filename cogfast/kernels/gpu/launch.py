@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import triton
 
+from cogfast.kernels import torch_library
+
 # Any: a checker knows neither `kernel[grid](...)` nor what Triton's types do inside a kernel.
 jit: Any = triton.jit
 # Values for CPU tensors, which are launched only by Triton's interpreter: a few programs, so that
@@ -34,6 +36,12 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_backward_multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors that the programs of a backward kernel fill."""
+    number = num_multiprocessors(device)
+    return number - min(torch_library.LEFT_MULTIPROCESSORS, number // 4)
 
 
 @cache

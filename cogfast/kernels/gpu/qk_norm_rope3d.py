@@ -17,7 +17,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cogfast.kernels.gpu.launch import cdiv, jit, next_power_of_2, num_multiprocessors
+from cogfast.kernels.gpu.launch import (
+    cdiv,
+    jit,
+    next_power_of_2,
+    num_backward_multiprocessors,
+    num_multiprocessors,
+)
 
 
 @jit
@@ -326,14 +332,14 @@ class QkLaunch:
         tile = {"D_BLOCK": d_block, "TOKENS": self.tokens, "HEADS": heads}
         return tile, num_warps, self.programs * self.num_warps // num_warps
 
-    def grid(self, shape: torch.Size, device: torch.device) -> tuple[int, int]:
+    def grid(self, shape: torch.Size, multiprocessors: int) -> tuple[int, int]:
         """Return the grid for [B, S, .., H, D]: (head tiles x programs along the tokens, B)."""
         # The programs that are resident at once walk along the tokens, so that each loads the affine
         # parameters and computes addresses once; a program per tile takes a fifth more instructions.
         num_samples, num_tokens = shape[:2]
         tile, _, programs = self.fit(*shape[-2:])
         head_tiles = cdiv(shape[-2], tile["HEADS"])
-        walks = num_multiprocessors(device) * programs // (head_tiles * num_samples)
+        walks = multiprocessors * programs // (head_tiles * num_samples)
         walks = max(1, min(walks, cdiv(num_tokens, self.tokens)))
         return head_tiles * walks, num_samples
 
@@ -382,7 +388,7 @@ def launch_forward(
     k = torch.empty_like(q)
     launch = choose_launch(qkv, has_norm, FORWARD_LAUNCH, FORWARD_ONE_TOKEN)
     tile, num_warps, _ = launch.fit(num_heads, width)
-    qk_norm_rope3d_fwd_kernel[launch.grid(qkv.shape, qkv.device)](
+    qk_norm_rope3d_fwd_kernel[launch.grid(qkv.shape, num_multiprocessors(qkv.device))](
         q,
         k,
         qkv,
@@ -436,7 +442,7 @@ def launch_backward(
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     launch = choose_launch(qkv, has_norm, BACKWARD_LAUNCH, BACKWARD_ONE_TOKEN)
     tile, num_warps, _ = launch.fit(num_heads, width)
-    grid = launch.grid(qkv.shape, qkv.device)
+    grid = launch.grid(qkv.shape, num_backward_multiprocessors(qkv.device))
     partials = None
     if needs_sums:
         shape = (grid[0] * grid[1], 4, width)
