@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import float32_on_cpu, from_gpu, has_kernel, register_op
+from cogfast.kernels.torch_library import (
+    float32_on_cpu,
+    from_gpu,
+    has_kernel,
+    register_gradient,
+    register_op,
+)
 
 
 def _split_rows(x: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
@@ -204,8 +210,16 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
+        hidden, branch, *_, scale, _, _ = inputs
+        outputs = _run_forward(*inputs)
+        _AdaptiveLayerNorm.save(ctx, inputs, outputs)
+        out, n, _, _ = outputs
+        return hidden if branch is None else out, None if scale is None else n
+
+    @staticmethod
+    def save(ctx, inputs, output) -> None:
         hidden, branch, branch_bias, gate, weight, bias, _, scale, ctx.num_text, _ = inputs
-        out, n, mean, rstd = _forward(*inputs)
+        out, _, mean, rstd = output
         _, _, needs_branch_bias, needs_gate, *needs_norm, _, _ = ctx.needs_input_grad
         ctx.has_norm_sums = any(needs_norm)
         # The gate's gradient G + b C needs the sum C as well.
@@ -219,7 +233,6 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         ctx.save_for_backward(*norm, weight, bias, scale, branch, branch_bias, gate)
         # An output that was not used gets None, not a tensor of zeros.
         ctx.set_materialize_grads(False)
-        return out, None if scale is None else n
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -234,6 +247,21 @@ class _AdaptiveLayerNorm(torch.autograd.Function):
         dhidden, *rest = (x if x.numel() else None for x in gradients)
         # If there is no norm, the gradient of hidden is that of h': return it without a copy.
         return dout if dn is None else dhidden, *rest, None, None
+
+
+def _save_of_op(ctx, inputs, output) -> None:
+    _AdaptiveLayerNorm.save(ctx, inputs, output)
+    ctx.is_computed = [x.numel() > 0 for x in output[:2]]
+    ctx.mark_non_differentiable(*output[2:])  # mean and rstd
+
+
+def _backward_of_op(ctx, *gradients):
+    # An h' or n of shape [0] has a gradient, too.
+    dout, dn = (g if has else None for g, has in zip(gradients[:2], ctx.is_computed, strict=True))
+    return _AdaptiveLayerNorm.backward(ctx, dout, dn)
+
+
+_run_forward = register_gradient(_forward, _save_of_op, _backward_of_op)
 
 
 def _check(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import from_gpu, register_op
+from cogfast.kernels.torch_library import from_gpu, register_gradient, register_op
 
 
 def add_low_rank_reference(
@@ -87,9 +87,14 @@ class _AddLowRank(torch.autograd.Function):
         scaling: float,
         *matrices: Tensor,
     ) -> Tensor:
+        inputs = (x, low, list(matrices), parts, num_parts, scaling)
+        _AddLowRank.save(ctx, inputs, None)
+        return _run(*inputs)
+
+    @staticmethod
+    def save(ctx, inputs, output) -> None:
+        _, low, matrices, ctx.parts, ctx.num_parts, ctx.scaling = inputs
         ctx.save_for_backward(low, *matrices)
-        ctx.parts, ctx.num_parts, ctx.scaling = parts, num_parts, scaling
-        return _add_low_rank(x, low, list(matrices), parts, num_parts, scaling)
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,6 +117,18 @@ class _AddLowRank(torch.autograd.Function):
             for gradient, of_matrix, is_needed in zip(gradients, lows, needed, strict=True)
         ]
         return dy, dlow, None, None, None, *dmatrices
+
+
+def _backward_of_op(ctx, dy: Tensor) -> tuple:
+    # The matrices are one argument of the op, and the last ones of the function.
+    _, needs_low, needs_matrices, *_ = needs = ctx.needs_input_grad
+    ctx.needs_input_grad = (True, needs_low, *[False] * 3, *needs_matrices)
+    dx, dlow, *_ = gradients = _AddLowRank.backward(ctx, dy)
+    ctx.needs_input_grad = needs
+    return dx, dlow, list(gradients[5:]), None, None, None
+
+
+_run = register_gradient(_add_low_rank, _AddLowRank.save, _backward_of_op)
 
 
 def add_low_rank(

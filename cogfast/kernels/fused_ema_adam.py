@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -315,6 +316,27 @@ class FusedEmaAdam(torch.optim.Optimizer):
         if p.dtype != torch.float32:
             refuse("FusedEmaAdam", "a parameter", p, "it must be float32 for an EMA in host memory")
         return self.other_ema.empty(p)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Lend the parameters, and low_precision_copies, the EMA's weights within the block.
+
+        At its end, also after an error, all are as before. Takes their memory once more.
+        """
+        if self.other_ema is not None:
+            self.other_ema.wait()
+        # A parameter that has not been updated is its own EMA.
+        averaged = [p for p, state in self.state.items() if "shadow" in state]
+        pairs = [(x, p) for p in averaged for x in (p, self.low_precision_copies.get(p))]
+        lent = [(x.detach(), self.state[p]["shadow"]) for x, p in pairs if x is not None]
+        own = [x.clone() for x, _ in lent]
+        try:
+            for x, shadow in lent:
+                x.copy_(shadow)
+            yield
+        finally:
+            for (x, _), values in zip(lent, own, strict=True):
+                x.copy_(values)
 
     def ema_weight(self, step: Tensor) -> Tensor:
         """Return 1 - d, [] float32 on the device of `step`; 0 in a step that is skipped."""

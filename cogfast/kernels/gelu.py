@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor
-from cogfast.kernels.torch_library import from_gpu, has_kernel, register_op
+from cogfast.kernels.torch_library import from_gpu, has_kernel, register_gradient, register_op
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, bias)
-        return _gelu(x, bias)
+        return _run(x, bias)
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -51,6 +51,10 @@ class _Gelu(torch.autograd.Function):
         needs_dbias = ctx.needs_input_grad[1]
         dx, dbias = _gelu_backward(dy, *ctx.saved_tensors, needs_dbias)
         return dx, dbias if needs_dbias else None
+
+
+_keep = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+_run = register_gradient(_gelu, _keep, _Gelu.backward)
 
 
 def gelu(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import from_gpu, has_kernel, register_op
+from cogfast.kernels.torch_library import from_gpu, has_kernel, register_gradient, register_op
 
 EPS = 1e-6  # head norms of every CogVideoX model
 Affine = tuple[Tensor | None, Tensor | None]  # weight and bias [D] of a head norm
@@ -135,12 +135,15 @@ class _QkNormRope3d(torch.autograd.Function):
     """Return v beside q and k, so that one backward gets the gradients of all three."""
 
     @staticmethod
-    def forward(ctx, qkv, q_weight, q_bias, k_weight, k_bias, table, order, *numbers):
-        affine = (q_weight, q_bias, k_weight, k_bias)
-        q, k = _qk_norm_rope3d(qkv, *affine, table, order, *numbers)
-        ctx.save_for_backward(qkv, table, order, *affine)
-        ctx.numbers = numbers
-        return q, k, qkv[:, :, 2]
+    def forward(ctx, *inputs):
+        q, k = _run(*inputs)
+        _QkNormRope3d.save(ctx, inputs, (q, k))
+        return q, k, inputs[0][:, :, 2]
+
+    @staticmethod
+    def save(ctx, inputs, output) -> None:
+        qkv, q_weight, q_bias, k_weight, k_bias, table, order, *ctx.numbers = inputs
+        ctx.save_for_backward(qkv, table, order, q_weight, q_bias, k_weight, k_bias)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -156,6 +159,14 @@ class _QkNormRope3d(torch.autograd.Function):
             sums = sums.to(dtypes[0])  # one launch instead of one for each parameter
         grads = [sums[i].to(affine[i].dtype) if needs[i] else None for i in range(4)]
         return dqkv, *grads, *[None] * (2 + len(ctx.numbers))
+
+
+# The op does not return v.
+_run = register_gradient(
+    _qk_norm_rope3d,
+    _QkNormRope3d.save,
+    lambda ctx, dq, dk: _QkNormRope3d.backward(ctx, dq, dk, torch.zeros_like(dq)),
+)
 
 
 def qk_norm_rope3d(

@@ -2,8 +2,8 @@
 
 The C++ library of cpu/ is loaded if it is in the user's cache (cpu/library.py); a command that runs on a
 CPU compiles it there. Its kernels take float32 and bfloat16. Without it, and for other dtypes, CPU tensors
-take the references in plain PyTorch. The ops have no gradients of their own: autograd.Functions call them,
-forward and backward.
+take the references in plain PyTorch. The functions of this package call the ops in autograd.Functions,
+whose gradients `register_gradient` also gives to the ops themselves.
 """
 
 from __future__ import annotations
@@ -111,6 +111,23 @@ def from_gpu(file: str, name: str) -> Callable:
         return getattr(module, name)(*inputs, **options)
 
     return call
+
+
+def _below_autograd(op: Callable, *inputs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return op(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*inputs)
+
+
+def register_gradient(op: Any, save: Callable, backward: Callable) -> Callable:
+    """Make an op differentiable for those who call it, and return it without its gradient: the forward of
+    an autograd.Function would wait 5 us for Python code that has nothing to do there.
+
+    save: keeps what backward needs, from ctx, inputs and output. backward: of a Function with these inputs.
+    """
+    torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
+    return functools.partial(_below_autograd, op)
 
 
 def register_op(

@@ -119,6 +119,34 @@ def test_flat_tensor_longer_than_a_chunk(monkeypatch):
         close(optimizer.state[params[0]][name], value)
 
 
+def test_averaged_lends_the_ema(build):
+    """Weights and their 16-bit copies are the EMA's within the block, and bit for bit as before after it,
+    also after an error; the EMA and the next steps do not change."""
+    params, grads = random_case([(7, 3), (5,), (11,)], num_steps=4)
+    grads = [[*step[:2], None] for step in grads]  # the third is never updated: it has no EMA
+    runs = [[p.detach().clone().requires_grad_() for p in params] for _ in range(2)]
+    plain, lending = (build(each, **HYPER) for each in runs)
+    copy = runs[1][0].detach().bfloat16()
+    lending.low_precision_copies[runs[1][0]] = copy
+    run(plain, runs[0], grads[:2])
+    run(lending, runs[1], grads[:2])
+    before = [p.detach().clone() for p in (*runs[1], copy)]
+    shadows = [lending.state[p]["shadow"].clone() for p in runs[1][:2]]
+    assert not torch.equal(before[0], shadows[0])
+    with pytest.raises(KeyError, match="planted"), lending.averaged():
+        for p, shadow in zip(runs[1], [*shadows, before[2]], strict=True):
+            assert torch.equal(p, shadow)
+        assert torch.equal(copy, shadows[0].bfloat16())
+        raise KeyError("planted")
+    for p, own in zip((*runs[1], copy), before, strict=True):
+        assert torch.equal(p, own)
+    run(plain, runs[0], grads[2:])
+    run(lending, runs[1], grads[2:])
+    for p, other in zip(*runs, strict=True):
+        assert torch.equal(p, other)
+    assert torch.equal(plain.state[runs[0][0]]["shadow"], lending.state[runs[1][0]]["shadow"])
+
+
 def test_each_parameter_counts_its_own_steps(build):
     """A parameter without a gradient is not changed, nor is the bias correction of the rest."""
     params, grads = random_case([(7, 3), (5,), (11,)])

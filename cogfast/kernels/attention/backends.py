@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import register_op
+from cogfast.kernels.torch_library import register_gradient, register_op
 
 _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
@@ -154,13 +154,21 @@ _fa4_gradients = register_op(
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = _fa4(q, k, v)
+        out, lse = _run_fa4(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _fa4_gradients(*output_gradients, *ctx.saved_tensors)
+        return _fa4_gradients(output_gradients[0], *ctx.saved_tensors)
+
+
+def _save_of_op(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])  # lse
+
+
+_run_fa4 = register_gradient(_fa4, _save_of_op, _FlashAttention4.backward)
 
 
 # --- Which backend can run

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import from_gpu, register_op
+from cogfast.kernels.torch_library import from_gpu, register_gradient, register_op
 
 Quantization = Literal["int8", "fp8"]
 FP8 = torch.float8_e4m3fn
@@ -151,7 +151,7 @@ def _register_linear(
         @staticmethod
         def forward(ctx, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
             ctx.save_for_backward(q, scale)
-            return product(x, q, scale, bias)
+            return run(x, q, scale, bias)
 
         @staticmethod
         def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,6 +160,8 @@ def _register_linear(
             db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
             return dx, None, None, db
 
+    keep = lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:3])
+    run = register_gradient(product, keep, FrozenLinear.backward)
     return FrozenLinear.apply
 
 
