@@ -5,7 +5,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# What docs/library.md describes, by its file, which is imported when it is first used.
+# {file, imported when a name is first used: names that docs/library.md describes}
 _PUBLIC = {
     "kernels.adaptive_layernorm": "adaptive_layernorm gated_residual layernorm residual_adaptive_layernorm",
     "kernels.add_low_rank": "add_low_rank",

@@ -46,7 +46,7 @@ def _take_apart(layer: Any, lora: Any) -> tuple[nn.Linear, tuple[Any, ...]] | No
             return None
         for name in names:
             a, b = layer.lora_A[name], layer.lora_B[name]
-            # Without autocast, PEFT computes in the adapter's dtype.
+            # PEFT computes in the adapter's dtype unless autocast chooses it.
             is_cast = torch.is_autocast_enabled(a.weight.device.type)
             is_same = is_cast or a.weight.dtype == linear.weight.dtype
             is_known = all(_is_plain(x, nn.Linear) and x.bias is None for x in (a, b)) and is_same
