@@ -139,6 +139,7 @@ def _of_machine(results: Results) -> list[str]:
     lines += _data(results.rows("data"))
     lines += _data_runs(results.rows("data_runs"))
     lines += _cpu_peers(results.rows("cpu_peers"))
+    lines += _diffusers_kernels(results.rows("diffusers_kernels"))
     return lines
 
 
@@ -366,6 +367,26 @@ def _cpu_peers(rows: Sequence[Row]) -> list[str]:
         "matmuls and attention alone, ms": _of("floor median_ms"),
     }
     return _question("How long does a training step take on a CPU?", columns, rows)
+
+
+def _diffusers_kernels(rows: Sequence[Row]) -> list[str]:
+    columns = {
+        "case": lambda row: (
+            f"{row['model']}, {row['batch_size']} x {row['num_tokens']} tokens, {row['num_layers']} layers, "
+            f"{row['dtype']}{threads_of(row)}"
+        ),
+        "over diffusers, eager": _of("with kernels ratio", _ratio),
+        "diffusers compiled": _of("diffusers compiled ratio", _ratio),
+        "with kernels, compiled": _of("with kernels compiled ratio", _ratio),
+        "matmuls and attention alone": _of("floor ratio", _ratio),
+        "diffusers, ms": _of("diffusers median_ms"),
+        "with kernels, ms": _of("with kernels median_ms"),
+        "p10 to p90": _spread("with kernels "),
+    }
+    question = (
+        "How much faster are forward and backward of diffusers' model with apply_to_diffusers?"
+    )
+    return _question(question, columns, rows)
 
 
 # --- the table of the README ---

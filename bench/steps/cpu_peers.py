@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from bench.harness.machine import write_report
 from bench.harness.outcome import Outcome, Row, table
-from bench.harness.timing import spread
+from bench.harness.timing import spread, wait_for
 from bench.steps.step_cases import make_call
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
@@ -93,19 +93,29 @@ def measure(model: str, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     config, batch_size = MODELS[model]
     variant = Variant(config, batch_size, dtype, CPU)
     calls = {name: _make(name, variant) for name in CONTENDERS}
+    times = take_turns(calls, rounds, CPU)
+    free_memory(CPU)
+    described = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
+    return described | summarize(times)
+
+
+def take_turns(
+    calls: dict[str, Callable[[], None]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each call in `rounds` rounds, each in another order."""
     for call in calls.values():
         for _ in range(_WARM_UP):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     for _ in range(rounds):
-        for name in order.sample(CONTENDERS, len(CONTENDERS)):
+        for name in order.sample(list(calls), len(calls)):
+            wait_for(device)
             start = time.perf_counter()
             calls[name]()
+            wait_for(device)
             times[name].append((time.perf_counter() - start) * 1e3)
-    free_memory(CPU)
-    described = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
-    return described | summarize(times)
+    return times
 
 
 def summarize(times: dict[str, list[float]]) -> Row:

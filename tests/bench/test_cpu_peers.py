@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.steps import cpu_peers
+from bench.steps import cpu_peers, diffusers_kernels
 from bench.steps.cpu_peers import Floor
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_sides import Ours
@@ -61,3 +62,30 @@ def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:
 def test_all_contenders_run() -> None:
     row = cpu_peers.measure("5b-smallest", torch.float32, threads=1, rounds=2)
     assert all(row[f"{name} num_samples"] == 2 for name in cpu_peers.CONTENDERS)
+
+
+def test_rows_of_diffusers_kernels(monkeypatch, tmp_path) -> None:
+    """All contenders run equally often; a ratio is diffusers' time over a contender's in the same round."""
+    seconds = dict(
+        zip(diffusers_kernels.CONTENDERS, (0.02, 0.005, 0.01, 0.005, 0.002), strict=True)
+    )
+    calls: Counter[str] = Counter()
+    pretend = lambda name, _: lambda: calls.update([name]) or time.sleep(seconds[name])
+    monkeypatch.setattr(diffusers_kernels, "make_call", pretend)
+    monkeypatch.setattr(diffusers_kernels, "take_turns", recorded := Recorded())
+    out = tmp_path / "rows.json"
+    arguments = f"--model tiny --dtype float32 --threads 1 --rounds 5 --out {out}"
+    with threads(1):
+        assert diffusers_kernels.main(arguments.split()) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert len(set(calls.values())) == 1 and calls.keys() == seconds.keys()
+    assert (row["num_tokens"], row["num_layers"], row["threads"]) == (1000, 6, 1)
+    for name in diffusers_kernels.CONTENDERS[1:]:
+        pairs = zip(recorded.times["diffusers"], recorded.times[name], strict=True)
+        assert row[f"{name} ratio"] == sorted(a / b for a, b in pairs)[2]
+
+
+class Recorded:
+    def __call__(self, *arguments):
+        self.times = cpu_peers.take_turns(*arguments)
+        return self.times
