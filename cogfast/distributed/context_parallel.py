@@ -158,6 +158,7 @@ class ContextParallelRows:
     def __init__(self, group: ParallelGroup) -> None:
         self.group = group
         self.rows: list[int] = []  # of each rank, in the forward pass that runs
+        self.num_text = 0  # of a sample, there
 
     def split(
         self, hidden: Tensor, conditioning: Tensor, num_text: int
@@ -165,6 +166,7 @@ class ContextParallelRows:
         """Return this rank's rows of hidden [B, S, M], the conditioning, and how many of the rows are
         text."""
         self.rows = rows = rows_of_ranks(hidden.shape[1], self.group.size)
+        self.num_text = num_text
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
         # Text rows come first: a rank may have only text rows, or none.
         own_text = min(max(num_text - first, 0), own)
@@ -185,17 +187,26 @@ class ContextParallelRows:
             rotation: Rotation | None,
             num_text: int,
         ) -> tuple[Tensor, Tensor, Tensor]:
+            # num_text counts this rank's rows, but here are all.
             qkv = _Exchange.apply(qkv, self.rows, self.group, True)
-            if rotation is not None:
-                # num_text counts this rank's rows, but here are all.
-                num_text = qkv.shape[1] - rotation.t * rotation.h * rotation.w
-            return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, num_text)
+            return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, self.num_text)
 
         def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attended = kernels.flash_attention(q, k, v)
             return _Exchange.apply(attended, self.rows, self.group, False)
 
-        return replace(kernels, qk_norm_rope3d=qk_norm_rope3d, flash_attention=flash_attention)
+        def sparse_attention(
+            q: Tensor, k: Tensor, v: Tensor, num_text: int, share: float
+        ) -> tuple[Tensor, Tensor]:
+            attended, kept_mass = kernels.sparse_attention(q, k, v, self.num_text, share)
+            return _Exchange.apply(attended, self.rows, self.group, False), kept_mass
+
+        return replace(
+            kernels,
+            qk_norm_rope3d=qk_norm_rope3d,
+            flash_attention=flash_attention,
+            sparse_attention=sparse_attention,
+        )
 
 
 def split_context(transformer: DiffusionTransformer, group: ParallelGroup) -> None:

@@ -14,6 +14,7 @@ from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 from cogfast.kernels.attention.backends import flash_attention, load_backend
+from cogfast.kernels.attention.sparse import sparse_attention
 
 KernelChoice = Literal["triton", "torch"]
 
@@ -22,7 +23,8 @@ KernelChoice = Literal["triton", "torch"]
 class BlockKernels:
     """The ops that a transformer calls: functions of the files of their names, or references there."""
 
-    flash_attention: Callable[..., Tensor]  # of q, k, v; its backend is bound
+    flash_attention: Callable[..., Tensor]  # of q, k, v; its backend is bound, as that of the next
+    sparse_attention: Callable[..., tuple[Tensor, Tensor]]
     adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = norm.adaptive_layernorm
     residual_adaptive_layernorm: Callable[..., tuple[Tensor, Tensor]] = (
         norm.residual_adaptive_layernorm
@@ -46,12 +48,14 @@ def choose_kernels(
     """
     if attention_backend is not None:
         load_backend(attention_backend)
-    # flash_attention has one implementation for both choices: its backend is chosen by name.
-    attention = partial(flash_attention, backend=attention_backend)
+    # Attention has one implementation for both choices: its backend is chosen by name.
+    attentions = [
+        partial(run, backend=attention_backend) for run in (flash_attention, sparse_attention)
+    ]
     if kernels == "triton":
-        return BlockKernels(attention)
+        return BlockKernels(*attentions)
     return BlockKernels(
-        attention,
+        *attentions,
         adaptive_layernorm=norm.adaptive_layernorm_reference,
         residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,
         gated_residual=norm.gated_residual_reference,

@@ -230,7 +230,6 @@ def _check(
     check_tensor(_OP, "rotation.table", table, shape, qkv, any_dtype=True)
     if table.dtype != torch.float32 or not table.is_contiguous():
         refuse(_OP, "rotation.table", table, "it must be float32 and contiguous")
-    if rotation.order is not None:
-        check_tensor(_OP, "rotation.order", rotation.order, (t * h * w,), qkv, any_dtype=True)
-        if rotation.order.dtype != torch.int32:
-            refuse(_OP, "rotation.order", rotation.order, "it must be int32")
+    order = rotation.order
+    if order is not None and (order.dtype, order.shape) != (torch.int32, (t * h * w,)):
+        refuse(_OP, "rotation.order", order, f"it must be [{t * h * w}] int32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -40,6 +41,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.kernels = kernels
+        self.sparse_share: float | None = None  # DiffusionTransformer.use_sparse_attention
+        self.kept_mass: Tensor | None = None  # of the last pass, see kernels/attention/sparse.py
         self.head_width = width // num_heads
         # One matmul for the three; rows of q, then of k, then of v, as in SAT.
         self.qkv = nn.Linear(width, 3 * width)
@@ -58,4 +61,12 @@ class Attention(nn.Module):
         query_norm, key_norm = (None if n is None else n.affine() for n in norms)
         # q, k, v: [B, S, H, D]
         q, k, v = self.kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, num_text)
-        return self.out(self.kernels.flash_attention(q, k, v).flatten(2))
+        if self.sparse_share is None:
+            attended = self.kernels.flash_attention(q, k, v)
+        else:
+            attended, kept_mass = self.kernels.sparse_attention(
+                q, k, v, num_text, self.sparse_share
+            )
+            if not torch.compiler.is_compiling():  # a graph with a checkpoint has no side effects
+                self.kept_mass = kept_mass
+        return self.out(attended.flatten(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -25,6 +26,7 @@ from cogfast.model.embeddings import (
     NoRotation,
     PositionTable,
     RotaryPositions,
+    RowOrder,
     SinusoidEmbedding,
     patchify,
     unpatchify,
@@ -111,6 +113,8 @@ class DiffusionTransformer(nn.Module):
         self.training_calls: Sequence[BlockCall] | None = None
         self.row_split: RowSplit | None = None
         self.block_source: BlockSource | None = None
+        self.sparse_share: float | None = None
+        self._orders: dict[tuple[TokenGrid, int, torch.device], RowOrder] = {}
         self.unused_position_embeddings = None
         with torch.device("meta"):
             self.final_norm = make_norm(eps=NORM_EPS)
@@ -144,6 +148,16 @@ class DiffusionTransformer(nn.Module):
             for module in block.modules():
                 if isinstance(module, LoraLinear):
                     module.kernels = kernels
+
+    def use_sparse_attention(self, share: float | None) -> None:
+        """Leave a share of attention's blocks out (kernels/attention/sparse.py); None: dense attention.
+
+        Rows of video tokens then go through the blocks in the order of `block_order`.
+        """
+        self.sparse_share = share
+        for block in self.blocks:
+            assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
+            block.attention.sparse_share = share
 
     def use_calls(self, calls: Sequence[BlockCall] | None) -> None:
         """Run these instead of the blocks in training mode, such as checkpointed versions of them.
@@ -197,13 +211,28 @@ class DiffusionTransformer(nn.Module):
         grid = TokenGrid.from_latents(latents, self.patch_size)
         num_text = text.shape[1]
 
+        order = self._row_order(grid, num_text, latents.device)
         hidden = self.embed(latents, text, condition_latents, grid)  # [B, S, M]
         conditioning = self.condition(timesteps, ofs)  # [B, time_embed_dim]
         rotation = self.rotary(grid)
+        if order is not None:
+            hidden = order.apply(hidden)
+            rotation = None if rotation is None else replace(rotation, order=order.video)
         more = self.block_arguments(tensors, grid) if tensors else None
         hidden = self.run_blocks(hidden, conditioning, num_text, rotation, more)
+        if order is not None:
+            hidden = order.undo(hidden)
         # Text rows only condition the video; the network predicts nothing for them.
         return self.unembed(hidden[:, num_text:], conditioning, grid)
+
+    def _row_order(self, grid: TokenGrid, num_text: int, device: torch.device) -> RowOrder | None:
+        """Return the order of rows in the blocks, or None for row-major order."""
+        if self.sparse_share is None:
+            return None
+        key = (grid, num_text, device)
+        if key not in self._orders:
+            self._orders[key] = RowOrder(*key)
+        return self._orders[key]
 
     def embed(
         self, latents: Tensor, text: Tensor, condition_latents: Tensor | None, grid: TokenGrid

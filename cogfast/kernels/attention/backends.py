@@ -183,11 +183,15 @@ _FORWARD_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     _fa4,
 }
+# Those of block-sparse attention: the op of a CPU, FlexAttention in a compiled block, and the compiled
+# region that it is otherwise.
+_SPARSE_NAMES = {"cogfast::sparse_attention", "flex_attention", "inductor_compiled_code"}
 
 
 def keeps_output(op: Any) -> bool:
     """Return whether an op of a forward pass is attention, whose results checkpointing can keep."""
-    return op in _FORWARD_OPS or op.namespace == "flash_attn_3"
+    is_dense = op in _FORWARD_OPS or op.namespace == "flash_attn_3"
+    return is_dense or op.name() in _SPARSE_NAMES
 
 
 @cache

@@ -191,6 +191,8 @@ def selective_contexts(
 
 
 class _Keep(TorchDispatchMode):
+    supports_higher_order_operators = True  # compiled attention is one
+
     def __init__(self, block: BlockTensors, keeps: Keeps, kept: deque[Any]) -> None:
         super().__init__()
         self.block, self.keeps, self.kept = block, keeps, kept
