@@ -6,6 +6,7 @@ schema that editors read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal
@@ -43,6 +44,7 @@ DiffusersSchedule = Literal[
     "polynomial",
 ]
 Schedule = Literal["sat", DiffusersSchedule]
+_MOST_SHARE = 0.95  # of blocks that args.attention leaves out
 # SAT's key of the network; args.checkpoint_activations replaces it.
 _RECOMPUTE = "network_config.params.transformer_args.checkpoint_activations"
 # First key of each group of `args` -> the group's heading in docs/options.md
@@ -178,6 +180,12 @@ class TrainArguments:
     """torch.compile for each block"""
     attention_backend: Literal["auto", "fa4", "fa3", "cudnn", "flash", "efficient", "math"] = "auto"
     """auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint"""
+    attention: str | None = None
+    """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
+    ([kernels.md](kernels.md#block-sparse-attention)). null: that of the checkpoint or of args.load
+    if a run saved it, else dense"""
+    sparse_warmup: Annotated[int, Range(0, 10**9)] = 0
+    """first steps over which the share of args.attention=sparse:SHARE grows from 0"""
     activation_checkpointing: PolicyChoice | None = None
     """null: follow transformer_args.checkpoint_activations (true: auto, false: "none")"""
     fit: Literal["none", "auto"] = "none"
@@ -395,6 +403,17 @@ class ModelArguments:
         if self.conditions is not None:
             return tuple(self.conditions)
         return ("image",) if self.noised_image_input else ()
+
+
+def sparse_share(attention: str) -> float | None:
+    """Return the share that args.attention leaves out, None for dense attention. ValueError for others."""
+    if attention == "dense":
+        return None
+    kind, _, share = attention.partition(":")
+    if kind == "sparse" and re.fullmatch(r"0(\.\d+)?", share) and float(share) <= _MOST_SHARE:
+        return float(share)
+    text = f"args.attention={attention} must be dense or sparse:SHARE, with a SHARE of blocks to leave out"
+    raise ValueError(f"{text} from 0 to {_MOST_SHARE}, such as sparse:0.8")
 
 
 def conditions_of_run(model: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
+from cogfast.train.preflight.sparse_attention import choose_attention, use_attention
 from cogfast.train.run.folder import git
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
@@ -107,6 +108,8 @@ def sample(
     stored = manifest.get("attention_backend")
     attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
     transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
+    before = manifest.get("attention")
+    use_attention(transformer, choose_attention(config, args, transformer.config, before, groups))
     encoder = assemble_encoder(config, args, transformer, groups)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.

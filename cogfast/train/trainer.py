@@ -313,6 +313,7 @@ class Trainer:
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
+            "attention": parts.attention,
             "attention_backend": parts.attention_backend,
             "encode_way": parts.encode_choice.way or parts.encode_choice.stored,
             "video_sizes": self.size.trained(),

@@ -85,14 +85,16 @@ def choose_for_training(
     model: TransformerConfig,
     groups: ProcessGroups,
     stored: str | None,
+    is_sparse: bool = False,
 ) -> str | None:
     """Choose the run's attention backend, the same on every rank; None: the op's default.
 
     stored: the backend in the checkpoint that the run resumes from. A measured choice is stored in
-    checkpoints, so that a resumed run computes as before.
+    checkpoints, so that a resumed run computes as before. is_sparse: FlexAttention, the default of
+    block-sparse attention, is not measured.
     """
     name = choose_for_sampling(args, model, groups, stored)
-    if name is not None or groups.device.type == "cpu":
+    if name is not None or groups.device.type == "cpu" or is_sparse:
         return name
     # Every rank must use one backend: two ranks could measure two different winners.
     shape = run_shape(config, args, model)

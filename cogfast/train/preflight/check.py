@@ -53,6 +53,7 @@ from cogfast.train.preflight.parts import (
     try_training_parts,
 )
 from cogfast.train.preflight.pipeline_folder import PLACEHOLDER, is_hub_id
+from cogfast.train.preflight.sparse_attention import check_sparse
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -190,6 +191,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_base(config, args, model, network)
     check_conditions(config, model, network)
     _check_data(config, args, model, network)
+    check_sparse(config, args, TransformerConfig(**network))
     _check_evaluation(config, args, takes_image="image" in model.inputs)
     try_training_parts(config, args)
     _check_adapters(config, args)
@@ -244,6 +246,7 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
         check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
     if args.sampling_num_frames is not None:
         check_latent_frames(config, network, args.sampling_num_frames)
+    check_sparse(config, args, TransformerConfig(**network))
 
 
 def _refuse_training_keys(config: Config) -> None:

@@ -63,6 +63,7 @@ from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
+from cogfast.train.preflight.sparse_attention import choose_attention, use_attention
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.export import Exporter
@@ -87,6 +88,7 @@ from cogfast.train.watchers.parameter_checks import (
 )
 from cogfast.train.watchers.profiling import Profiler
 from cogfast.train.watchers.scores import Scores
+from cogfast.train.watchers.sparse_warmup import SparseWarmup
 from cogfast.train.watchers.watcher import Watchers
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,11 @@ class Parts:
         )
         # A resumed run keeps its attention backend.
         stored = manifest.get("attention_backend")
-        backend = choose_for_training(config, args, transformer.config, groups, stored)
+        before = manifest.get("attention")
+        self.attention = choose_attention(config, args, transformer.config, before, groups)
+        use_attention(transformer, self.attention)
+        is_sparse = transformer.sparse_share is not None
+        backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
         encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
         encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
@@ -277,6 +283,8 @@ def assemble_watchers(
     every, wait = args.replica_check_interval, engine.wait_for_weights
     if groups.tensor is not None and every:
         watchers.insert(4, ReplicaCheck(transformer, groups.tensor, every, wait))
+    if args.sparse_warmup and transformer.sparse_share is not None:
+        watchers.append(SparseWarmup(transformer, args.sparse_warmup))
     if args.profiling is not None and args.profiling >= 0:
         watchers.append(Profiler(folder / "profile", groups, args.profiling))
     return Watchers(watchers), metrics, scores

@@ -23,6 +23,7 @@ from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.model.block import Block
 from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 from cogfast.sample.generate import SampledVideo
@@ -181,6 +182,8 @@ class Metrics(Watcher):
         waits = self.loss_sum.new_zeros(size)
         waits[groups.data_rank].fill_(CLOCK.data_seconds)  # an assignment would wait for a copy
         parts = [self.loss_sum.flatten() / size, self.bands.sums.flatten(), waits]
+        masses = self._kept_masses()
+        parts += [masses / size]
         # All ranks of one model have the same losses: its first rank gives them.
         if not groups.is_first_of_model:
             parts = [torch.zeros_like(part) for part in parts]
@@ -189,7 +192,7 @@ class Metrics(Watcher):
         numbers = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
         parts.append(torch.stack([number.to(sums) for number in numbers]))
         packed = iter(torch.cat([sums, parts[-1]]).tolist())  # sync: one per interval
-        by_kind, bands, waits, (norm, skipped, in_a_row) = (
+        by_kind, bands, waits, masses, (norm, skipped, in_a_row) = (
             [*islice(packed, len(part))] for part in parts
         )
         seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
@@ -223,6 +226,7 @@ class Metrics(Watcher):
             "nonfinite_losses": self.num_unlogged_losses * size - round(number * size),
             **memory_gib(self.groups.device),
             **self.bands.named(bands),
+            **_named_masses(masses),
         }
         self.loss_sum.zero_()
         self.bands.sums.zero_()
@@ -233,6 +237,16 @@ class Metrics(Watcher):
             self.write_page()
         CLOCK.restart()
         return line
+
+    def _kept_masses(self) -> Tensor:
+        """Return the estimated share of attention that sparse attention keeps in each layer, [layers], of
+        this rank's heads; [0] if it is dense or in a compiled graph."""
+        blocks = self.engine.transformer.blocks
+        masses = [block.attention.kept_mass for block in blocks if isinstance(block, Block)]
+        found = [mass for mass in masses if mass is not None]
+        if self.engine.transformer.sparse_share is None or not found:
+            return self.loss_sum.new_zeros(0)
+        return torch.stack(found).mean((1, 2, 3))
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write the held-out losses, if any, and restart the step timer."""
@@ -298,6 +312,13 @@ def _of_kinds(sums: Sequence[float]) -> dict[str, float | None]:
     """Return the mean loss of clips and of pictures, None for a kind without steps."""
     means = [sums[i] / sums[i + 1] if sums[i + 1] else None for i in (0, 2)]
     return dict(zip(("loss_video", "loss_image"), means, strict=True))
+
+
+def _named_masses(masses: Sequence[float]) -> dict[str, float]:
+    if not masses:
+        return {}
+    layers = {f"attention_kept_layer_{i:02d}": mass for i, mass in enumerate(masses)}
+    return {"attention_kept": sum(masses) / len(masses), **layers}
 
 
 def _history_until(step: int, path: Path) -> list[dict]:

@@ -55,6 +55,7 @@ _MANIFEST = {
     "slices": dict[str, dict[str, _SLICE]],
     "bytes": dict[str, _Count],
     "checksums": dict[str, str],
+    "attention": NotRequired[str],  # args.attention, chosen
     "attention_backend": NotRequired[str | None],
     "encode_way": NotRequired[tuple[str, bool] | None],  # of clips: mode, is_sliced
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size

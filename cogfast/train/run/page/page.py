@@ -56,6 +56,7 @@ _PLOTS = (
     ("Time of a step", r"\w+_ms", "ms", True),
     ("Memory", r"memory_\w+", "GiB", False),
     ("Gradient norm, before clipping", "grad_norm", "", True),
+    ("Kept share of attention, estimated", r"attention_kept(?:_layer_\d+)?", "", False),
     ("Throughput", "samples_per_s", "samples/s", True),
     ("Score", "score/.+", "", False),
 )
@@ -66,6 +67,7 @@ _LABELS = {
     "loss_prior": "prior",
     "valid_loss": "held out",
     "step_ms": "whole step",
+    "attention_kept": "all layers",
 }
 
 

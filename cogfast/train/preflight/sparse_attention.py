@@ -1,0 +1,119 @@
+"""Check and choose args.attention: dense, or block-sparse attention with a share of blocks left out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments, sparse_share
+from cogfast.config.merged_config import refuse
+from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.kernels.attention.sparse import BLOCK
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.train.video_size import largest_size
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 4096  # on a GPU: with fewer, choosing blocks costs about what they save
+_WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor cores
+_KEY = "args.attention"
+
+
+def check_sparse(config: Config, args: TrainArguments, model: TransformerConfig) -> None:
+    """Check that args.attention can run here at the size of the data.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        share = sparse_share(args.attention or "dense")
+    except ValueError as error:
+        refuse(config, _KEY, str(error))
+    named = f"{_KEY}={args.attention}"
+    if args.sparse_warmup and share is None:
+        text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
+        refuse(config, "args.sparse_warmup", f"{text}, or args.sparse_warmup=0")
+    if share is None:
+        return
+    if args.compile and args.sparse_warmup:
+        text = (
+            f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
+        )
+        text += "compile again for each number of kept blocks; set one of the two to its default"
+        refuse(config, "args.sparse_warmup", text)
+    if args.attention_backend not in ("auto", "fa4"):
+        text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
+        refuse(config, "args.attention_backend", f"{text} (FlexAttention) or fa4")
+    if not torch.cuda.is_available():
+        return
+    width = model.head_width
+    if width not in _WIDTHS:
+        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
+        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < least:
+        here, needed = (".".join(map(str, x)) for x in (capability, least))
+        text = f"{named} needs a GPU of compute capability {needed}, this is {here}"
+        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
+    size = largest_size(config, model)
+    tokens = size.num_tokens(model) - model.text_length
+    if tokens < _LEAST_TOKENS:
+        text = (
+            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
+        )
+        refuse(
+            config,
+            _KEY,
+            f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips",
+        )
+
+
+def choose_attention(
+    config: Config,
+    args: TrainArguments,
+    model: TransformerConfig,
+    stored: str | None,
+    groups: ProcessGroups,
+) -> str:
+    """Return "dense" or "sparse:SHARE": what args.attention says, else that of the weights.
+
+    stored: of the checkpoint that is resumed or sampled; None: that of args.load, if a run saved it.
+    """
+    if stored is None and args.load is not None:
+        stored = groups.on_main(lambda: stored_attention(Path(args.load or "")))
+    chosen = args.attention or stored or "dense"
+    check_sparse(config, replace(args, attention=chosen), model)
+    if groups.is_main and stored is not None and chosen != stored:
+        logger.warning(
+            "attention: %s instead of the weights' %s, as args.attention says", chosen, stored
+        )
+    elif groups.is_main and chosen != "dense":
+        origin = (
+            "" if args.attention else ", as the weights were trained; args.attention overrides it"
+        )
+        logger.info("attention: %s%s", chosen, origin)
+    return chosen
+
+
+def stored_attention(weights: Path) -> str | None:
+    """Return the args.attention with which a run trained weights; None if no run of cogfast saved them."""
+    checkpoint = find_run_checkpoint(weights)
+    return None if checkpoint is None else read_manifest(checkpoint).get("attention")
+
+
+def use_attention(transformer: DiffusionTransformer, attention: str) -> None:
+    """Let a transformer use "dense" or "sparse:SHARE"."""
+    share = sparse_share(attention)
+    if share is not None and torch.cuda.is_available():
+        run_without_dynamo(False)  # FlexAttention is compiled
+    transformer.use_sparse_attention(share)
