@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,25 +209,53 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
 # --- on a CPU, as ops
 
 
-def _query_groups(blocks: Blocks, num_rows: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield (first row, blocks, rows of each, whether they attend to everything) of groups of blocks."""
-    text_rows = min(blocks.text * BLOCK, num_rows)
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows of n blocks of queries of a head; all rows of keys, or `chosen` [n, c] blocks and the rest."""
+
+    rows: slice
+    n: int
+    chosen: Tensor | None
+    num_rows: int  # S
+
+    def queries(self, x: Tensor) -> Tensor:
+        """These rows of x [S, D] -> [n, 1, R, D]."""
+        return x[self.rows].unflatten(0, (self.n, 1, -1))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The rows that these attend to, of x [S, D] -> [n, 1, R, D]."""
+        if self.chosen is None:
+            return x[None, None]
+        places = (self.chosen[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+        rest = torch.arange(self.num_rows // BLOCK * BLOCK, self.num_rows).expand(self.n, -1)
+        places = torch.cat([places, rest], 1)
+        return x.index_select(0, places.flatten()).view(self.n, 1, -1, x.shape[-1])
+
+    def add_to(self, total: Tensor, part: Tensor) -> None:
+        """Add part [n, 1, R, D], whose rows are those of `keys`, to total [S, D]."""
+        part = part[:, 0].to(total.dtype)
+        if self.chosen is None:
+            total += part[0]
+            return
+        whole, end = self.num_rows // BLOCK * BLOCK, self.chosen.shape[1] * BLOCK
+        blocks = total[:whole].unflatten(0, (-1, BLOCK))
+        for chosen, piece in zip(self.chosen, part, strict=True):
+            blocks.index_add_(0, chosen, piece[:end].view(len(chosen), BLOCK, piece.shape[-1]))
+            total[whole:] += piece[end:]
+
+
+def _groups(kv_indices: Tensor, num_rows: int, num_text: int, num_kept: int) -> Iterator[_Group]:
+    """Yield the groups of a head. kv_indices: [N, N] of Choice."""
+    blocks = Blocks.of(num_rows, num_text)
+    text_rows, end = min(blocks.text * BLOCK, num_rows), blocks.text + blocks.free
     if text_rows:
-        yield 0, 1, text_rows, True
-    end = blocks.text + blocks.free
-    for first in range(blocks.text, end, _CHUNK):
-        yield first * BLOCK, min(_CHUNK, end - first), BLOCK, False
-    if blocks.rest:
-        yield end * BLOCK, 1, blocks.rest, False
-
-
-def _gather(x: Tensor, chosen: Tensor, rest: int) -> Tensor:
-    """Rows x [S, D] of blocks chosen [n, c], then the last `rest` rows -> [n, 1, c * BLOCK + rest, D]."""
-    whole = x[: x.shape[0] - rest].unflatten(0, (-1, BLOCK))
-    rows = whole.index_select(0, chosen.flatten()).view(len(chosen), 1, -1, x.shape[-1])
-    if rest:
-        rows = torch.cat([rows, x[-rest:].expand(len(chosen), 1, -1, -1)], 2)
-    return rows
+        yield _Group(slice(0, text_rows), 1, None, num_rows)
+    starts = [*range(blocks.text, end, _CHUNK), end]
+    for first, last in [*pairwise(starts), (end, blocks.count)]:
+        if first < last:
+            rows = slice(first * BLOCK, min(last * BLOCK, num_rows))
+            chosen = kv_indices[first:last, : blocks.text + num_kept]
+            yield _Group(rows, last - first, chosen, num_rows)
 
 
 def _attend(
@@ -234,28 +263,17 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, S, H, D] and lse [B, H, S]."""
     b, num_rows, h, _ = q.shape
-    blocks = Blocks.of(num_rows, num_text)
     out = q.new_empty(q.shape)
     lse = q.new_empty(b, h, num_rows, dtype=torch.promote_types(q.dtype, torch.float32))
     for i, j in np.ndindex(b, h):
-        queries, keys, values = q[i, :, j], k[i, :, j], v[i, :, j]
-        for first, n, size, is_dense in _query_groups(blocks, num_rows):
-            rows = slice(first, first + n * size)
-            near = queries[rows].reshape(n, 1, size, -1)
-            far = (keys[None, None], values[None, None])
-            if not is_dense:
-                chosen = _chosen(kv_indices[i, j], first, n, blocks.text + num_kept)
-                far = (_gather(keys, chosen, blocks.rest), _gather(values, chosen, blocks.rest))
-            result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(near, *far)
-            out[i, rows, j] = result.reshape(n * size, -1)
-            lse[i, j, rows] = logs.reshape(-1)
+        head = (i, slice(None), j)
+        for group in _groups(kv_indices[i, j], num_rows, num_text, num_kept):
+            result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
+                group.queries(q[head]), group.keys(k[head]), group.keys(v[head])
+            )
+            out[head][group.rows] = result.flatten(0, 2)
+            lse[i, j, group.rows] = logs.flatten()
     return out, lse
-
-
-def _chosen(indices: Tensor, first_row: int, n: int, count: int) -> Tensor:
-    """Whole blocks that n blocks of queries attend to, [n, count], of indices [N, N]."""
-    first = first_row // BLOCK
-    return indices[first : first + n, :count]
 
 
 def _attend_backward(
@@ -269,43 +287,26 @@ def _attend_backward(
     num_text: int,
     num_kept: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows = q.shape[1]
-    blocks = Blocks.of(num_rows, num_text)
-    dq = q.new_empty(q.shape)
+    num_rows, dq = q.shape[1], q.new_empty(q.shape)
     # Many blocks of queries add to a block of keys: a sum in 16 bits would round at every addition.
-    sums = [torch.zeros(k.shape, dtype=lse.dtype) for _ in range(2)]
+    dk, dv = (torch.zeros(k.shape, dtype=lse.dtype) for _ in range(2))
     for i, j in np.ndindex(q.shape[0], q.shape[2]):
-        keys, values, totals = k[i, :, j], v[i, :, j], [x[i, :, j] for x in sums]
-        for first, n, size, is_dense in _query_groups(blocks, num_rows):
-            rows = slice(first, first + n * size)
-            gradient, queries, result = (
-                x[i, rows, j].reshape(n, 1, size, -1) for x in (dout, q, out)
+        head = (i, slice(None), j)
+        for group in _groups(kv_indices[i, j], num_rows, num_text, num_kept):
+            parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                group.queries(dout[head]),
+                group.queries(q[head]),
+                group.keys(k[head]),
+                group.keys(v[head]),
+                group.queries(out[head]),
+                group.queries(lse[i, j]),
+                0.0,
+                False,
             )
-            logs = lse[i, j, rows].reshape(n, 1, size)
-            far = (keys[None, None], values[None, None])
-            if not is_dense:
-                chosen = _chosen(kv_indices[i, j], first, n, blocks.text + num_kept)
-                far = (_gather(keys, chosen, blocks.rest), _gather(values, chosen, blocks.rest))
-            run = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-            dnear, *dfar = run(gradient, queries, *far, result, logs, 0.0, False)
-            dq[i, rows, j] = dnear.reshape(n * size, -1)
-            for total, part in zip(totals, dfar, strict=True):
-                if is_dense:
-                    total += part[0, 0]
-                else:
-                    _scatter_add(total, part[:, 0], chosen, blocks.rest)
-    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
-
-
-def _scatter_add(total: Tensor, part: Tensor, chosen: Tensor, rest: int) -> None:
-    """Add part [n, c * BLOCK + rest, D], whose rows are those of _gather, to total [S, D]."""
-    part = part.to(total.dtype)
-    end = part.shape[1] - rest
-    pieces = part[:, :end].reshape(-1, BLOCK, part.shape[-1])
-    whole = total[: total.shape[0] - rest].unflatten(0, (-1, BLOCK))
-    whole.index_add_(0, chosen.flatten(), pieces)
-    if rest:
-        total[-rest:] += part[:, end:].sum(0)
+            dq[head][group.rows] = parts[0].flatten(0, 2)
+            group.add_to(dk[head], parts[1])
+            group.add_to(dv[head], parts[2])
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 _sparse_attention = register_op(

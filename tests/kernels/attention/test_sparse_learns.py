@@ -1,0 +1,113 @@
+"""Models with dense and with sparse attention learn long clips alike: about half an hour on two CPU cores."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+
+from cogfast.__main__ import main
+from cogfast.core.slot_random import random_unit
+from cogfast.data.video.writer import contact_sheet, write_video
+from scripts.quickstart_clips import COLOURS, read_frames
+from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
+from tests.support.tiny_run import run_folder
+
+STEPS = int(os.environ.get("COGFAST_SPARSE_STEPS", "600"))
+NUM_CLIPS, NUM_FRAMES, SIZE, RADIUS = 176, 33, 128, 15  # 9 x 16 x 16 tokens
+KINDS = {"circle": 2.0, "square": 20.0}  # exponent p of |x|^p + |y|^p < r^p
+NUM_SAMPLES = 4
+
+
+def render(colour: str, shape: str, key: int) -> np.ndarray:
+    """A shape that crosses the frame in a random direction and bounces, over a random gradient."""
+    draw = lambda name: random_unit("long clips", key, name)
+    angle, place = 2 * np.pi * draw("angle"), [RADIUS + (SIZE - 2 * RADIUS) * draw(a) for a in "xy"]
+    t, span = np.arange(NUM_FRAMES), SIZE - 2 * RADIUS
+    walk = [
+        start + 3.5 * t * step
+        for start, step in zip(place, (np.cos(angle), np.sin(angle)), strict=True)
+    ]
+    x, y = (RADIUS + span - abs((w - RADIUS) % (2 * span) - span) for w in walk)
+    rows, columns = np.mgrid[:SIZE, :SIZE] + 0.5
+    power = KINDS[shape]
+    far = abs(columns - x[:, None, None]) ** power + abs(rows - y[:, None, None]) ** power
+    inside = np.clip((RADIUS - far ** (1 / power)) / 2 + 0.5, 0, 1)[..., None]
+    slope = np.cos(2 * np.pi * draw("slope")) * rows + np.sin(2 * np.pi * draw("slope")) * columns
+    ground = np.repeat(90 + 50 * slope[None, ..., None] / SIZE, 3, axis=-1)
+    return np.rint(inside * COLOURS[colour] + (1 - inside) * ground).clip(0, 255).astype(np.uint8)
+
+
+def train(folder: Path, name: str, *words: str) -> tuple[Path, list[dict]]:
+    """Train a model on the clips of a folder; return its run and its metrics."""
+    network = "model.network_config.params."
+    words += tuple(
+        f"{network}{key}={value}"
+        for key, value in {
+            "num_frames": NUM_FRAMES,
+            "latent_height": 16,
+            "latent_width": 16,
+            "patch_size": 1,
+            "hidden_size": 128,
+            "num_attention_heads": 2,
+        }.items()
+    )
+    words += (f"args.train_data=[{folder / 'data'}]", f"args.save={folder / name}")
+    words += ("args.split='10,1,0'", f"args.train_iters={STEPS}", f"args.save_interval={STEPS}")
+    words += (f"args.eval_interval={STEPS // 4}", "args.eval_iters=8", "args.eval_num_samples=0")
+    words += ("args.log_interval=10", f"data.params.video_size=[{SIZE},{SIZE}]")
+    words += (f"data.params.max_num_frames={NUM_FRAMES}", "data.params.keep_decoded_mib=0")
+    words += (f"model.first_stage_config.params.ckpt_path={folder / 'wavelet.safetensors'}",)
+    words += (f"args.latent_cache={folder / 'cache'}", "args.encode_first=true")
+    words += ("deepspeed.train_micro_batch_size_per_gpu=2", "deepspeed.bf16.enabled=false")
+    assert main(["train", "--base", "configs/quickstart.yaml", *words]) == 0
+    run = run_folder(folder / name)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return run, [json.loads(line) for line in lines]
+
+
+@pytest.mark.soak
+def test_sparse_attention_learns_as_dense_attention_does(tmp_path: Path) -> None:
+    """Within 3% of the held-out loss of dense attention after as many steps."""
+    looks = [(colour, shape) for colour in COLOURS for shape in KINDS]
+    pixels, rows = [], []
+    for i in range(NUM_CLIPS):
+        colour, shape = looks[i % len(looks)]
+        frames = render(colour, shape, i)
+        write_video(tmp_path / "data" / f"{i}.mp4", frames, 8)
+        rows.append({"path": f"{i}.mp4", "caption": f"{colour} {shape}"})
+        pixels.append(torch.from_numpy(frames).permute(3, 0, 1, 2)[None].float() / 127.5 - 1)
+    for row in rows:
+        (tmp_path / "data" / row["path"]).with_suffix(".txt").write_text(row["caption"])
+    save_wavelet(fit_wavelet(pixels[::8], 48), tmp_path / "wavelet.safetensors")
+    runs = {
+        "dense": train(tmp_path, "dense"),
+        "sparse:0.8": train(tmp_path, "sparse", "args.attention=sparse:0.8"),
+    }
+    held_out = {}
+    for name, (_, lines) in runs.items():
+        held_out[name] = [line["valid_loss"] for line in lines if "valid_loss" in line][-1]
+        print(name, held_out[name], median(x["step_ms"] for x in lines if "step_ms" in x), "ms")
+    kept = [line["attention_kept"] for line in runs["sparse:0.8"][1] if "attention_kept" in line]
+    print("kept", kept[0], kept[-1])
+    assert held_out["sparse:0.8"] <= 1.03 * held_out["dense"], held_out
+    assert 0.2 < kept[-1] < 1
+
+    options = [word for look in looks[:NUM_SAMPLES] for word in ("--prompt", " ".join(look))]
+    sheet, labels = [], []
+    for name, run, more in (
+        ("dense", runs["dense"][0], []),
+        ("sparse", runs["sparse:0.8"][0], []),
+        ("sparse, sampled dense", runs["sparse:0.8"][0], ["args.attention=dense"]),
+    ):
+        out = tmp_path / f"samples {name}"
+        assert main(["sample", str(run), *options, "--out", str(out), "--ema", *more]) == 0
+        for path in sorted(out.glob("*.mp4")):
+            sheet.append(read_frames(path)[::8])
+            labels.append(name)
+    contact_sheet(tmp_path / "sparse.png", sheet, labels)
