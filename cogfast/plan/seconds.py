@@ -118,8 +118,8 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
     communication = _communication(setup, forward + others, gpu, computed)
     seconds = computed + communication + times * transfers
     samples = setup.batch_size * times * rules.data_size // setup.context_size
-    config = setup.transformer.config
-    flops = samples * train_flops(config, setup.size.num_tokens(config)) / setup.world_size
+    config, share = setup.transformer.config, setup.transformer.sparse_share
+    flops = samples * train_flops(config, setup.size.num_tokens(config), share) / setup.world_size
     return StepTime(
         matmul=found["matmul"],
         attention=found["attention"],

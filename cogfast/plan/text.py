@@ -176,6 +176,8 @@ def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool)
         width = plan.setup.transformer.config.head_width
         case = (torch.device("cuda:0"), DTYPES[args.precision], width, args.deterministic)
         able, why = backends_that_run(*case), "the fastest that runs here"
+    if plan.setup.transformer.sparse_share is not None:
+        able, why = ["flash"], "taken for FlexAttention's kernels, which were not timed"
     backend = named or gpu.shares.fastest(able)
     step = predict_step(plan, gpu, backend)
     if step is None:
@@ -195,7 +197,7 @@ def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool)
         lines[-1] += f" ({why})"
         best = gpu.shares.fastest(["fa4", backend])
         faster = predict_step(plan, gpu, best)
-        if best != backend and faster is not None:
+        if best != backend and faster is not None and len(able) > 1:
             lines[-1] += f"; by {best} {_seconds(faster.seconds)} s: {INSTALL_FLASH_ATTENTION}"
     return lines
 

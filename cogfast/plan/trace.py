@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.distributed.context_parallel import ContextParallelRows
 from cogfast.distributed.sequence_parallel import SequenceParallelBlock
+from cogfast.kernels.attention.sparse import Blocks
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import NoRotation
@@ -39,6 +40,13 @@ _ROWS_AT_ONCE = 128  # rows of a tile of attention's backward pass
 _ops, _sends = torch.ops.cogfast, torch.ops._c10d_functional
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_SPARSE, _SPARSE_BACKWARD = _ops.sparse_attention, _ops.sparse_attention_backward
+_KINDS: dict[Any, Kind] = {
+    _ATTENTION: "attention",
+    _SPARSE: "attention",
+    _ATTENTION_BACKWARD: "attention backward",
+    _SPARSE_BACKWARD: "attention backward",
+}
 _INT8 = (_ops.int8_linear, _ops.int8_linear_backward)
 _FP8 = (_ops.fp8_linear, _ops.fp8_linear_backward)
 _REDUCES = (_sends.all_reduce, _sends.all_reduce_)
@@ -104,6 +112,15 @@ def scratch(op: Any, args: Sequence[Any]) -> int:
         # dq is summed in float32; delta is float32, too.
         rows = -(-s // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         return 4 * b * h * rows * (d + 1)
+    if packet is _ops.choose_blocks:
+        b, s, h, d = args[0].shape
+        n = Blocks.of(s, args[2]).count
+        return (
+            b * h * n * (2 * 4 * d + n)
+        )  # means of queries and keys, and a byte for each pair of blocks
+    if packet is _SPARSE_BACKWARD:
+        b, s, h, _ = args[1].shape
+        return 4 * b * h * s  # delta
     if packet in _INT8:
         x, q = args[:2]
         return q.numel() * x.element_size()  # the weight in the dtype of x
@@ -122,6 +139,11 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         low, matrices = args[1:3]
         rows = low.numel() // low.shape[-1]
         return sum(2 * rows * matrix.numel() for matrix in matrices)
+    if packet in (_SPARSE, _SPARSE_BACKWARD):
+        b, s, h, d = args[0].shape
+        # Two products forward, and five backward, of the pairs of rows that are attended.
+        products = 2 if packet is _SPARSE else 5
+        return 2 * products * b * h * d * Blocks.of(s, args[-2]).attended(s, args[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
@@ -156,9 +178,7 @@ def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         # A number of x is written as a byte and read again; backward transposes the weight.
         num_bytes += 2 * args[0].numel() + 2 * args[1].numel() * (packet is _FP8[1])
         kind = "fp8"
-    if packet in (_ATTENTION, _ATTENTION_BACKWARD):
-        kind = "attention" if packet is _ATTENTION else "attention backward"
-    return Op(kind, flops, num_bytes)
+    return Op(_KINDS.get(packet, kind), flops, num_bytes)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -318,6 +338,7 @@ def _block_inputs(
     if isinstance(split, ContextParallelRows):
         split.rows = [rows] * split.group.size
         whole = rows * split.group.size
+        split.num_text = num_text
     if isinstance(block, SequenceParallelBlock) and not block.is_first:
         rows //= block.group.size
     rotation = None
@@ -420,16 +441,19 @@ class Traces:
 
 
 @cache
-def train_flops(config: TransformerConfig, num_tokens: int) -> float:
+def train_flops(
+    config: TransformerConfig, num_tokens: int, sparse_share: float | None = None
+) -> float:
     """Return the model FLOPs of training on one sample: those of its blocks, without recomputation.
 
-    With LoRA the adapters alone are trained.
+    With LoRA the adapters alone are trained. sparse_share: of blocks that attention leaves out.
     """
     # All blocks behind the first are alike, unless some have no adapters.
     built = 2 if config.num_layers > 2 and config.lora_layers is None else config.num_layers
     with torch.device("meta"):
         transformer = assemble_transformer(replace(config, num_layers=built)).to(torch.bfloat16)
     freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
+    transformer.use_sparse_attention(sparse_share)
     traces = Traces(transformer)
     flops = 0.0
     for number in range(config.num_layers):

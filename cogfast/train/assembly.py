@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, data_arguments, instantiate, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments, select
+from cogfast.config.arguments import ModelArguments, TrainArguments, select, sparse_share
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
@@ -86,6 +86,7 @@ def build_on_meta(
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     transformer.to(DTYPES[args.precision])
+    transformer.use_sparse_attention(sparse_share(args.attention or "dense"))
     if tensor is not None:
         parallelize(transformer, tensor, args.sequence_parallel)
     hold_base(transformer, args.quantize_base, args.offload_blocks)

@@ -105,7 +105,7 @@ class Metrics(Watcher):
         num_slots: Callable[[int], int],
     ) -> None:
         self.folder, self.groups, self.engine = folder, groups, engine
-        self.config = engine.transformer.config
+        self.config, self.sparse_share = engine.transformer.config, engine.transformer.sparse_share
         self.size, self.bands, self.log_interval = size, bands, args.log_interval
         self.num_steps, self.num_slots = num_steps, num_slots
         self.timed_samples, self.timed_tokens, self.timed_flops = 0, 0, 0.0
@@ -166,7 +166,9 @@ class Metrics(Watcher):
         samples = self.num_slots(step - 1)
         self.timed_samples += samples
         self.timed_tokens += samples * self.size.num_tokens
-        self.timed_flops += samples * train_flops(self.config, self.size.num_tokens)
+        self.timed_flops += samples * train_flops(
+            self.config, self.size.num_tokens, self.sparse_share
+        )
         self.num_unlogged_steps += 1
         if not self._is_logged(step):
             return None
@@ -244,7 +246,7 @@ class Metrics(Watcher):
         blocks = self.engine.transformer.blocks
         masses = [block.attention.kept_mass for block in blocks if isinstance(block, Block)]
         found = [mass for mass in masses if mass is not None]
-        if self.engine.transformer.sparse_share is None or not found:
+        if self.sparse_share is None or not found:
             return self.loss_sum.new_zeros(0)
         return torch.stack(found).mean((1, 2, 3))
 
