@@ -71,7 +71,8 @@ class Case:
     @property
     def name(self) -> str:
         parts = [self.model, self.mode, self.precision, f"zero{self.stage}", self.policy]
-        parts += [word.rpartition(".")[2] for word in self.more.split()]
+        words = [word.partition("=") for word in self.more.split()]
+        parts += [f"{key.rpartition('.')[2]}={value}" for key, _, value in words]
         parts += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         return "-".join(parts)
 
@@ -101,6 +102,7 @@ CONDITIONED = (
     "model.loss_fn_config.params.masked=0.1",
 )
 _EFFICIENT = "args.attention_backend=efficient"
+_SPARSE = "args.attention=sparse:0.8 args.attention_backend=auto"
 _CUDNN = "args.attention_backend=cudnn"
 
 # Every precision, ZeRO stage, policy and key of small cards, layouts of several ranks, and the backends
@@ -148,6 +150,10 @@ CASES = (
     Case(model="5b", mode="lora", more="args.offload_blocks=42", streams=True, launches=2531),
     Case(model="5b", mode="lora", more=_OFFLOADED, launches=2531),
     Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3118),
+    Case(model="5b", mode="lora", policy="none", more=_SPARSE, launches=2100),
+    Case(model="5b", mode="lora", policy="attention_kept", more=_SPARSE, launches=2900),
+    Case(model="5b", mode="lora", more=f"{_SPARSE} {_OFFLOADED}", launches=2900),
+    Case(model="2b", mode="sft", more=f"{_SPARSE} args.compile=true", launches=2000),
     Case(model="5b_i2v", mode="lora", launches=2536),
     Case(model="5b", mode="lora", more=" ".join(CONDITIONED), launches=2540),
     Case(model="1.5_5b", mode="lora", launches=2531),

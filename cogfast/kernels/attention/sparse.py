@@ -16,6 +16,7 @@ sum over the chosen j of n_j exp(s_ij), divided by the sum over all j.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,7 @@ _CHUNK = (
 )
 _MOST_SHAPES = 64  # FlexAttention is compiled for each; PyTorch stops at 8
 
+_COMPILED: set[Any] = set()  # for what FlexAttention is compiled
 _aten = torch.ops.aten
 
 
@@ -192,7 +194,15 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, choice: Choice, backend: st
     run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     options: Any = {"BACKEND": "FLASH" if backend == "fa4" else "TRITON"}
-    return run(q, k, v, block_mask=mask, kernel_options=options).transpose(1, 2)
+    out = run(q, k, v, block_mask=mask, kernel_options=options)
+    compiled = (q.shape, q.dtype, q.requires_grad, backend)
+    if compiled not in _COMPILED and not torch.compiler.is_compiling():
+        # Objects of the compiler refer to q, k, v, out and their gradients, and to each other.
+        _COMPILED.add(compiled)
+        gc.collect()
+        if q.requires_grad:
+            q.register_hook(lambda _: gc.collect() and None)
+    return out.transpose(1, 2)
 
 
 @cache

@@ -12,13 +12,17 @@ guide the compiler's partitioner.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -29,12 +33,9 @@ import cogfast.kernels.quantized.quantized_linear  # noqa: F401  registers _FROZ
 from cogfast.kernels.attention.backends import keeps_output
 from cogfast.model.block import Block
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
-from cogfast.train.memory.offloaded_activations import (
-    Keeps,
-    OffloadedActivations,
-    selective_contexts,
-)
+from cogfast.train.memory.offloaded_activations import OffloadedActivations
 
+Keeps = Callable[..., bool]  # of an op and its arguments
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
 # From the policy that keeps least to the one that keeps most. Each unit of memory saves less
@@ -74,7 +75,76 @@ def _is_low_rank(a: Tensor, b: Tensor) -> bool:
 _KEEPS: dict[Policy, Keeps] = {"attention_kept": _is_attention, "pointwise": _is_product}
 
 
-def _contexts(keeps: Keeps) -> tuple[Any, Any]:
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """Stands for a result that is a tensor argument of its op."""
+
+    number: int
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of ops that `keeps` accepts, packed by `pack`, in a forward pass."""
+
+    supports_higher_order_operators = True  # compiled attention is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else FlexAttention would run without torch.compile
+
+    def __init__(self, keeps: Keeps, change: Callable[[Any], Any], kept: deque[Any]) -> None:
+        super().__init__()
+        self.keeps, self.change, self.kept = keeps, change, kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = _tensors(args)  # a compiled region empties the list of its arguments
+        out = func(*args, **(kwargs or {}))
+        if self.keeps(func, *args):
+            numbers = {id(x): _Argument(i) for i, x in enumerate(given)}
+            # A compiled region returns the arguments that its backward pass reads: to keep them would
+            # take the memory of q, k and v.
+            pack = lambda x: numbers[id(x)] if id(x) in numbers else self.change(x)
+            self.kept.append(tree_map_only(Tensor, pack, out))
+        return out
+
+
+class _Reuse(_Keep):
+    """Returns what _Keep has kept, unpacked by `change`, in place of computing it again."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not self.keeps(func, *args):
+            return func(*args, **(kwargs or {}))
+        given = _tensors(args)
+
+        def unpack(x: Any) -> Any:
+            if isinstance(x, _Argument):
+                return given[x.number]
+            return x if x is None or isinstance(x, int) else self.change(x)
+
+        # Out of the list: a result that it held until the end would refer to itself through autograd.
+        return tree_map(unpack, self.kept.popleft())
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+
+
+def _contexts(
+    keeps: Keeps,
+    pack: Callable[[Tensor], Any] = Tensor.detach,
+    unpack: Callable[[Any], Any] = lambda x: x,
+) -> tuple[_Keep, _Reuse]:
+    """Return contexts for a checkpoint's forward pass and its recomputation."""
+    kept: deque[Any] = deque()
+    return _Keep(keeps, pack, kept), _Reuse(keeps, unpack, kept)
+
+
+def _compiled_contexts(keeps: Keeps) -> tuple[Any, Any]:
+    """Return such contexts for torch.compile, which knows PyTorch's own."""
+
     def choose(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
         is_kept = keeps(op, *args)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -92,7 +162,8 @@ def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., 
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
     options = _options(keep_rng)
     if policy in _KEEPS:
-        options["context_fn"] = partial(_contexts, _KEEPS[policy])
+        make = _compiled_contexts if is_compiled else _contexts
+        options["context_fn"] = partial(make, _KEEPS[policy])
     if not is_compiled or policy == "full":
         # full needs no graph of its own: it calls the compiled block twice.
         return partial(checkpoint, **options)
@@ -123,7 +194,7 @@ def _offloading_call(
         kept = offload.begin_block(number, hidden.shape[:2].numel())
         options = _options(keep_rng)
         if policy in _KEEPS:
-            options["context_fn"] = partial(selective_contexts, kept, _KEEPS[policy])
+            options["context_fn"] = partial(_contexts, _KEEPS[policy], kept.pack, kept.unpack)
         with kept.hooks():  # the checkpoint saves the block's inputs by them
             return checkpoint(block, hidden, *others, **options)
 

@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from cogfast.train.memory.host_memory import host_buffer
 
 NUM_RESIDENT = 2  # last blocks, whose activations stay on the device
 # Blocks whose copies may still run when the next one begins. Until then their tensors stay alive.
 _NUM_IN_FLIGHT = 1
-
-Keeps = Callable[..., bool]  # of an op and its arguments
 
 
 class OffloadedActivations:
@@ -176,41 +170,3 @@ class HostCopy:
             self.tensor.record_stream(owner.stream)
         # Later copies into the buffer follow those out of it on the same stream.
         owner.free[self.position].append(self.buffer)
-
-
-def selective_contexts(
-    block: BlockTensors, keeps: Keeps
-) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return contexts for a checkpoint's forward pass and its recomputation.
-
-    The results of ops that `keeps` accepts are packed by `block`, and not computed again. PyTorch's
-    create_selective_checkpoint_contexts keeps them on the device.
-    """
-    kept: deque[Any] = deque()
-    return _Keep(block, keeps, kept), _Reuse(block, keeps, kept)
-
-
-class _Keep(TorchDispatchMode):
-    supports_higher_order_operators = True  # compiled attention is one
-
-    def __init__(self, block: BlockTensors, keeps: Keeps, kept: deque[Any]) -> None:
-        super().__init__()
-        self.block, self.keeps, self.kept = block, keeps, kept
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.keeps(func, *args):
-            self.kept.append(tree_map_only(Tensor, self.block.pack, out))
-        return out
-
-
-class _Reuse(_Keep):
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if not self.keeps(func, *args):
-            return func(*args, **(kwargs or {}))
-        # Out of the list: a result that it held until the end would refer to itself through autograd.
-        return tree_map_only((Tensor, HostCopy), self.block.unpack, self.kept.popleft())
