@@ -27,6 +27,7 @@ class Case:
     policy: Policy = "none"
     dtype: torch.dtype = torch.float32
     is_compiled: bool = False
+    share: float | None = None  # of blocks that attention leaves out
 
     def num_tokens(self) -> int:
         t, h, w = self.grid
@@ -42,6 +43,7 @@ CASES = {
     "1.5 i2v": Case("1.5_5b_i2v", grid=(2, 3, 3), policy="attention_kept"),
     "few video rows": Case(grid=(1, 1, 2)),  # the first rank has text rows only
     "bf16": Case(dtype=torch.bfloat16, batch=2, grid=(3, 3, 5), policy="pointwise"),
+    "sparse": Case("5b_i2v", batch=2, grid=(4, 12, 12), share=0.5),
     "compiled": Case(is_compiled=True, batch=2),
 }
 QUICK = [name for name in CASES if name != "compiled"]
@@ -49,8 +51,13 @@ QUICK = [name for name in CASES if name != "compiled"]
 
 def model_of(name: str) -> DiffusionTransformer:
     case = CASES[name]
-    transformer = assemble_transformer(replace(FAMILY[case.family], num_layers=2))
+    t, h, w = case.grid
+    config = replace(FAMILY[case.family], num_layers=2)
+    if case.share is not None:  # a grid with several blocks
+        config = replace(config, num_frames=4 * t - 3, latent_height=2 * h, latent_width=2 * w)
+    transformer = assemble_transformer(config)
     randomize(transformer, seed=0)
+    transformer.use_sparse_attention(case.share)
     return transformer.to(case.dtype).train()
 
 
