@@ -191,7 +191,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_base(config, args, model, network)
     check_conditions(config, model, network)
     _check_data(config, args, model, network)
-    check_sparse(config, args, TransformerConfig(**network))
+    check_sparse(config, args, TransformerConfig(**network), is_training=True)
     _check_evaluation(config, args, takes_image="image" in model.inputs)
     try_training_parts(config, args)
     _check_adapters(config, args)

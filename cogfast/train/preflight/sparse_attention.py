@@ -27,7 +27,9 @@ _WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor
 _KEY = "args.attention"
 
 
-def check_sparse(config: Config, args: TrainArguments, model: TransformerConfig) -> None:
+def check_sparse(
+    config: Config, args: TrainArguments, model: TransformerConfig, is_training: bool = False
+) -> None:
     """Check that args.attention can run here at the size of the data.
 
     Raises:
@@ -38,12 +40,12 @@ def check_sparse(config: Config, args: TrainArguments, model: TransformerConfig)
     except ValueError as error:
         refuse(config, _KEY, str(error))
     named = f"{_KEY}={args.attention}"
-    if args.sparse_warmup and share is None:
+    if is_training and args.sparse_warmup and share is None:
         text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
         refuse(config, "args.sparse_warmup", f"{text}, or args.sparse_warmup=0")
     if share is None:
         return
-    if args.compile and args.sparse_warmup:
+    if is_training and args.compile and args.sparse_warmup:
         text = (
             f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
         )
