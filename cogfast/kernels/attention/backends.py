@@ -183,7 +183,7 @@ _FORWARD_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     _fa4,
 }
-# Those of block-sparse attention: the op of a CPU, FlexAttention in a compiled block, and the compiled
+# Block-sparse attention: the op of a CPU, FlexAttention in a compiled block, and the compiled
 # region that it is otherwise.
 _SPARSE_NAMES = {"cogfast::sparse_attention", "flex_attention", "inductor_compiled_code"}
 

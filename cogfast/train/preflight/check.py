@@ -271,8 +271,7 @@ def log_unused(config: Config) -> None:
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
     if COMMAND_KEY in config.unused:
         logger.warning("%s: %s", COMMAND_KEY, config.unused[COMMAND_KEY])
-    own = own_defaults(config)
-    if own:
+    if own := own_defaults(config):
         logger.info("no file sets %s", ", ".join(own))
     # Only rank 0 comes here, so that nothing may be raised.
     iteration = b""

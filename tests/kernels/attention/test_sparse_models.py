@@ -52,7 +52,7 @@ def test_a_share_of_0_is_dense_attention(family: str) -> None:
     found = gradients(transformer)
     most = max(x.norm() for name, x in wanted.items() if name != "out")
     for name, value in wanted.items():
-        # Of a gradient that is zero but for rounding, the error counts against the others.
+        # The error of a gradient that is zero but for rounding counts against the other gradients.
         assert (found[name] - value).norm() <= 1e-5 * (value.norm() + 1e-2 * most), name
     transformer.use_sparse_attention(0.6)
     assert (gradients(transformer)["out"] - wanted["out"]).norm() > 1e-3 * wanted["out"].norm()
