@@ -29,6 +29,12 @@ from cogfast.kernels.attention.backends import (
     flash_attention_reference,
     reason_unavailable,
 )
+from cogfast.kernels.attention.sparse import (
+    BLOCK,
+    Blocks,
+    choose_blocks_reference,
+    sparse_attention,
+)
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]
 
@@ -39,14 +45,31 @@ _DTYPE = torch.bfloat16
 _BACKWARD = 2.5  # times the operations of forward: five products instead of two
 _RELATIVE_FLOOR = 1e-3  # a quarter of bf16's spacing
 _LEAST_SECONDS = 10.0  # a backend is left out when less is left
+# Block-sparse attention: a share of 0 is dense attention by FlexAttention.
+_SPARSE = {"sparse:0": 0.0, "sparse:0.8": 0.8, "sparse:0.8 by fa4": 0.8}
 _MARK = "row: "  # before each row that a process prints
 _MOST_SECONDS = 100.0  # of the process of another package, which may compile for a minute
+
+
+def _attend_sparsely(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    library = "fa4" if _library(name) == "fa4" else None
+    return sparse_attention(q, k, v, _num_text(q.shape[1]), _SPARSE[name], library)[0]
+
+
+def _num_text(rows: int) -> int:
+    return min(226, rows // 4)
+
+
+def _library(name: str) -> str:
+    """Return the name of BACKENDS that an entry of ATTENTION needs, if it needs one."""
+    return name.rpartition(" by ")[2]
 
 
 # The functions to time, by the names that results show
 ATTENTION: dict[str, Attention] = {
     "default": flash_attention,
     **{name: partial(flash_attention, backend=name) for name in BACKENDS},
+    **{name: partial(_attend_sparsely, name) for name in _SPARSE},
 }
 
 
@@ -65,7 +88,8 @@ def measure_attention(settings: Settings) -> Outcome:
 
 
 def _is_foreign(backend: str) -> bool:
-    return backend in BACKENDS and BACKENDS[backend].module is not None
+    library = _library(backend)
+    return library in BACKENDS and BACKENDS[library].module is not None
 
 
 def _shapes(settings: Settings, backend: str) -> Sequence[Sequence[int]]:
@@ -86,7 +110,8 @@ def _measure_here(settings: Settings, backend: str) -> Iterator[tuple[Row, list[
 def _measure_apart(settings: Settings, backend: str) -> Iterator[tuple[Row, list[str]]]:
     """Yield the same from a process, and for the shapes that it did not get to, why not."""
     shapes = _shapes(settings, backend)
-    reasons = [reason_unavailable(backend, settings.device, _DTYPE, shape[-1]) for shape in shapes]
+    case = (settings.device, _DTYPE, shapes[0][-1])
+    reasons = [reason_unavailable(_library(backend), *case)] * len(shapes)
     seconds = min(_MOST_SECONDS, settings.seconds_left)
     if all(reasons) or seconds < _LEAST_SECONDS:
         for shape, reason in zip(shapes, reasons, strict=True):
@@ -125,19 +150,21 @@ def measure_backend(
 ) -> tuple[Row, list[str]]:
     """Return a row of figures, or of the reason why the backend cannot run, and the problems."""
     row = _row(backend, shape)
-    if backend in BACKENDS:
-        reason = reason_unavailable(backend, settings.device, _DTYPE, shape[-1])
+    if _library(backend) in BACKENDS:
+        reason = reason_unavailable(_library(backend), settings.device, _DTYPE, shape[-1])
         if reason is not None:
             return {**row, "unavailable": reason}, []
     try:
-        figures, wrong = _measure(settings, run, shape)
+        figures, wrong = _measure(settings, run, shape, _SPARSE.get(backend))
     except Exception as error:  # the other backends are measured after any failure
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return {**row, "error": text}, [f"{backend} {list(shape)}: {text}"]
     return {**row, **figures}, [f"{backend} {list(shape)}: {text}" for text in wrong]
 
 
-def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[Row, list[str]]:
+def _measure(
+    settings: Settings, run: Attention, shape: Sequence[int], share: float | None
+) -> tuple[Row, list[str]]:
     b, s, h, d = shape
     draw = lambda *size: torch.randn(size, dtype=_DTYPE, device=settings.device)
     make_v = lambda: draw(b, s, 3, h, d)[:, :, 2]  # a view of packed qkv, as in the model
@@ -158,8 +185,12 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
     ]
     figures: dict[str, object] = {}
     # Backends are compared at the full size: small sizes hide indexing mistakes.
-    errors, wrong = compare(outputs[0], *sets[0])
-    flops = 4 * b * h * d * s**2
+    errors, wrong = compare(outputs[0], *sets[0], share)
+    pairs = s**2
+    if share is not None:
+        blocks = Blocks.of(s, _num_text(s))
+        pairs = blocks.attended(s, blocks.num_kept(share))
+    flops = 4 * b * h * d * pairs
     for way, calls, factor in (("forward", forward, 1.0), ("backward", backward, _BACKWARD)):
         times = spread(time_calls(calls, settings.device, settings.seconds))
         figures |= {f"{way}_{key}": value for key, value in times.items()}
@@ -170,11 +201,11 @@ def _measure(settings: Settings, run: Attention, shape: Sequence[int]) -> tuple[
 
 
 def compare(
-    output: Tensor, qkv: Sequence[Tensor], given: Tensor
+    output: Tensor, qkv: Sequence[Tensor], given: Tensor, share: float | None = None
 ) -> tuple[dict[str, float], list[str]]:
     """Return the relative errors of an output [B, S, H, D] and its gradients on the first and last head.
 
-    q, k, v and the gradient `given` of the output are [B, S, H, D] in bf16.
+    q, k, v and the gradient `given` of the output are [B, S, H, D] in bf16. share: of blocks left out.
     """
     gradients = torch.autograd.grad(output, qkv, given, retain_graph=True)
     actual = dict(zip(("out", "dq", "dk", "dv"), (output, *gradients), strict=True))
@@ -183,7 +214,8 @@ def compare(
     # All heads would need tens of GB in float32: S^2 scores each.
     for head in sorted({0, output.shape[2] - 1}):
         of_head = [x.detach()[:, :, head : head + 1] for x in (*qkv, given)]
-        exact, plain = _reference([x.float() for x in of_head]), _reference(of_head)
+        pairs = None if share is None else _attended(*of_head[:2], share)
+        exact, plain = (_reference(x, pairs) for x in ([x.float() for x in of_head], of_head))
         for name, whole in actual.items():
             off = lambda x, truth=exact[name]: ((x.float() - truth).norm() / truth.norm()).item()
             error = off(whole.detach()[:, :, head : head + 1])
@@ -196,10 +228,31 @@ def compare(
     return errors, wrong
 
 
-def _reference(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Compute output and gradients of q, k, v and the output's gradient [B, S, 1, D], in their dtype."""
+def _attended(q: Tensor, k: Tensor, share: float) -> Tensor:
+    """Return which pairs of rows of a head, q and k [B, S, 1, D], are attended, bool [B, 1, S, S]."""
+    rows = q.shape[1]
+    blocks = Blocks.of(rows, _num_text(rows))
+    choice = choose_blocks_reference(q, k, _num_text(rows), blocks.num_kept(share))
+    place = torch.arange(blocks.count, device=q.device)
+    is_chosen = place < choice.kv_counts[..., None]
+    chosen = torch.zeros_like(is_chosen.expand_as(choice.kv_indices))
+    chosen = chosen.scatter(-1, choice.kv_indices.long(), is_chosen.expand_as(chosen))
+    block_of = torch.arange(rows, device=q.device) // BLOCK
+    return chosen[:, :, block_of][..., block_of]
+
+
+def _reference(tensors: Sequence[Tensor], pairs: Tensor | None = None) -> dict[str, Tensor]:
+    """Compute output and gradients of q, k, v and the output's gradient [B, S, 1, D], in their dtype.
+
+    pairs: of rows that are attended, [B, 1, S, S]; None: all.
+    """
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    output = flash_attention_reference(q, k, v)
+    if pairs is None:
+        output = flash_attention_reference(q, k, v)
+    else:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~pairs, -torch.inf).softmax(-1)
+        output = torch.einsum("bhij,bjhd->bihd", weights, v)
     gradients = torch.autograd.grad(output, (q, k, v), tensors[3])
     return dict(zip(("out", "dq", "dk", "dv"), (output.detach(), *gradients), strict=True))
 

@@ -34,6 +34,11 @@ from cogfast.model.weights.vae import convert_vae, open_vae, verify_vae
 
 logger = logging.getLogger(__name__)
 
+OTHERS_RUN_DENSE = (
+    "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
+    "shows the difference"
+)
+
 
 def convert(
     src: str | Path,
@@ -77,10 +82,10 @@ def convert(
         )
     source = _without_own(open_source(source_path, ema))
     # Files of a run may need code in diffusers' pipeline.
-    for run in (
-        filter(None, (source_path, merge_lora, add_lora)) if to in ("peft", "diffusers") else ()
-    ):
-        log_difference_of_run(Path(run))
+    for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
+        _warn_of_sparse(run)
+        if to in ("peft", "diffusers"):
+            log_difference_of_run(run)
     _refuse_unexpected(source, allow_unexpected)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
     if to == "sat":
@@ -108,6 +113,16 @@ def convert(
             "%s: %s",
             dst,
             verify_target(source.as_written(kind), target_path, open_source(target_path)),
+        )
+
+
+def _warn_of_sparse(path: Path) -> None:
+    """Log a warning if weights of a run were trained with sparse attention."""
+    run = find_run_checkpoint(path)
+    attention = None if run is None else read_manifest(run).get("attention")
+    if attention not in (None, "dense"):
+        logger.warning(
+            "%s was trained with " + OTHERS_RUN_DENSE, path, f"args.attention={attention}"
         )
 
 

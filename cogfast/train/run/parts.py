@@ -29,6 +29,7 @@ from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.convert import OTHERS_RUN_DENSE
 from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     checkpoints_folder,
@@ -174,6 +175,12 @@ class Parts:
         before = manifest.get("attention")
         self.attention = choose_attention(config, args, transformer.config, before, groups)
         use_attention(transformer, self.attention)
+        if groups.is_main and transformer.sparse_share is not None and args.export != "none":
+            logger.warning(
+                "args.export=%s and " + OTHERS_RUN_DENSE,
+                args.export,
+                f"args.attention={self.attention}",
+            )
         is_sparse = transformer.sparse_share is not None
         backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
