@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from cogfast.kernels.attention.sparse import BLOCK
 from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import add_low_rank as lora
+from cogfast.kernels.gpu import choose_blocks as blocks
 from cogfast.kernels.gpu import fp8_linear as fp8
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
@@ -405,9 +407,40 @@ def qk_norm_rope3d_cases() -> list[CompileCase]:
     return cases
 
 
+def choose_blocks_cases() -> list[CompileCase]:
+    """The choice of blocks for sparse attention, at 139 blocks (5B) and at 353 (1.5-5B)."""
+    lists = ("kv_counts_ptr", "kv_indices_ptr", "q_counts_ptr", "q_indices_ptr", "nothing_ptr")
+    types = dict.fromkeys(lists, "*i32") | {"chosen_ptr": "*i8", "scale": "fp32"}
+    types |= dict.fromkeys(("means_ptr", "mass_ptr"), "*fp32")
+    means = {"H": 48, "D": 64, "D_BLOCK": 64, "BLOCK": BLOCK}
+    kernel = blocks.block_means_kernel
+    strides = [name for name in kernel.arg_names if "_stride_" in name]
+    limits = {"num_warps": 4, "max_registers": 128, "max_shared_bytes": 1024, "divisible": strides}
+    cases = [_case("means", kernel, means, types=types, **limits)]
+    for name, n in (("5B", 256), ("1.5-5B", 512)):
+        warps, choice = blocks.num_warps(n), {"D": 64, "BLOCK": BLOCK, "N_BLOCK": n}
+        for what, kernel, constants in (
+            ("choice", blocks.choose_blocks_kernel, choice),
+            ("blocks of keys", blocks.blocks_of_keys_kernel, {"N_BLOCK": n}),
+        ):
+            cases.append(
+                _case(
+                    f"{what} {name}",
+                    kernel,
+                    constants,
+                    types=types,
+                    num_warps=warps,
+                    max_registers=64,
+                    max_shared_bytes=1024,
+                )
+            )
+    return cases
+
+
 # Cases by op; flash_attention has no kernel of its own.
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "adaptive_layernorm": adaptive_layernorm_cases,
+    "choose_blocks": choose_blocks_cases,
     "add_low_rank": add_low_rank_cases,
     "fp8_linear": fp8_linear_cases,
     "fused_ema_adam": fused_ema_adam_cases,

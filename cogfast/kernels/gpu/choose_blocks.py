@@ -134,6 +134,11 @@ def blocks_of_keys_kernel(
     _list_chosen(q_indices_ptr + row * num_blocks, q_counts_ptr + row, chosen, is_block, query)
 
 
+def num_warps(n_block: int) -> int:
+    """Return the warps of a program that works on n_block blocks."""
+    return max(1, min(8, n_block // 64))
+
+
 def launch(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
     """Choose blocks for q, k [B, S, H, D] with a dense last dim."""
     b, num_rows, h, d = q.shape
@@ -160,7 +165,7 @@ def launch(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
         num_warps=4,
     )
     n_block = next_power_of_2(n)
-    warps = max(1, min(8, n_block // 64))
+    warps = num_warps(n_block)
     choose_blocks_kernel[grid](
         counts,
         indices,
