@@ -132,3 +132,22 @@ def test_blocks_are_compact_parts_of_the_video(grid: tuple[int, int, int]) -> No
     if len(whole) > 20:
         extent = (whole.amax(1) - whole.amin(1) + 1).mean(0)
         assert (extent <= torch.tensor([2.1, 10.0, 12.0])).all(), extent
+
+
+@pytest.mark.soak  # FlexAttention is compiled for each shape
+@pytest.mark.parametrize("shape", ["whole blocks", "226 text rows"])
+def test_flex_attention_reads_the_lists_of_blocks_alike(shape: str) -> None:
+    """Its forward pass on a CPU, which takes them as blocks with a mask; it has no backward pass there."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
+
+    *sizes, num_text = SHAPES[shape]
+    q, k, v = draw(3, *sizes)
+    kept = Blocks.of(sizes[1], num_text).num_kept(0.6)
+    kv, indices, of_keys, q_indices, *_ = choose_blocks_reference(q, k, num_text, kept)
+    lists = (kv, indices, None, None, of_keys, q_indices, None, None)
+    mask = BlockMask((sizes[1], sizes[1]), *lists, (BLOCK, BLOCK), noop_mask)
+    with torch.no_grad():
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        found = torch.compile(flex_attention)(*heads, block_mask=mask).transpose(1, 2)
+    wanted, _ = sparse_attention(q, k, v, num_text, 0.6)
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()

@@ -13,15 +13,14 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.core.slot_random import random_unit
-from cogfast.data.video.writer import contact_sheet, write_video
-from scripts.quickstart_clips import COLOURS, read_frames
+from cogfast.data.video.writer import write_video
+from scripts.quickstart_clips import COLOURS
 from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
 from tests.support.tiny_run import run_folder
 
 STEPS = int(os.environ.get("COGFAST_SPARSE_STEPS", "600"))
 NUM_CLIPS, NUM_FRAMES, SIZE, RADIUS = 176, 33, 128, 15  # 9 x 16 x 16 tokens
 KINDS = {"circle": 2.0, "square": 20.0}  # exponent p of |x|^p + |y|^p < r^p
-NUM_SAMPLES = 4
 
 
 def render(colour: str, shape: str, key: int) -> np.ndarray:
@@ -46,7 +45,7 @@ def render(colour: str, shape: str, key: int) -> np.ndarray:
 def train(folder: Path, name: str, *words: str) -> tuple[Path, list[dict]]:
     """Train a model on the clips of a folder; return its run and its metrics."""
     network = "model.network_config.params."
-    words += tuple(
+    given = tuple(
         f"{network}{key}={value}"
         for key, value in {
             "num_frames": NUM_FRAMES,
@@ -57,15 +56,15 @@ def train(folder: Path, name: str, *words: str) -> tuple[Path, list[dict]]:
             "num_attention_heads": 2,
         }.items()
     )
-    words += (f"args.train_data=[{folder / 'data'}]", f"args.save={folder / name}")
-    words += ("args.split='10,1,0'", f"args.train_iters={STEPS}", f"args.save_interval={STEPS}")
-    words += (f"args.eval_interval={STEPS // 4}", "args.eval_iters=8", "args.eval_num_samples=0")
-    words += ("args.log_interval=10", f"data.params.video_size=[{SIZE},{SIZE}]")
-    words += (f"data.params.max_num_frames={NUM_FRAMES}", "data.params.keep_decoded_mib=0")
-    words += (f"model.first_stage_config.params.ckpt_path={folder / 'wavelet.safetensors'}",)
-    words += (f"args.latent_cache={folder / 'cache'}", "args.encode_first=true")
-    words += ("deepspeed.train_micro_batch_size_per_gpu=2", "deepspeed.bf16.enabled=false")
-    assert main(["train", "--base", "configs/quickstart.yaml", *words]) == 0
+    given += (f"args.train_data=[{folder / 'data'}]", f"args.save={folder / name}")
+    given += ("args.split='10,1,0'", f"args.train_iters={STEPS}", f"args.save_interval={STEPS}")
+    given += (f"args.eval_interval={STEPS // 4}", "args.eval_iters=8", "args.eval_num_samples=0")
+    given += ("args.log_interval=10", f"data.params.video_size=[{SIZE},{SIZE}]")
+    given += (f"data.params.max_num_frames={NUM_FRAMES}", "data.params.keep_decoded_mib=0")
+    given += (f"model.first_stage_config.params.ckpt_path={folder / 'wavelet.safetensors'}",)
+    given += (f"args.latent_cache={folder / 'cache'}", "args.encode_first=true")
+    given += ("deepspeed.train_micro_batch_size_per_gpu=2", "deepspeed.bf16.enabled=false")
+    assert main(["train", "--base", "configs/quickstart.yaml", *given, *words]) == 0
     run = run_folder(folder / name)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return run, [json.loads(line) for line in lines]
@@ -98,16 +97,31 @@ def test_sparse_attention_learns_as_dense_attention_does(tmp_path: Path) -> None
     assert held_out["sparse:0.8"] <= 1.03 * held_out["dense"], held_out
     assert 0.2 < kept[-1] < 1
 
-    options = [word for look in looks[:NUM_SAMPLES] for word in ("--prompt", " ".join(look))]
-    sheet, labels = [], []
-    for name, run, more in (
-        ("dense", runs["dense"][0], []),
-        ("sparse", runs["sparse:0.8"][0], []),
-        ("sparse, sampled dense", runs["sparse:0.8"][0], ["args.attention=dense"]),
-    ):
-        out = tmp_path / f"samples {name}"
-        assert main(["sample", str(run), *options, "--out", str(out), "--ema", *more]) == 0
-        for path in sorted(out.glob("*.mp4")):
-            sheet.append(read_frames(path)[::8])
-            labels.append(name)
-    contact_sheet(tmp_path / "sparse.png", sheet, labels)
+    draw_curves({name: lines for name, (_, lines) in runs.items()}, tmp_path / "curves.png")
+    # The sparse weights with dense attention, after one more step.
+    words = ("args.attention=dense", f"args.resume={runs['sparse:0.8'][0]}")
+    words += (f"args.train_iters={STEPS + 1}", f"args.eval_interval={STEPS + 1}")
+    _, lines = train(tmp_path, "sparse", *words)
+    print("sparse weights, dense attention", lines[-1]["valid_loss"])
+
+
+def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
+    """The picture of docs/kernels.md: losses, and the kept share of attention by layer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), dpi=110, layout="tight")
+    left, right = figure.subplots(1, 2)
+    for (name, lines), colour in zip(runs.items(), ("#444444", "#c2410c"), strict=True):
+        points = lambda key, lines=lines: zip(
+            *((x["step"], x[key]) for x in lines if key in x), strict=True
+        )
+        left.plot(*points("loss_running"), color=colour, label=f"{name}, training")
+        left.plot(*points("valid_loss"), "o", color=colour, label=f"{name}, held out")
+    for layer in range(4):
+        right.plot(*points(f"attention_kept_layer_{layer:02d}"), label=f"layer {layer}")
+    left.set(xlabel="step", ylabel="loss")
+    right.set(xlabel="step", ylabel="kept share of attention, estimated", ylim=(0, 1))
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
+        axes.grid(alpha=0.25)
+    figure.savefig(path)
