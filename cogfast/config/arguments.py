@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Len
 from omegaconf import OmegaConf
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from cogfast.config.merged_config import Config, to_dict
-from cogfast.config.values import STRICT, Range, validated
+from cogfast.config.values import STRICT, Range, cut, show, validated
 
 Precision = Literal["bf16", "fp16", "fp32"]
 FolderLayout = Literal["cogfast", "finetune"]
@@ -180,7 +181,7 @@ class TrainArguments:
     """torch.compile for each block"""
     attention_backend: Literal["auto", "fa4", "fa3", "cudnn", "flash", "efficient", "math"] = "auto"
     """auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint"""
-    attention: str | None = None
+    attention: Annotated[str | None, BeforeValidator(lambda x: _attention(x))] = None
     """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
     ([kernels.md](kernels.md#block-sparse-attention)). null: that of the checkpoint or of args.load
     if a run saved it, else dense"""
@@ -412,8 +413,16 @@ def sparse_share(attention: str) -> float | None:
     kind, _, share = attention.partition(":")
     if kind == "sparse" and re.fullmatch(r"0(\.\d+)?", share) and float(share) <= _MOST_SHARE:
         return float(share)
-    text = f"args.attention={attention} must be dense or sparse:SHARE, with a SHARE of blocks to leave out"
-    raise ValueError(f"{text} from 0 to {_MOST_SHARE}, such as sparse:0.8")
+    text = f"args.attention={cut(attention)} must be dense or sparse:SHARE, with a SHARE of blocks to leave"
+    raise ValueError(f"{text} out from 0 to {_MOST_SHARE}, such as sparse:0.8")
+
+
+def _attention(value: object) -> str | None:
+    """Check a value of args.attention, and write it in one way."""
+    if value is None:
+        return None
+    share = sparse_share(value if isinstance(value, str) else show(value))
+    return "dense" if share is None else f"sparse:{share:g}"
 
 
 def conditions_of_run(model: Mapping[str, Any]) -> list[str]:

@@ -244,12 +244,27 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.has_8bit_moments = False
         self.other_ema: EmaElsewhere | None = None
+        self._is_lent = False  # within `averaged`
         self._tables: dict[tuple, Any] = {}  # TensorTable of each launch
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() returned, in its own dtypes."""
+        super().load_state_dict(state_dict)
+        # PyTorch has cast moments, codes and EMA to the dtypes of the parameters.
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
         assert closure is None, "FusedEmaAdam takes no closure"
+        if self._is_lent:
+            text = "step() within averaged() would be lost: the parameters have the EMA's weights"
+            raise RuntimeError(f"FusedEmaAdam: {text}; call it after the block")
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -329,12 +344,14 @@ class FusedEmaAdam(torch.optim.Optimizer):
         averaged = [p for p, state in self.state.items() if "shadow" in state]
         pairs = [(x, p) for p in averaged for x in (p, self.low_precision_copies.get(p))]
         lent = [(x.detach(), self.state[p]["shadow"]) for x, p in pairs if x is not None]
-        own = [x.clone() for x, _ in lent]
+        own, was_lent = [x.clone() for x, _ in lent], self._is_lent
+        self._is_lent = True
         try:
             for x, shadow in lent:
                 x.copy_(shadow)
             yield
         finally:
+            self._is_lent = was_lent
             for (x, _), values in zip(lent, own, strict=True):
                 x.copy_(values)
 

@@ -134,6 +134,7 @@ def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
             and type(attention.processor) is CogVideoXAttnProcessor2_0
             and all(_is_norm(n) and (n.eps, *n.normalized_shape) == (EPS, width) for n in norms)
             and (rotary is None or len(rotary) == 3)
+            and (x.device.type == "cpu" or (width % 16 == 0 and width <= _MOST_WIDTH))
             and not (options or attention.to_out[1].p or len(norms) == 1)
         )
         if not is_known:

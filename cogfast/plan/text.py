@@ -31,6 +31,7 @@ from cogfast.train.assembly import DTYPES
 from cogfast.train.memory.activation_checkpointing import describe
 from cogfast.train.preflight.conditions import check_conditions
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.preflight.sparse_attention import check_sparse, follow_weights
 
 _NAME_COLUMNS = 22
 _NOTHING_FITS = (
@@ -46,13 +47,16 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
     run_without_dynamo()
+    config = follow_weights(config)
     args, (name, memory, entry) = TrainArguments.from_config(config), _card(gpu)
     if config.model.get("network_config") is None:
         raise ValueError("model.network_config is missing; add a model file to --base")
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     network = transformer_arguments(config.model.network_config.params)
     check_conditions(config, ModelArguments.from_config(config), network)
-    check_mesh(config, args, TransformerConfig(**network), world_size)
+    model = TransformerConfig(**network)
+    check_mesh(config, args, model, world_size)
+    check_sparse(config, args, model, is_training=args.mode != "inference")
     if args.mode != "inference":
         check_global_batch(config, args, world_size)
     plan = plan_memory(setup_of(config, args, world_size), memory)

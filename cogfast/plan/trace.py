@@ -37,7 +37,7 @@ Kind = Literal["matmul", "fp8", "attention", "attention backward", "memory", "se
 _META = torch.device("meta")
 _ALLOCATOR_BLOCK = 512  # bytes; PyTorch's allocator rounds sizes up to it
 _ROWS_AT_ONCE = 128  # rows of a tile of attention's backward pass
-_ops, _sends = torch.ops.cogfast, torch.ops._c10d_functional
+_ops, _sends, _aten = torch.ops.cogfast, torch.ops._c10d_functional, torch.ops.aten
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _SPARSE, _SPARSE_BACKWARD = _ops.sparse_attention, _ops.sparse_attention_backward
@@ -144,7 +144,8 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         # Two products forward, and five backward, of the pairs of rows that are attended.
         products = 2 if packet is _SPARSE else 5
         return 2 * products * b * h * d * Blocks.of(s, args[-2]).attended(s, args[-1])
-    formula = flop_registry.get(packet)
+    # LoRA adds to the input's gradient in place.
+    formula = flop_registry.get(_aten.addmm if packet is _aten.addmm_ else packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 

@@ -35,7 +35,7 @@ from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
-from cogfast.train.preflight.sparse_attention import choose_attention, use_attention
+from cogfast.train.preflight.sparse_attention import choose_attention, follow_weights, use_attention
 from cogfast.train.run.folder import git
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
@@ -62,6 +62,7 @@ def sample(
     those of args.load; None: those of runs that have any. loras: adapters to merge. tensors: NAME=FILE of
     those of data.params.tensors, for each name once or once per prompt.
     """
+    config = follow_weights(config, [lora.path for lora in loras])
     args = TrainArguments.from_config(config)
     if not args.compile:
         run_without_dynamo()
@@ -105,11 +106,11 @@ def sample(
     manifest = {} if run is None else read_manifest(run)
     if manifest and groups.is_main:
         warn_of_other_positions(transformer.config, sizes, manifest)
-    stored = manifest.get("attention_backend")
-    attention_backend = choose_for_sampling(args, transformer.config, groups, stored)
-    transformer.use_kernels(choose_kernels(args.kernels, attention_backend))
-    before = manifest.get("attention")
+    before, stored = manifest.get("attention"), manifest.get("attention_backend")
     use_attention(transformer, choose_attention(config, args, transformer.config, before, groups))
+    is_sparse = transformer.sparse_share is not None
+    backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
+    transformer.use_kernels(choose_kernels(args.kernels, backend))
     encoder = assemble_encoder(config, args, transformer, groups)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.

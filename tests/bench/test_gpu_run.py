@@ -78,14 +78,15 @@ def test_products_of_8_bits_are_timed_and_checked(tmp_path: Path, monkeypatch) -
 def test_attention_counts_and_compares(tmp_path: Path) -> None:
     found = run_piece("attention", tmp_path)["rows"]
     rows = {(r["backend"], r["shape_bshd"][1]): r for r in found}
-    assert len(rows) == 1 + 6 * 2  # math at one shape, the default and five by name at two
+    # math at one shape; the default, five by name and three of sparse attention at two
+    assert len(rows) == 1 + 9 * 2
     flash = rows["flash", 160]
     forward_s, backward_s = flash["forward_median_ms"] * 1e-3, flash["backward_median_ms"] * 1e-3
     assert flash["forward_tflop_per_s"] == pytest.approx(4 * 160**2 * 3 * 64 / forward_s / 1e12)
     assert flash["backward_tflop_per_s"] == pytest.approx(10 * 160**2 * 3 * 64 / backward_s / 1e12)
     assert "flash_attention" in flash["forward_kernel"]
     assert "flash_attention" in flash["backward_kernel"]
-    for name in ("flash", "default"):
+    for name in ("flash", "default", "sparse:0", "sparse:0.8"):
         row = rows[name, 144]
         for tensor in ("out", "dq", "dk", "dv"):  # bf16: not exact, and not far off
             assert 1e-4 < row[f"{tensor}_relative_error"] <= row[f"{tensor}_relative_limit"] < 0.03
@@ -336,6 +337,7 @@ def test_a_package_that_breaks_costs_only_its_own_rows(how: str, monkeypatch) ->
     right = attention_backends.reason_unavailable
     here = lambda name, *rest: None if name == "fa4" else right(name, *rest)
     monkeypatch.setattr(attention_backends, "reason_unavailable", here)
+    monkeypatch.delitem(attention_backends.ATTENTION, "sparse:0.8 by fa4")
     row = {"backend": "fa4", "shape_bshd": [1, 160, 3, 64], "forward_median_ms": 1.0}
     text = f"compiling\nrow: {json.dumps({'row': row, 'problems': ['dk is off']})}\n"
 

@@ -37,6 +37,7 @@ BESIDE = {
         "cogfast.train.optimizer",
         "cogfast.train.preflight.conditions",
         "cogfast.train.preflight.mesh",
+        "cogfast.train.preflight.sparse_attention",
         "cogfast.train.video_size",
         "cogfast.train.watchers.watcher",
     ),

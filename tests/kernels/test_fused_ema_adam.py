@@ -439,3 +439,34 @@ def test_opcheck():
     )
     average = (torch.rand(5), torch.rand(5), torch.tensor(0.5))
     torch.library.opcheck(torch.ops.cogfast.average_, average, test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_8bit", [False, True])
+def test_a_state_dict_is_loaded_in_its_own_dtypes(dtype: torch.dtype, is_8bit: bool) -> None:
+    """Three steps, saving and loading, and three more are six steps, bit for bit."""
+    start, runs = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype), []
+    for is_cut in (False, True):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = FusedEmaAdam([p], lr=1e-2, ema_decay=0.9)
+        optimizer.has_8bit_moments = is_8bit
+        for i in range(6):
+            if is_cut and i == 3:
+                state, p = optimizer.state_dict(), torch.nn.Parameter(p.detach().clone())
+                optimizer = FusedEmaAdam([p], lr=1e-2, ema_decay=0.9)
+                optimizer.has_8bit_moments = is_8bit
+                optimizer.load_state_dict(state)
+            p.grad = torch.randn(300, generator=torch.Generator().manual_seed(i)).to(dtype)
+            optimizer.step()
+        runs.append([p.detach(), *optimizer.state[p].values()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_step_within_averaged_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedEmaAdam([p])
+    p.grad = torch.ones(4)
+    optimizer.step()
+    with optimizer.averaged(), pytest.raises(RuntimeError, match=r"step\(\) within averaged"):
+        optimizer.step()
+    optimizer.step()

@@ -82,6 +82,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     check_tensor(_OP, "k", k, q.shape, like=q)
     check_tensor(_OP, "v", v, q.shape, like=q)
     device = q.device.type
+    if backend not in (None, *BACKENDS):
+        raise ValueError(
+            f"{_OP}: backend={backend!r} must be one of {', '.join(BACKENDS)}, or None"
+        )
     if device == "cpu" and backend is None:
         backend = "math" if _is_math_faster(q) else "flash"
     if backend == "math":
@@ -96,7 +100,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
         out = F.scaled_dot_product_attention(q, k, v)
     else:
         kernel = BACKENDS[backend].kernel
-        assert kernel is not None, f"{backend} is one of _PACKAGES"
+        if kernel is None:
+            text = (
+                f"{_OP}: backend={backend!r} is not loaded; call load_backend on a GPU that has it"
+            )
+            raise ValueError(f"{text}, or leave backend out")
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)

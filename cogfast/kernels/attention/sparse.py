@@ -325,7 +325,9 @@ _sparse_attention = register_op(
     cpu=_attend,
     fake=lambda q, k, v, kv_indices, num_text, num_kept: (
         q.new_empty(q.shape),
-        q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
+        q.new_empty(
+            q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)
+        ),
     ),
 )
 _sparse_attention_backward = register_op(

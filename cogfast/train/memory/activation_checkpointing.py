@@ -82,6 +82,14 @@ class _Argument:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A kept tensor. version: PyTorch's count of changes in place, which aliases share."""
+
+    packed: Any
+    version: int
+
+
 class _Keep(TorchDispatchMode):
     """Keeps the results of ops that `keeps` accepts, packed by `pack`, in a forward pass."""
 
@@ -90,6 +98,10 @@ class _Keep(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # else FlexAttention would run without torch.compile
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first op imports torch's compiler
 
     def __init__(self, keeps: Keeps, change: Callable[[Any], Any], kept: deque[Any]) -> None:
         super().__init__()
@@ -104,7 +116,7 @@ class _Keep(TorchDispatchMode):
             numbers = {id(x): _Argument(i) for i, x in enumerate(given)}
             # A compiled region returns the arguments that its backward pass reads: to keep them would
             # take the memory of q, k and v.
-            pack = lambda x: numbers[id(x)] if id(x) in numbers else self.change(x)
+            pack = lambda x: numbers.get(id(x)) or _Result(self.change(x), x._version)
             self.kept.append(tree_map_only(Tensor, pack, out))
         return out
 
@@ -122,10 +134,23 @@ class _Reuse(_Keep):
         def unpack(x: Any) -> Any:
             if isinstance(x, _Argument):
                 return given[x.number]
-            return x if x is None or isinstance(x, int) else self.change(x)
+            if not isinstance(x, _Result):
+                return x
+            if isinstance(x.packed, Tensor) and x.packed._version != x.version:
+                text = f"activation checkpointing kept the result of {func}, which was changed in place"
+                fix = "leave out inplace=True, or set args.activation_checkpointing=full"
+                raise RuntimeError(f"{text} afterwards; {fix}")
+            return self.change(x.packed)
 
         # Out of the list: a result that it held until the end would refer to itself through autograd.
         return tree_map(unpack, self.kept.popleft())
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return x without its graph, with the same count of changes in place."""
+    # Autograd has excluded this key, without which a detached tensor has a count of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
 
 
 def _tensors(args: Any) -> list[Tensor]:
@@ -134,7 +159,7 @@ def _tensors(args: Any) -> list[Tensor]:
 
 def _contexts(
     keeps: Keeps,
-    pack: Callable[[Tensor], Any] = Tensor.detach,
+    pack: Callable[[Tensor], Any] = lambda x: _alias(x),
     unpack: Callable[[Any], Any] = lambda x: x,
 ) -> tuple[_Keep, _Reuse]:
     """Return contexts for a checkpoint's forward pass and its recomputation."""

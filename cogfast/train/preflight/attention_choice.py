@@ -90,10 +90,9 @@ def choose_for_training(
     """Choose the run's attention backend, the same on every rank; None: the op's default.
 
     stored: the backend in the checkpoint that the run resumes from. A measured choice is stored in
-    checkpoints, so that a resumed run computes as before. is_sparse: FlexAttention, the default of
-    block-sparse attention, is not measured.
+    checkpoints, so that a resumed run computes as before. is_sparse: the run has block-sparse attention.
     """
-    name = choose_for_sampling(args, model, groups, stored)
+    name = choose_for_sampling(args, model, groups, stored, is_sparse)
     if name is not None or groups.device.type == "cpu" or is_sparse:
         return name
     # Every rank must use one backend: two ranks could measure two different winners.
@@ -102,10 +101,18 @@ def choose_for_training(
 
 
 def choose_for_sampling(
-    args: TrainArguments, model: TransformerConfig, groups: ProcessGroups, stored: str | None
+    args: TrainArguments,
+    model: TransformerConfig,
+    groups: ProcessGroups,
+    stored: str | None,
+    is_sparse: bool = False,
 ) -> str | None:
     """Choose the backend that args names, else that of the run whose weights are sampled if it can
-    run here; None: the op's default."""
+    run here; None: the op's default.
+
+    is_sparse: stored backends are those of dense attention; sparse attention has one default, FlexAttention.
+    """
+    stored = None if is_sparse else stored
     name = args.attention_backend
     if name != "auto":
         # A different backend than the checkpoint's is allowed, but changes the last digits.

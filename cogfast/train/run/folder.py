@@ -52,6 +52,8 @@ _DECISIVE = (
     "data.*",
     "args.seed",
     "args.mode",
+    "args.attention",
+    "args.sparse_warmup",
     "args.cached_noised_images",
     "deepspeed.optimizer.*",
     "deepspeed.gradient_clipping",

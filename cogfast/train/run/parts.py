@@ -64,7 +64,7 @@ from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
-from cogfast.train.preflight.sparse_attention import choose_attention, use_attention
+from cogfast.train.preflight.sparse_attention import choose_attention, follow_weights, use_attention
 from cogfast.train.run.checkpoint_loader import load_checkpoint
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.export import Exporter
@@ -103,6 +103,7 @@ class Parts:
 
     def __init__(self, config: Config, overrides: EncodeOverrides, log: RunLog) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from."""
+        config = follow_weights(config)
         args = TrainArguments.from_config(config)
         if not args.compile:
             run_without_dynamo()
@@ -173,7 +174,10 @@ class Parts:
         # A resumed run keeps its attention backend.
         stored = manifest.get("attention_backend")
         before = manifest.get("attention")
-        self.attention = choose_attention(config, args, transformer.config, before, groups)
+        self.attention = choose_attention(
+            config, args, transformer.config, before, groups, is_training=True
+        )
+        args = dataclasses.replace(args, attention=self.attention)
         use_attention(transformer, self.attention)
         if groups.is_main and transformer.sparse_share is not None and args.export != "none":
             logger.warning(

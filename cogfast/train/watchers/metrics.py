@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
-from cogfast.model.block import Block
 from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 from cogfast.sample.generate import SampledVideo
@@ -106,6 +106,7 @@ class Metrics(Watcher):
     ) -> None:
         self.folder, self.groups, self.engine = folder, groups, engine
         self.config, self.sparse_share = engine.transformer.config, engine.transformer.sparse_share
+        self.is_compiled = args.compile
         self.size, self.bands, self.log_interval = size, bands, args.log_interval
         self.num_steps, self.num_slots = num_steps, num_slots
         self.timed_samples, self.timed_tokens, self.timed_flops = 0, 0, 0.0
@@ -166,9 +167,7 @@ class Metrics(Watcher):
         samples = self.num_slots(step - 1)
         self.timed_samples += samples
         self.timed_tokens += samples * self.size.num_tokens
-        self.timed_flops += samples * train_flops(
-            self.config, self.size.num_tokens, self.sparse_share
-        )
+        self.timed_flops += samples * self._flops()
         self.num_unlogged_steps += 1
         if not self._is_logged(step):
             return None
@@ -184,11 +183,11 @@ class Metrics(Watcher):
         waits = self.loss_sum.new_zeros(size)
         waits[groups.data_rank].fill_(CLOCK.data_seconds)  # an assignment would wait for a copy
         parts = [self.loss_sum.flatten() / size, self.bands.sums.flatten(), waits]
-        masses = self._kept_masses()
-        parts += [masses / size]
         # All ranks of one model have the same losses: its first rank gives them.
         if not groups.is_first_of_model:
             parts = [torch.zeros_like(part) for part in parts]
+        masses = self._kept_masses() / groups.world_size  # of the heads of all ranks
+        parts += [masses]
         sums = groups.sum(torch.cat(parts))
         # Equal on all ranks already, so they are not summed.
         numbers = (engine.grad_norm, engine.num_skipped, engine.num_skipped_in_a_row)
@@ -242,13 +241,20 @@ class Metrics(Watcher):
 
     def _kept_masses(self) -> Tensor:
         """Return the estimated share of attention that sparse attention keeps in each layer, [layers], of
-        this rank's heads; [0] if it is dense or in a compiled graph."""
-        blocks = self.engine.transformer.blocks
-        masses = [block.attention.kept_mass for block in blocks if isinstance(block, Block)]
-        found = [mass for mass in masses if mass is not None]
-        if self.sparse_share is None or not found:
+        this rank's heads; [0] if it is dense or in compiled graphs."""
+        if self.sparse_share is None or self.is_compiled:
             return self.loss_sum.new_zeros(0)
-        return torch.stack(found).mean((1, 2, 3))
+        nothing = self.loss_sum.new_zeros(())
+        masses = [b.attention.kept_mass for b in self.engine.transformer.blocks]
+        return torch.stack([nothing if mass is None else mass.mean() for mass in masses])
+
+    def _flops(self) -> float:
+        """Return the FLOPs of a sample; in between while args.sparse_warmup lets the share grow."""
+        count = partial(train_flops, self.config, self.size.num_tokens)
+        share, now = self.sparse_share, self.engine.transformer.sparse_share
+        if not share or now == share:
+            return count(share)
+        return count(0.0) + (now or 0.0) / share * (count(share) - count(0.0))
 
     def add_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write the held-out losses, if any, and restart the step timer."""

@@ -112,9 +112,11 @@ def draw_curves(runs: dict[str, list[dict]], path: Path) -> None:
     figure = Figure(figsize=(10, 3.6), dpi=110, layout="tight")
     left, right = figure.subplots(1, 2)
     for (name, lines), colour in zip(runs.items(), ("#444444", "#c2410c"), strict=True):
-        points = lambda key, lines=lines: zip(
-            *((x["step"], x[key]) for x in lines if key in x), strict=True
-        )
+
+        def points(key: str, lines: list[dict] = lines) -> tuple[list, list]:
+            found = [line for line in lines if key in line]
+            return [line["step"] for line in found], [line[key] for line in found]
+
         left.plot(*points("loss_running"), color=colour, label=f"{name}, training")
         left.plot(*points("valid_loss"), "o", color=colour, label=f"{name}, held out")
     for layer in range(4):

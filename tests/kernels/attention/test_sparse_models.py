@@ -17,7 +17,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies
-from cogfast.train.preflight.sparse_attention import check_sparse
+from cogfast.train.preflight.sparse_attention import check_sparse, use_attention
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import losses, run_folder, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY, tiny
@@ -110,14 +110,19 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
     caplog.clear()
     further, _ = train(base, tmp_path / "further", f"args.load={checkpoint}", "args.train_iters=1")
     assert further.engine.transformer.sparse_share == 0.6
-    assert "attention: sparse:0.6, as the weights were trained" in caplog.text
+    assert f"attention: sparse:0.6, as {checkpoint} was trained" in caplog.text
+    assert further.config.args.attention == "sparse:0.6"
+    with pytest.raises(ValueError, match="args.attention: sparse:0.6 -> None"):
+        train(base, tmp_path / "cut", "args.resume=latest", "args.train_iters=5")
     options = ["--prompt", "a bar", "args.only_save_latents=true", "--out"]
     latents = []
     for name, word in (("a", []), ("b", ["args.attention=dense"])):
         out = tmp_path / name
         assert main(["sample", str(whole), *options, str(out), *word]) == 0
         latents.append(next(out.glob("*.safetensors")).read_bytes())
-        is_logged = "attention: dense instead of the weights' sparse:0.6" in capsys.readouterr().err
+        is_logged = (
+            "attention: dense instead of the checkpoint's sparse:0.6" in capsys.readouterr().err
+        )
         assert is_logged == (name == "b")
     assert latents[0] != latents[1]
 
@@ -138,9 +143,19 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
     ],
 )
 def test_what_cannot_run_is_refused(base: Path, words: str, message: str) -> None:
-    config = load_config([base], words.split())
     with pytest.raises(ValueError, match=message):
+        config = load_config([base], words.split())
         check_sparse(config, TrainArguments.from_config(config), FAMILY["5b"], is_training=True)
+
+
+class Own(DiffusionTransformer):
+    def block_arguments(self, tensors, grid):
+        return [()] * len(self.blocks)
+
+
+def test_rows_of_a_subclass_are_refused() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match="does not work with Own.block_arg"):
+        use_attention(Own(FAMILY["5b"]), "sparse:0.5")
 
 
 @pytest.mark.parametrize(
@@ -163,4 +178,4 @@ def test_a_gpu_that_gains_nothing_is_refused(
     config = load_config([base], [SPARSE])
     model = replace(FAMILY["2b"], **changes)
     with pytest.raises(ValueError, match=message):
-        check_sparse(config, TrainArguments.from_config(config), model)
+        check_sparse(config, TrainArguments.from_config(config), model, is_training=True)

@@ -20,7 +20,12 @@ from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.plan.trace import trace_block
-from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies, describe
+from cogfast.train.memory.activation_checkpointing import (
+    LADDER,
+    apply_policies,
+    block_call,
+    describe,
+)
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
 from tests.support.tiny_transformers import inputs, tiny
 
@@ -99,6 +104,14 @@ def test_gradients_are_bitwise_the_same_and_what_is_kept_does_not_run_again(kind
     # LoRA's second products: of qkv and out in one op each, or of q, k, v and out in plain PyTorch
     assert again("pointwise", "add_low_rank") == (2 * 2 if has_lora and not is_plain else 0)
     assert again("pointwise", "low-rank") == (2 * 4 if is_plain else 0)
+
+
+def test_a_kept_result_that_is_changed_in_place_is_an_error() -> None:
+    linear, x = torch.nn.Linear(8, 8), torch.randn(2, 8, requires_grad=True)
+    inner = torch.nn.Sequential(linear, torch.nn.LeakyReLU(inplace=True), torch.nn.Linear(8, 8))
+    out = block_call(inner, "pointwise")(x)
+    with pytest.raises(RuntimeError, match="which was changed in place afterwards; leave out"):
+        out.sum().backward()
 
 
 def test_dropout_is_drawn_once(monkeypatch) -> None:
