@@ -183,10 +183,10 @@ class TrainArguments:
     """auto: on a GPU, measure the fastest at the run's shape once and store it in the checkpoint"""
     attention: Annotated[str | None, BeforeValidator(lambda x: _attention(x))] = None
     """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
-    ([kernels.md](kernels.md#block-sparse-attention)). null: that of the checkpoint or of args.load
-    if a run saved it, else dense"""
+    ([kernels.md](kernels.md#block-sparse-attention)), with attention_backend auto or fa4. null: that
+    of args.load, args.load_lora or the sampled run if a run saved them, else dense"""
     sparse_warmup: Annotated[int, Range(0, 10**9)] = 0
-    """first steps over which the share of args.attention=sparse:SHARE grows from 0"""
+    """first steps over which the share of args.attention=sparse:SHARE grows from 0; not with compile"""
     activation_checkpointing: PolicyChoice | None = None
     """null: follow transformer_args.checkpoint_activations (true: auto, false: "none")"""
     fit: Literal["none", "auto"] = "none"
