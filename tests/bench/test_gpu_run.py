@@ -245,6 +245,7 @@ def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, caps
     assert capsys.readouterr().out.splitlines()[-2:] == ["skipped: goldens, facts", "all well"]
 
 
+@pytest.mark.soak  # it starts seven runs of pytest
 def test_kernel_tests_are_counted_and_failures_reported(monkeypatch, tmp_path) -> None:
     """pytest itself runs on files that pass, fail, skip, break and crash."""
     folder = tmp_path / "tests" / "kernels"

@@ -26,7 +26,7 @@ SHAPES = {
     "text alone": (1, 130, 1, 16, 226),
     "one row": (1, 1, 1, 16, 0),
 }
-SHARES = (0.0, 0.5, 0.8, 0.95)
+SHARES = (0.0, 0.5, 0.8)
 
 
 def draw(count: int, *shape: int) -> list[Tensor]:
@@ -57,7 +57,7 @@ def allowed(q: Tensor, k: Tensor, num_text: int, share: float) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("share", SHARES[:3])
+@pytest.mark.parametrize("share", SHARES)
 def test_outputs_and_gradients_are_those_of_masked_attention(shape: str, share: float) -> None:
     *sizes, num_text = SHAPES[shape]
     q, k, v, dout = draw(4, *sizes)
@@ -99,7 +99,7 @@ def test_bf16_is_as_near_as_dense_attention() -> None:
 def test_the_kernels_choose_as_the_reference(shape: str) -> None:
     *sizes, num_text = SHAPES[shape]
     q, k = draw(2, *sizes)
-    for share in SHARES:
+    for share in (0.5, 0.95):
         kept = Blocks.of(sizes[1], num_text).num_kept(share)
         wanted = choose_blocks_reference(q, k, num_text, kept)
         for name, a, b in zip(
