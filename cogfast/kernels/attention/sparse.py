@@ -197,11 +197,12 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, choice: Choice, backend: st
     out = run(q, k, v, block_mask=mask, kernel_options=options)
     compiled = (q.shape, q.dtype, q.requires_grad, backend)
     if compiled not in _COMPILED and not torch.compiler.is_compiling():
-        # Objects of the compiler refer to q, k, v, out and their gradients, and to each other.
+        # Objects of the compiler refer to q, k, v, out and their gradients, and to each other. This
+        # looks at Python's objects and waits for no device.
         _COMPILED.add(compiled)
-        gc.collect()
+        gc.collect()  # sync: none, and once for a shape
         if q.requires_grad:
-            q.register_hook(lambda _: gc.collect() and None)
+            q.register_hook(lambda _: gc.collect() and None)  # sync: none, and once for a shape
     return out.transpose(1, 2)
 
 
