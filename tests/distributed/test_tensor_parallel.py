@@ -16,7 +16,7 @@ from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
-from tests.support.tensor_parallel_cases import (
+from tests.support.ranks.tensor_parallel_cases import (
     CASES,
     case_inputs,
     loss_and_gradients,

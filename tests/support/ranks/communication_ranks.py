@@ -25,8 +25,8 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.trainer import Trainer
-from tests.support.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
-from tests.support.tensor_parallel_cases import materialize
+from tests.support.ranks.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
+from tests.support.ranks.tensor_parallel_cases import materialize
 from tests.support.tiny_transformers import inputs
 
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"

@@ -5,7 +5,7 @@ import gc
 import deepspeed.ops
 import pytest  # noqa: F401  # multiprocessing imports the main module in each rank
 
-import tests.support.tensor_parallel_cases
+import tests.support.ranks.tensor_parallel_cases
 import tests.support.tiny_run  # noqa: F401
 from cogfast.sample import command  # noqa: F401
 from tests.cli.hostile.forked_case import preload

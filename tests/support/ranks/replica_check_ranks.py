@@ -20,7 +20,7 @@ from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.train.watchers import parameter_checks
 from cogfast.train.watchers.parameter_checks import ReplicaCheck
 from tests.support.ranks.communication_ranks import CountedCollectives
-from tests.support.tensor_parallel_cases import CASES, materialize
+from tests.support.ranks.tensor_parallel_cases import CASES, materialize
 
 EVERY = 3
 LARGE = "text_embedding.weight"

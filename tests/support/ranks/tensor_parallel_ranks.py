@@ -22,7 +22,7 @@ from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.memory.activation_checkpointing import apply_policies
 from cogfast.train.memory.host_blocks import hold_base
-from tests.support.tensor_parallel_cases import (
+from tests.support.ranks.tensor_parallel_cases import (
     CASES,
     case_inputs,
     kept_bytes,

@@ -1,0 +1,413 @@
+"""All reads and writes of files that may lie in an object store: s3://, gs://, hf:// or any URL of fsspec.
+
+A name is a path on this machine, or such a URL. Calls are repeated with growing pauses for errors that may
+pass (429, 503, a cut or slow answer); what is left is a StoreError with one line that names the fix.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+from cogfast.core.files import UNFINISHED
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Read by every process of a run; args.local_cache sets it before the processes that read data begin.
+CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
+_PATIENCE = 60.0  # seconds after which a call is not repeated
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
+_PIECE = 32 << 20  # bytes of a request of a large object
+_READ_AHEAD = 1 << 18  # bytes of the least request of a file that is read in parts
+_THREADS = 8  # requests of one object at once
+_NUM_LOCKS = 4096
+_IN_USE = 30.0  # seconds after its last use for which a local copy is not removed
+_KEPT = 0.9  # of the limit, to which the local cache is cut
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+# Fields of a listing that change with the object, by the names of the stores
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "mtime", "created")
+_OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint")
+
+
+class StoreError(OSError):
+    """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    num_bytes: int
+    version: str  # changes whenever the file does
+
+
+def is_url(name: str | Path) -> bool:
+    return "://" in str(name)
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path or URL of `name`, which may be absolute, in a folder."""
+    if is_url(name) or not is_url(folder):
+        return name if is_url(name) else os.path.join(folder, name)
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def stat(name: str) -> Stat:
+    """Return size and version of a file; FileNotFoundError if there is none."""
+    if not is_url(name):
+        found = os.stat(name)
+        return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
+    about = _call(name, lambda fs, path: fs.info(path))
+    if about["type"] != "file":
+        raise FileNotFoundError(f"{name}: not an object but a folder")
+    return _stat_of(about)
+
+
+def exists(name: str) -> bool:
+    """Return whether there is a file of this name."""
+    try:
+        stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def find(folder: str) -> dict[str, Stat]:
+    """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
+    scheme = folder.partition("://")[0]
+    try:
+        found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return {}
+    address = lambda name: f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
+    return {address(name): _stat_of(found[name]) for name in sorted(found)}
+
+
+def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    """Read a file, or `num_bytes` from `start` of it, or fewer if it ends before."""
+    if not is_url(name):
+        with open(name, "rb") as file:
+            # Python allocates `num_bytes` before it notices that the file is shorter.
+            left = os.fstat(file.fileno()).st_size - start
+            file.seek(start)
+            return file.read(max(0, left if num_bytes is None else min(num_bytes, left)))
+    if num_bytes is None and start == 0:
+        return _call(name, lambda fs, path: fs.cat_file(path))
+    size = stat(name).num_bytes
+    return _range(name, start, size if num_bytes is None else min(size, start + num_bytes))
+
+
+def open_file(name: str) -> BinaryIO:
+    """Open a file for reading at any position."""
+    if not is_url(name):
+        return open(name, "rb")
+    return io.BufferedReader(_Object(name), _READ_AHEAD)  # pyright: ignore[reportReturnType]
+
+
+def write(name: str, data: bytes) -> None:
+    """Write an object. Readers see all of it or nothing."""
+    _call(name, lambda fs, path: fs.pipe_file(path, data))
+
+
+def upload(file: Path, url: str) -> None:
+    """Write a file of this machine to an object, in parts if it is large. Readers see all of it or nothing."""
+    _call(url, lambda fs, path: fs.put_file(str(file), path))
+    size, there = file.stat().st_size, stat(url).num_bytes
+    if size != there:
+        raise StoreError(f"{url}: has {there} bytes after {size} were written; write it again")
+
+
+def remove(urls: list[str]) -> None:
+    """Remove objects; those that are gone already are no error."""
+    if urls:
+        with suppress(FileNotFoundError):
+            _call(urls[0], lambda fs, _: fs.rm([fs._strip_protocol(url) for url in urls]))
+
+
+def local_copy(name: str, version: str | None = None, part: tuple[int, int] | None = None) -> Path:
+    """Return a file of this machine with the content of a file, or of (start, bytes) of it.
+
+    That of a URL is in the local cache (see `local_cache`) and shared by all processes of the machine.
+
+    version: that of its Stat when the run began: StoreError if the object has changed since. None: its
+    present one. Objects that never change under a name have one of their own, such as "-", for which no
+    request is made if the copy is there.
+    """
+    if not is_url(name):
+        return Path(name)
+    folder, limit = local_cache()
+    asked = stat(name).version if version is None else version
+    key = hashlib.blake2b(f"{name}\0{asked}\0{part}".encode(), digest_size=16).hexdigest()
+    copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
+    if _is_used(copy):
+        return copy
+    # One process downloads, while the others of this machine wait for it.
+    with _locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
+        if _is_used(copy):
+            return copy
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
+            try:
+                _download(name, draft, part, asked)
+                _make_place(folder, limit, draft.stat().st_size)
+                draft.replace(copy)
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno is None:  # an error of the store
+                raise
+            raise _full(folder, f"cannot hold {name} ({error.strerror})") from None
+    return copy
+
+
+def local_folder(url: str) -> Path:
+    """Return a folder of this machine with the objects below a URL, for as long as this process lives."""
+    found = find(url)
+    if not found:
+        raise FileNotFoundError(f"{url}: no such folder, or it is empty")
+    place = local_cache()[0] / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    start = len(url.rstrip("/")) + 1
+    for name, about in found.items():
+        link = place / name[start:]
+        if not link.resolve().is_relative_to(place.resolve()):
+            raise StoreError(f"{name}: has .. in its name; rename it")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        # Removing the copy from the cache leaves the link.
+        os.link(local_copy(name, about.version), link)
+    return place
+
+
+def local_cache() -> tuple[Path, int]:
+    """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
+    default = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogfast" / "objects"
+    )
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or str(default))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, limit or shutil.disk_usage(folder).total // 2
+
+
+def parse_cache(text: str) -> tuple[Path, int | None]:
+    """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
+    folder, colon, size = text.rpartition(":")
+    if not colon:
+        return Path(text), None
+    match = _SIZE.fullmatch(size)
+    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if not folder or number <= 0:
+        raise ValueError(f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB")
+    return Path(folder), number
+
+
+def _is_used(copy: Path) -> bool:
+    """Return whether a local copy is there, and note its use."""
+    try:
+        os.utime(copy)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[BinaryIO]:
+    """Hold the lock of a file between the processes and threads of this machine."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def _make_place(folder: Path, limit: int, num_bytes: int) -> None:
+    """Count a new copy, and remove the least recently used copies if there are too many bytes."""
+    if num_bytes > limit:
+        raise _full(folder, f"{num_bytes} bytes are more than its {limit}")
+    with _locked(folder / "size") as file:
+        file.seek(0)
+        text = file.read().strip()
+        # Killed processes leave the count too low or too high; it is right after each removal.
+        used = num_bytes + (int(text) if text.isdigit() else limit + 1)
+        if used > limit:
+            used = _remove_oldest(folder, int(_KEPT * limit))
+        file.truncate(0)
+        file.write(b"%d" % used)
+
+
+def _full(folder: Path, why: str) -> StoreError:
+    fix = "set args.local_cache=FOLDER:SIZE to a folder with more space"
+    return StoreError(f"{folder}: the local cache is too small: {why}; {fix}")
+
+
+def _remove_oldest(folder: Path, limit: int) -> int:
+    """Remove the copies that were used least recently until `limit` bytes are left; return what is left."""
+    found, now = [], time.time()
+    for part in folder.glob("[0-9a-f][0-9a-f]"):
+        for entry in os.scandir(part):
+            with suppress(FileNotFoundError):
+                about = entry.stat()
+                found.append((about.st_mtime, about.st_size, entry.path))
+    used = sum(size for _, size, _ in found)
+    for last, size, path in sorted(found):
+        # A process may be about to open a copy that it was just given.
+        if used <= limit or now - last < _IN_USE:
+            break
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        used -= size
+    return used
+
+
+def _download(url: str, file: Path, part: tuple[int, int] | None, version: str) -> None:
+    """Write an object, or (start, bytes) of it, to a file, in several requests at once."""
+    about = stat(url)
+    start, size = (0, about.num_bytes) if part is None else part
+    size = max(0, min(size, about.num_bytes - start))
+    with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
+        out.truncate(size)
+
+        def copy(at: int) -> None:
+            data = _range(url, start + at, start + min(at + _PIECE, size))
+            os.pwrite(out.fileno(), data, at)
+
+        for done in [pool.submit(copy, at) for at in range(0, size, _PIECE)]:
+            done.result()
+    # Asked after it is read: a change before the last byte came shows.
+    if version != _UNCHANGING and stat(url).version != version:
+        raise StoreError(
+            f"{url}: changed since it was listed; start again, with files that stay as they are"
+        )
+
+
+_UNCHANGING = "-"  # the version of objects that never change under their name
+
+
+def _range(url: str, start: int, end: int) -> bytes:
+    if end <= start:
+        return b""
+    data = _call(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
+    # A store without ranges answers with the whole object.
+    if len(data) != end - start:
+        raise StoreError(
+            f"{url}: {len(data)} bytes came in place of {end - start}; the store must support HTTP ranges"
+        )
+    return data
+
+
+class _Object(io.RawIOBase):
+    """An object as a seekable file, read by ranges."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._at, self._size = url, 0, stat(url).num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = _range(self._url, self._at, min(self._at + len(view), self._size))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _call(url: str, call: Callable[[Any, str], T]) -> T:
+    """Return call(file system, path), repeated for errors that may pass."""
+    start, pause = time.monotonic(), _FIRST_PAUSE
+    while True:
+        try:
+            # A process that was forked gets a file system of its own from fsspec.
+            return call(*_file_system(url))
+        except StoreError:
+            raise
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{url}: no such object or bucket") from None
+        # Stores raise errors of their HTTP libraries, too.
+        except Exception as error:
+            why, fix = _diagnosis(error)
+            seconds = time.monotonic() - start
+            if fix or seconds + pause > _PATIENCE:
+                fix = fix or "the store does not answer; check its address and try again later"
+                raise StoreError(f"{url}: {why}; {fix}") from None
+            if pause == _LONGEST_PAUSE:
+                logger.warning("%s: %s; trying again for %.0f s", url, why, _PATIENCE - seconds)
+        time.sleep(pause * random.uniform(0.5, 1))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    # Listings that fsspec keeps would hide what other processes write.
+    given: dict[str, Any] = {"use_listings_cache": False}
+    if url.startswith("s3"):
+        # `_call` alone repeats: three loops within each other would take minutes.
+        kept = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        given["config_kwargs"] = {**kept, "retries": {"total_max_attempts": 1}}
+    try:
+        file_system, path = fsspec.core.url_to_fs(url, **given)
+    # No installed package handles the scheme.
+    except (ImportError, ValueError) as error:
+        raise StoreError(
+            f"{url}: cannot be opened ({_brief(error)}); install the package for its scheme (pip install "
+            '"cogfast[stores]"), or correct it'
+        ) from None
+    if url.startswith("s3"):
+        file_system.retries = 1
+    return file_system, path
+
+
+def _diagnosis(error: Exception) -> tuple[str, str]:
+    """Return the reason of an error, and its fix if repeating the call is of no use, else ""."""
+    name, text = type(error).__name__, _brief(error)
+    cause = f"{text} {error.__cause__ or ''}"
+    if any(code in cause for code in _OTHER_REGION):
+        return text, "the bucket is in another region; set AWS_DEFAULT_REGION to it"
+    if "Credentials" in name or "credentials" in text:
+        return f"no credentials ({text})", (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (S3), "
+            "GOOGLE_APPLICATION_CREDENTIALS (GS) or HF_TOKEN (hf)"
+        )
+    if isinstance(error, PermissionError):
+        return f"access denied ({text})", "check the credentials, their rights and the region"
+    if getattr(error, "errno", None) == errno.EINVAL or name == "ParamValidationError":
+        return text, "correct the address"
+    if isinstance(error, (NotImplementedError, TypeError, IsADirectoryError, FileExistsError)):
+        return text, "use another store or address"
+    return text, ""
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _stat_of(about: Mapping[str, Any]) -> Stat:
+    found = next((str(about[key]) for key in _VERSIONS if about.get(key)), "")
+    return Stat(int(about["size"] or 0), f"{about['size']}-{found.strip(chr(34))}")
