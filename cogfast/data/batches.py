@@ -7,11 +7,10 @@ if too many samples are bad.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +197,6 @@ class _MicroBatches(Reads):
         self._dataset, self._order, self._timeout = dataset, order, timeout
         # {sample: reason}. They are not tried again: each try leaves a hanging thread behind.
         self._timed_out: dict[int, str] = {}
-
-    def for_thread(self) -> Callable[[tuple[int, list[int]]], Batch]:
-        # GlobalOrder caches permutations and is not thread-safe, so each thread gets a copy.
-        own = copy.copy(self)
-        own._order = copy.deepcopy(self._order)
-        return own.__getitem__
 
     def name(self, key: tuple[int, list[int]]) -> str:
         step, slots = key

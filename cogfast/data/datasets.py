@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 Buckets = list[list[Side]]
 BucketBatch = Annotated[int, Range(1, 4096)]
 OTHER_FRAMES = "has other frames than the clip; give one of the same length and frame rate"
-_LONGEST_EPOCH = 2**27  # samples: its order takes 1 GiB
+_LONGEST_EPOCH = 2**31  # samples; sums of weights are rounded too much above
 
 
 class SizedDataset(Protocol):

@@ -7,64 +7,65 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from cogfast.core.slot_random import random_bits, random_unit
 
-_EPOCHS_KEPT = 3  # permutations in memory; one step needs more only if the data set is tiny
+_ROUNDS = 10  # of the Feistel network; with fewer, small permutations are not uniform
+_MASK = 2**64 - 1
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread most evenly modulo 1
 
 
 class ShuffledSamples:
     """An endless sequence of samples over epochs; each epoch depends on (seed, epoch) alone.
 
-    samples: their numbers, int64 [n]. weights: float64 [n], how often an epoch reads each, on
-    average over many epochs; 2.5 means two or three times. None means once. The length of an epoch
-    is their rounded sum. key: distinguishes sequences with the same seed.
+    Any position of any epoch is computed by itself, so that nothing is kept for an epoch.
+
+    samples: their numbers. weights: float64 [n], how often an epoch reads each, on average over many
+    epochs; 2.5 means two or three times. None means once. The length of an epoch is their rounded
+    sum. key: distinguishes sequences with the same seed.
     """
 
     def __init__(
-        self, seed: int, samples: np.ndarray, weights: np.ndarray | None, key: tuple[int, ...] = ()
+        self,
+        seed: int,
+        samples: range | np.ndarray,
+        weights: np.ndarray | None,
+        key: tuple[int, ...] = (),
     ) -> None:
         self.seed, self.key, self.samples = seed, key, samples
         self.length = len(samples)
-        self._edges: np.ndarray | None = None
+        self.edges: np.ndarray | None = None
         if weights is not None:
             self.length = max(1, round(float(weights.sum())))
             # Systematic sampling: intervals as long as the weights lie side by side, in random
             # order. An epoch reads a sample once for every integer in its interval. Between epochs
             # all intervals move by the golden section, which spaces a sample's turns evenly.
-            self._places = np.argsort(_random_keys(len(samples), seed, "weights", *key))
-            edges = np.cumsum(weights[self._places])
+            self._turn = random_unit(seed, "weights")
+            places = np.arange(len(samples), dtype=np.uint64)
+            edges = np.cumsum(weights[_permuted(places, len(samples), seed, "weights", *key)])
             if self.length != edges[-1]:
                 edges *= self.length / edges[-1]
             edges[-1] = self.length
-            self._edges = np.concatenate([[0.0], edges])
-        self._epochs: dict[int, np.ndarray] = {}
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_epochs": {}}  # large, and workers compute their own
+            self.edges = np.concatenate([[0.0], edges])
 
     def at(self, epoch: int, entry: int) -> int:
         """The sample at position `entry` of an epoch, 0 <= entry < length."""
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _EPOCHS_KEPT:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = self._shuffled(epoch)
-        return int(self._epochs[epoch][entry])
-
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        # Sorting random keys shuffles alike on every machine; equal keys keep their order.
-        keys = _random_keys(self.length, self.seed, "order", epoch, *self.key)
-        order = np.argsort(keys, kind="stable")
-        if self._edges is None:
-            return self.samples[order]
+        entry = shuffled(entry, self.length, self.seed, "order", epoch, *self.key)
+        if self.edges is None:
+            return int(self.samples[entry])
         # Kept away from 0 and 1, where rounding could make the counts differ from the length.
-        moved = (random_unit(self.seed, "weights") + epoch * _GOLDEN) % 1
-        counts = np.diff(np.floor(self._edges - min(max(moved, 1e-6), 1 - 1e-6)))
-        return np.repeat(self.samples[self._places], counts.astype(np.int64))[order]
+        moved = min(max((self._turn + epoch * _GOLDEN) % 1, 1e-6), 1 - 1e-6)
+        place = int(self.edges.searchsorted(entry + moved)) - 1
+        number = shuffled(place, len(self.samples), self.seed, "weights", *self.key)
+        return int(self.samples[number])
 
 
 class GlobalOrder:
@@ -77,7 +78,8 @@ class GlobalOrder:
     buckets: int [num_samples], the bucket of each sample, negative for samples left out. All slots
     of a step read from one bucket, and each bucket has its own endless sequence. An epoch has as
     many steps of a bucket as are needed to read all of it once more; the last of them continues
-    with the bucket's next epoch. The steps of an epoch are shuffled. weights: see ShuffledSamples.
+    with the bucket's next epoch. The steps of an epoch are shuffled, also those of one bucket.
+    weights: see ShuffledSamples.
     bucket_batch: for each bucket, by what the slots of its steps are multiplied; empty: by 1.
     """
 
@@ -94,34 +96,37 @@ class GlobalOrder:
         self.num_samples = num_samples
         self.seed = seed
         self.global_batch = global_batch
-        groups = np.zeros(num_samples, np.int64) if buckets is None else np.asarray(buckets)
-        # Samples of weight 0 are left out like those in no bucket.
-        if weights is not None:
-            groups = np.where(weights > 0, groups, -1)
-        self.buckets = [int(b) for b in np.unique(groups) if b >= 0]
-        if not self.buckets:
+        self.buckets, members = [0], [range(num_samples)]
+        if weights is not None or buckets is not None:
+            groups = np.zeros(num_samples, np.int8) if buckets is None else buckets
+            # Samples of weight 0 are left out like those in no bucket.
+            groups = groups if weights is None else np.where(weights > 0, groups, -1)
+            self.buckets = [int(b) for b in np.unique(groups) if b >= 0]
+            members = [np.flatnonzero(groups == b).astype(np.uint32) for b in self.buckets]
+        if not num_samples or not self.buckets:
             raise ValueError("the data set has no sample; check args.train_data")
         self._sequences = []
-        for bucket in self.buckets:
-            samples = np.flatnonzero(groups == bucket)
+        for bucket, samples in zip(self.buckets, members, strict=True):
             parts = None if weights is None else np.asarray(weights, np.float64)[samples]
             # A single bucket reads in the same order as a data set without buckets.
             key = () if len(self.buckets) == 1 else (bucket,)
-            self._sequences.append(ShuffledSamples(seed, samples, parts, key))
+            is_all = len(samples) == num_samples
+            chosen = range(num_samples) if is_all else samples
+            self._sequences.append(ShuffledSamples(seed, chosen, parts, key))
         self._lengths = np.array([sequence.length for sequence in self._sequences])
         self.epoch_size = int(self._lengths.sum())  # samples read in an epoch
         times = [bucket_batch[b] for b in self.buckets] if bucket_batch else [1] * len(self.buckets)
         self._num_slots = [global_batch * n for n in times]  # of a step, for each sequence
-        self._deck: tuple[int, np.ndarray, np.ndarray] | None = None  # epoch, and its steps
 
     @property
     def fingerprint(self) -> str:
         """A hash that is equal for orders that read the same sample numbers in the same sequence."""
         digest = hashlib.blake2b(digest_size=8)
         for sequence in self._sequences:
-            digest.update(sequence.samples.astype(np.int64).tobytes())
-            if sequence._edges is not None:
-                digest.update(sequence._edges.tobytes())
+            samples = sequence.samples
+            digest.update(repr(samples).encode() if isinstance(samples, range) else samples)
+            if sequence.edges is not None:
+                digest.update(sequence.edges)
             digest.update(repr((sequence.seed, sequence.key)).encode())
         if self.most_slots > self.global_batch:
             digest.update(repr(self._num_slots).encode())
@@ -166,7 +171,7 @@ class GlobalOrder:
     def num_candidates(self, step: int) -> int:
         """The number of attempts of `index` that cover all possible replacements in `step`."""
         sequence = self._sequences[self._place(step)[0]]
-        return sequence.length + (0 if sequence._edges is None else len(sequence.samples))
+        return sequence.length + (0 if sequence.edges is None else len(sequence.samples))
 
     def index(self, step: int, slot: int, attempt: int = 0) -> int:
         """The sample that `slot` of `step` reads. attempt: 1, 2, ... for its replacements if bad.
@@ -200,35 +205,49 @@ class GlobalOrder:
         if len(self._sequences) == 1:
             return 0, step * self._num_slots[0]
         epoch = self.epoch(step)
-        if self._deck is None or self._deck[0] != epoch:
-            self._deck = (epoch, *self._shuffled_steps(epoch))
-        _, numbers, rounds = self._deck
-        card = step - self.num_steps(epoch)
-        number = int(numbers[card])
-        return number, int(rounds[card]) * self._num_slots[number]
-
-    def _shuffled_steps(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each step of an epoch: the sequence it reads, and that sequence's earlier steps."""
         before, after = self._steps_of(epoch), self._steps_of(epoch + 1)
-        counts = [b - a for a, b in zip(before, after, strict=True)]
-        numbers = np.repeat(np.arange(len(counts)), counts)
-        numbers = numbers[np.argsort(_random_keys(len(numbers), self.seed, "buckets", epoch))]
-        rounds = np.empty(len(numbers), np.int64)
-        for number, first in enumerate(before):
-            here = numbers == number
-            rounds[here] = first + np.arange(here.sum())
-        return numbers, rounds
+        # The steps of an epoch lie bucket by bucket, and a permutation deals them.
+        ends = list(accumulate(map(operator.sub, after, before)))
+        card = step - sum(before)
+        card = shuffled(card, ends[-1], self.seed, "buckets", epoch)
+        number = bisect_right(ends, card)
+        return number, (after[number] - ends[number] + card) * self._num_slots[number]
 
 
-def _random_keys(number: int, *key: int | str) -> np.ndarray:
-    """Random uint64 [number] that depend on `key` alone."""
-    start = random_bits(*key)
-    return _mix(np.arange(number, dtype=np.uint64) + np.uint64(start))
+def shuffled(index: int, number: int, *key: int | str) -> int:
+    """Return the element at `index` of a random permutation of range(number), which depends on `key`
+    alone. It never changes, and is equal on every machine."""
+    side, round_keys = math.isqrt(number - 1) + 1, _round_keys(*key)
+    index = _in_square(index, side, round_keys)
+    # This walks along a cycle of the permutation of a square, and the cycle began below `number`.
+    while index >= number:
+        index = _in_square(index, side, round_keys)
+    return index
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply splitmix64's output function; unlike NumPy's generators it never changes."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _permuted(indices: np.ndarray, number: int, *key: int | str) -> np.ndarray:
+    """Return `shuffled` of each of `indices`, uint64 [n]."""
+    side, round_keys = math.isqrt(number - 1) + 1, _round_keys(*key)
+    indices = _in_square(indices, side, round_keys)
+    while len(outside := np.flatnonzero(indices >= number)):
+        indices[outside] = _in_square(indices[outside], side, round_keys)
+    return indices
+
+
+@lru_cache(maxsize=256)
+def _round_keys(*key: int | str) -> tuple[int, ...]:
+    return tuple(random_bits(*key, turn) for turn in range(_ROUNDS))
+
+
+def _in_square(index: Any, side: int, round_keys: Sequence[int]) -> Any:
+    """Permute range(side * side) by a Feistel network: index is an int, or a uint64 array of them."""
+    # The rounds of an odd side are even permutations; with this swap odd ones are as likely.
+    if round_keys[0] & 1:
+        index = index ^ (index < 2)
+    left, right = index // side, index % side
+    for key in round_keys:
+        # The multipliers are splitmix64's. An int needs the masks; uint64 wraps by itself.
+        mixed = (right + key) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ (mixed >> 32)) * 0x94D049BB133111EB & _MASK
+        left, right = right, (left + (mixed >> 32)) % side
+    return left * side + right

@@ -53,10 +53,6 @@ class Reads(Dataset):
     def name(self, key: Any) -> str:
         """Name what the key reads, for error messages."""
 
-    def for_thread(self) -> Callable[[Any], Any]:
-        """Return a version of __getitem__ for the use of one thread."""
-        return self.__getitem__
-
 
 def read_ahead(
     reads: Reads,
@@ -74,7 +70,7 @@ def read_ahead(
     keys ahead; 0 reads in this process.
     """
     if dali is not None or by_threads:
-        return ThreadedReads(reads.for_thread, keys, dali, num_workers)
+        return ThreadedReads(reads.__getitem__, keys, dali, num_workers)
     return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
 
 
@@ -209,23 +205,21 @@ def ignore_signals_except_parent(worker: int) -> None:
 class ThreadedReads:
     """Iterates over the results of reading `keys`, in order.
 
-    new_reads: returns the reading function of one thread. num_threads: number of threads, each
-    with its own decoder, and of keys read ahead; at least 2. An error is raised in place of its
-    result. dali: the decoder; None leaves tensors in host memory, pinned if there is a GPU.
+    read: reads a key, in several threads at once. num_threads: number of threads, each with its own
+    decoder, and of keys read ahead; at least 2. An error is raised in place of its result. dali: the decoder; None leaves tensors in host memory, pinned if there is a GPU.
     """
 
     def __init__(
         self,
-        new_reads: Callable[[], Callable[[Any], Any]],
+        read: Callable[[Any], Any],
         keys: Iterable,
         dali: DaliReader | None,
         num_threads: int,
     ) -> None:
         num_ahead = max(_MIN_AHEAD, num_threads)
-        self._dali, self._keys = dali, iter(keys)
-        self._own = threading.local()
+        self._read_key, self._dali, self._keys = read, dali, iter(keys)
         # The pool's threads are daemons: a hanging decoder does not keep the process from ending.
-        self._pool = ThreadPool(num_ahead, lambda: setattr(self._own, "read", new_reads()))
+        self._pool = ThreadPool(num_ahead)
         self._pending: deque[AsyncResult] = deque()
         for _ in range(num_ahead):
             self._read_another()
@@ -237,10 +231,10 @@ class ThreadedReads:
 
     def _read(self, key: Any) -> Any:
         if self._dali is None:
-            read = self._own.read(key)
+            read = self._read_key(key)
             return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
         with self._dali.on_device():  # batches are collated on the device
-            return self._own.read(key)
+            return self._read_key(key)
 
     def __iter__(self) -> ThreadedReads:
         return self

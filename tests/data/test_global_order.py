@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from cogfast.data.global_order import GlobalOrder
+from cogfast.core.slot_random import random_unit
+from cogfast.data.global_order import GlobalOrder, shuffled
 
 BUCKETS = np.array([0] * 11 + [1] * 5 + [-1] * 2 + [2] * 2)
 
@@ -50,8 +53,12 @@ def test_any_step_at_any_time_and_in_any_process(has_buckets):
 
 def test_pinned_numbers():
     """A run must be resumable with another version of cogfast, so the order is fixed for good."""
-    pinned = [4, 1, 2, 3, 0, 6, 8, 5, 9, 7, 8, 2, 7, 0, 9]
+    pinned = [7, 1, 3, 9, 0, 8, 6, 2, 5, 4, 0, 8, 1, 2, 9]
     assert _read(GlobalOrder(10, 1234, 5), range(3)) == pinned
+    large = [22194498, 10296094, 3750478, 21239444, 93190043]
+    assert _read(GlobalOrder(10**8, 1234, 5), range(10**9, 10**9 + 1)) == large
+    order = GlobalOrder(6, 1234, 5, np.array([1, 0.5, 2, 1, 1, 3]), np.array([0, 0, 0, 1, 1, 1]))
+    assert _read(order, range(2)) == [2, 0, 2, 1, 2, 4, 5, 5, 5, 3]
 
 
 def test_replacements_try_every_sample_once():
@@ -72,6 +79,32 @@ def test_shuffle_is_uniform():
     assert abs(follows.mean() - 1 / 19) < 4 * np.sqrt(1 / 19 / 2000)
 
 
+@pytest.mark.parametrize("start", [1, 2**31 - 1, 10**11])
+def test_a_shuffle_has_every_element_once(start):
+    """Small ranges have each of their elements; of large ones no two positions have the same."""
+    for number in range(start, start + 300 if start == 1 else start + 3):
+        read = [shuffled(i, number, "key", number) for i in range(min(number, 2000))]
+        assert len(set(read)) == len(read) and min(read) >= 0 and max(read) < number
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+def test_all_permutations_are_as_likely(number):
+    """Chi-square over all permutations of small ranges, whose cycles leave the square of the network."""
+    found = Counter(tuple(shuffled(i, number, 1, e) for i in range(number)) for e in range(4800))
+    kinds = math.factorial(number)
+    expected = 4800 / kinds
+    squares = sum((found[p] - expected) ** 2 for p in itertools.permutations(range(number)))
+    assert abs(squares / expected - (kinds - 1)) < 4 * math.sqrt(2 * (kinds - 1))
+
+
+def test_positions_in_a_large_range_are_uniform():
+    """Chi-square over 100 parts of 100 million elements, of consecutive positions and of epochs."""
+    for read in ([shuffled(i, 10**8, 1) for i in range(10000)],
+                 [shuffled(7, 10**8, e) for e in range(10000)]):  # fmt: skip
+        counts = np.bincount(np.array(read) // 10**6, minlength=100)
+        assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4 * math.sqrt(2 * 99)
+
+
 def test_empty_data_set():
     with pytest.raises(ValueError, match="no sample; check args.train_data"):
         GlobalOrder(0, 0, 4)
@@ -87,6 +120,16 @@ def test_weights_are_how_often_an_epoch_reads_a_sample():
     read = np.array(_read(order, range(order.num_steps(200))))[: 200 * 16].reshape(200, 16)
     counts = np.stack([np.bincount(epoch, minlength=20) for epoch in read])  # [epochs, samples]
     wanted = WEIGHTS * 16 / 15.5
+    # Systematic sampling: the integers in intervals that lie side by side, moved by the golden section.
+    used = np.flatnonzero(WEIGHTS)
+    places = used[[shuffled(i, len(used), 3, "weights") for i in range(len(used))]]
+    edges = np.concatenate([[0], np.cumsum(wanted[places])])
+    for epoch in range(200):
+        moved = (random_unit(3, "weights") + epoch * (5**0.5 - 1) / 2) % 1
+        in_each = np.diff(
+            np.floor(edges - moved + 1e-9 * (np.arange(len(edges)) == len(edges) - 1))
+        )
+        assert counts[epoch, places].tolist() == in_each.tolist()
     assert (counts >= np.floor(wanted)).all() and (counts <= np.ceil(wanted)).all()
     assert np.abs(counts.mean(axis=0) - wanted).max() < 0.02
     waits = [np.diff(np.flatnonzero(counts[:, i])).max() for i in range(15, 20)]
@@ -153,7 +196,7 @@ def test_each_sample_counts_once_in_the_first_epoch():
 
 
 def test_steps_of_a_bucket_may_have_more_slots():
-    """Each bucket is read once in an epoch, in steps of its own size, in the order of a single bucket."""
+    """Each bucket is read once in an epoch, in steps of its own size."""
     times, global_batch = (1, 1, 5), 2
     groups = np.array([0] * 7 + [1] * 3 + [2] * 40)
     order = GlobalOrder(50, 3, global_batch, buckets=groups, bucket_batch=times)
@@ -167,12 +210,12 @@ def test_steps_of_a_bucket_may_have_more_slots():
         found[bucket] += [order.index(step, slot) for slot in range(order.num_slots(step))]
     for bucket, read in found.items():
         members = np.flatnonzero(groups == bucket).tolist()
-        for epoch in range(4):
-            part = read[epoch * len(members) : (epoch + 1) * len(members)]
-            assert sorted(part) == members
-        steps = (s for s in range(200) if plain.bucket(s) == bucket)
+        assert sorted(read) == sorted(4 * members)
+        # Two epochs fill a whole number of steps of each bucket.
+        assert sorted(read[: 2 * len(members)]) == sorted(2 * members)
+        steps = (s for s in range(plain.num_steps(4)) if plain.bucket(s) == bucket)
         alone = [plain.index(step, slot) for step in steps for slot in range(global_batch)]
-        assert read == alone[: len(read)]
+        assert sorted(read) == sorted(alone)
     # Epochs of one step each: of 3.5, 1.5 and 4 steps
     assert order.share([2]) == pytest.approx(4 / 9) and order.share([0, 1, 2]) == 1
     assert [order.epoch(step) for step in (0, 9, 10, num_steps - 1)] == [0, 0, 1, 3]

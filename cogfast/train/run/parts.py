@@ -348,5 +348,7 @@ def _log_changes(
             "is different",
             counted(num_samples, "sample"),
             before[0],
-            "" if before[0] != num_samples else ", with different weights or buckets",
+            ""
+            if before[0] != num_samples
+            else ", with different weights or buckets, or in the order of another version",
         )
