@@ -235,11 +235,18 @@ def doctor(argv: Sequence[str]) -> None:
 def plan(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_plan
 
-    request, gpu, num_gpus = parse_plan(argv)
+    request, found = parse_plan(argv)
     config = _load(request)
-    from cogfast.plan.text import describe_plan
+    if found.table:
+        from cogfast.plan.table import FAILURES, WORLDS, describe_table
 
-    sys.stdout.write(describe_plan(config, gpu, num_gpus))
+        worlds, failures = found.gpus or WORLDS, found.failures or FAILURES
+        text = describe_table(config, found.gpu, worlds, failures)
+    else:
+        from cogfast.plan.text import describe_plan
+
+        text = describe_plan(config, found.gpu, found.gpus[0] if found.gpus else None)
+    sys.stdout.write(text)
 
 
 def report(argv: Sequence[str]) -> None:

@@ -150,8 +150,8 @@ def parse_cache(argv: Sequence[str]) -> Request:
     return _parse_run(parser, argv, "args.latent_cache=PATH", {})[1]
 
 
-def parse_plan(argv: Sequence[str]) -> tuple[Request, str | None, int | None]:
-    """Return the run to plan for, the GPU and the number of GPUs."""
+def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
+    """Return the run to plan for, and the options gpu, gpus (sorted, or None), table and failures."""
     parser = _new_parser(
         "plan", "Predict memory and step time of a run on each GPU, without loading weights."
     )
@@ -159,10 +159,19 @@ def parse_plan(argv: Sequence[str]) -> tuple[Request, str | None, int | None]:
         "h100-80, h200, a100-80, a100-40, l40s, 4090 or another name, or GiB; default: the GPU here"
     )
     parser.add_argument("--gpu", metavar="NAME|GIB", help=text)
-    text = "number of GPUs of the run; default: those of this launch"
-    parser.add_argument("--gpus", metavar="N", type=number_up_to(int, 2**20), help=text)
+    text = "number of GPUs of the run; default: those of this launch; with --table several: 8,64"
+    one = number_up_to(int, 2**20)
+    several = lambda text: sorted({int(one(word)) for word in text.split(",")})
+    parser.add_argument("--gpus", metavar="N", type=several, help=text)
+    text = "predict layouts for 8 to 1,024 GPUs, with the cost of links, checkpoints and failures"
+    parser.add_argument("--table", action="store_true", help=text)
+    text = "with --table: failures per 1,000 GPUs and day, 0.001 to 1000; default: 0.474, as Llama 3 had"
+    parser.add_argument("--failures", metavar="X", type=number_up_to(float, 1000, 0.001), help=text)
     found, request = _parse_run(parser, argv, "args.batch_size=2", {})
-    return request, found.gpu, found.gpus
+    if not found.table and (found.failures or len(found.gpus or ()) > 1):
+        what = "--failures" if found.failures else "--gpus with several numbers"
+        raise ValueError(f"{what} is for the table of layouts; add --table")
+    return request, found
 
 
 def parse_sample(argv: Sequence[str]) -> Request:

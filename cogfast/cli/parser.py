@@ -60,17 +60,19 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(text)
 
 
-def number_up_to(kind: type[int] | type[float], most: int) -> Callable[[str], float]:
-    """Return a function that reads a number from 1 to `most`."""
+def number_up_to(
+    kind: type[int] | type[float], most: int, least: float = 1
+) -> Callable[[str], float]:
+    """Return a function that reads a number from `least` to `most`."""
 
     def read(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not 1 <= value <= most:  # true for nan
+        if not least <= value <= most:  # true for nan
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from 1 to {most}")
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from {least} to {most}")
         return value
 
     return read

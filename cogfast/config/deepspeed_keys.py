@@ -235,6 +235,11 @@ def check_own_sections(section: Mapping[str, Any]) -> None:
             model(**given)
         except ValidationError as error:
             raise problem_of(error, _keys(model), given, f"deepspeed.{name}") from None
+    size = (section.get("zero_optimization") or {}).get("zero_hpz_partition_size", 1)
+    if size != 1:
+        key = "deepspeed.zero_optimization.zero_hpz_partition_size"
+        text = f"{key}={size}: hpZ's second copy of the weights is not supported"
+        raise KeyProblem(key, f"{text}; remove it: ZeRO-3's gathers overlap computation")
 
 
 def _keys(model: type[BaseModel]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from cogfast.train.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.train.optimizer import muon_matrices
 
 _LINK_BETWEEN = 45e9  # bytes/s of a GPU to other machines: a 400 Gbit/s card for each, at 90%
-_GPUS_PER_MACHINE = 8
+GPUS_PER_MACHINE = 8
 _FP8_SPEED = 2  # rate of fp8 products, in multiples of bf16's, on every GPU that has them
 _BACKWARD_PART = 2 / 3  # of the computation; communication of gradients can overlap it
 PERSISTENT_NUMEL = 100_000  # ZeRO-3 keeps smaller parameters whole: DeepSpeed's default
@@ -49,6 +49,19 @@ class Traffic:
     inside: float
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes that one GPU sends per optimizer step to its own machine and to others, and their seconds: of
+    each link alone, of all without any computation, and those that computation does not hide."""
+
+    machine_bytes: float
+    network_bytes: float
+    machine_seconds: float
+    network_seconds: float
+    seconds: float
+    exposed: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """Predicted seconds of an optimizer step. mfu: model FLOPs over the data sheet's rate.
@@ -57,12 +70,16 @@ class StepTime:
     matmul: float
     attention: float
     memory_bound: float
-    communication: float
+    links: Links
     transfers: float
     mfu: float
     samples_per_second: float
     source: str
     attention_rates: str
+
+    @property
+    def communication(self) -> float:
+        return self.links.exposed
 
     @property
     def seconds(self) -> float:
@@ -115,8 +132,8 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
         found["matmul"] += muon_flops(setup) / (gpu.shares.matmul * gpu.matmul_tflop_per_s * 1e12)
     found["memory"] += _optimizer_bytes(setup) / (gpu.shares.memory * gpu.copy_tb_per_s * 1e12)
     computed = sum(found.values())
-    communication = _communication(setup, forward + others, gpu, computed)
-    seconds = computed + communication + times * transfers
+    links = _links(setup, forward + others, gpu, computed)
+    seconds = computed + links.exposed + times * transfers
     samples = setup.batch_size * times * rules.data_size // setup.context_size
     config, share = setup.transformer.config, setup.transformer.sparse_share
     flops = samples * train_flops(config, setup.size.num_tokens(config), share) / setup.world_size
@@ -124,7 +141,7 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
         matmul=found["matmul"],
         attention=found["attention"],
         memory_bound=found["memory"],
-        communication=communication,
+        links=links,
         transfers=times * transfers,
         mfu=flops / seconds / (gpu.matmul_tflop_per_s * 1e12),
         samples_per_second=samples / seconds,
@@ -179,17 +196,22 @@ def muon_flops(setup: Setup) -> float:
     return flops / setup.rules.data_size
 
 
-def _communication(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -> float:
+def _links(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -> Links:
     rules, traffic = setup.rules, count_traffic(setup, micro_batch)
-    link = gpu.shares.link * gpu.link_gb_per_s * 1e9
-    is_inside = setup.model_size * setup.context_size <= _GPUS_PER_MACHINE
+    rate = gpu.shares.link * gpu.link_gb_per_s * 1e9
+    is_inside = setup.model_size * setup.context_size <= GPUS_PER_MACHINE
     # Nothing is left to compute while rows and heads are exchanged.
-    exposed = traffic.inside / (link if is_inside else min(link, _LINK_BETWEEN))
-    if setup.world_size > _GPUS_PER_MACHINE:
-        # A ring leaves a machine once, and uses the network cards of all its GPUs. The GPUs of a copy
-        # are in rings of their own, which share the cards.
-        link = min(link, _LINK_BETWEEN * _GPUS_PER_MACHINE / setup.model_size)
-    gradients, weights = traffic.gradients / link, traffic.weights / link
+    inside = traffic.inside / (rate if is_inside else min(rate, _LINK_BETWEEN))
+    # A ring leaves a machine once, and uses the network cards of all its GPUs. The GPUs of a copy
+    # are in rings of their own, which share the cards.
+    leaves = setup.world_size > GPUS_PER_MACHINE
+    part = 1 / max(1, GPUS_PER_MACHINE // setup.model_size) if leaves else 0.0
+    ring = min(rate, _LINK_BETWEEN / part) if leaves else rate
+    between = traffic.gradients + traffic.weights
+    network = part * between + (0 if is_inside else traffic.inside)
+    machine = traffic.inside + between - network
+    gradients, weights = traffic.gradients / ring, traffic.weights / ring
+    total = inside + gradients + weights
     if rules.overlaps:
         # The gradients in the last bucket are sent when there is nothing left to compute.
         trained = setup.num_trained
@@ -198,7 +220,8 @@ def _communication(setup: Setup, micro_batch: Work, gpu: Gpu, computed: float) -
     if rules.stage == 3:
         # Gathers run ahead of the blocks that need them.
         weights = max(0.0, weights - (1 - _BACKWARD_PART) * computed)
-    return exposed + gradients + weights
+    exposed = inside + gradients + weights
+    return Links(machine, network, machine / rate, network / _LINK_BETWEEN, total, exposed)
 
 
 def _transfers(plan: MemoryPlan, gpu: Gpu, forward: float, others: float) -> float:

@@ -46,15 +46,9 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    run_without_dynamo()
-    config = follow_weights(config)
-    args, (name, memory, entry) = TrainArguments.from_config(config), _card(gpu)
-    if config.model.get("network_config") is None:
-        raise ValueError("model.network_config is missing; add a model file to --base")
+    config, model = checked(config)
+    args, (name, memory, entry) = TrainArguments.from_config(config), find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    network = transformer_arguments(config.model.network_config.params)
-    check_conditions(config, ModelArguments.from_config(config), network)
-    model = TransformerConfig(**network)
     check_mesh(config, args, model, world_size)
     check_sparse(config, args, model, is_training=args.mode != "inference")
     if args.mode != "inference":
@@ -74,7 +68,18 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     return "\n".join(lines) + "\n"
 
 
-def _card(name: str | None) -> tuple[str, int | None, Gpu | None]:
+def checked(config: Config) -> tuple[Config, TransformerConfig]:
+    """Return the configuration that a plan is made of, and its network, if they can be planned."""
+    run_without_dynamo()
+    config = follow_weights(config)
+    if config.model.get("network_config") is None:
+        raise ValueError("model.network_config is missing; add a model file to --base")
+    network = transformer_arguments(config.model.network_config.params)
+    check_conditions(config, ModelArguments.from_config(config), network)
+    return config, TransformerConfig(**network)
+
+
+def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     """Return name, memory and entry of the card of --gpu, else of the one that is here."""
     if name is not None:
         return parse_gpu(name)
@@ -93,7 +98,7 @@ def _lines(
 ) -> list[str]:
     """Return the prediction as a table: a row for each part, a column for each phase."""
     setup = plan.setup
-    lines = [_model_line(args, plan), _layout_line(args, plan)]
+    lines = [model_line(args, plan), _layout_line(args, plan)]
     if not setup.is_sampling:
         asked = f"{setup.choice}: " if setup.choice == "auto" else ""
         lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
@@ -110,7 +115,7 @@ def _lines(
     return lines
 
 
-def _model_line(args: TrainArguments, plan: MemoryPlan) -> str:
+def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
     held = f"{num_held(transformer) / 1e6:.1f} M parameters"
     held += " a GPU" if plan.setup.model_size > 1 else ""
@@ -172,9 +177,11 @@ def _gap_lines(plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
-    """Describe a predicted step. is_here: the GPU is that of this machine."""
-    named = None if args.attention_backend == "auto" else args.attention_backend
+def attention_of(
+    args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool = False
+) -> tuple[str | None, list[str], str]:
+    """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
+    choose, and the reason. is_here: the GPU is that of this machine."""
     able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
     if is_here:
         width = plan.setup.transformer.config.head_width
@@ -182,7 +189,13 @@ def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool)
         able, why = backends_that_run(*case), "the fastest that runs here"
     if plan.setup.transformer.sparse_share is not None:
         able, why = ["flash"], "taken for FlexAttention's kernels, which were not timed"
-    backend = named or gpu.shares.fastest(able)
+    is_named = args.attention_backend != "auto"
+    return args.attention_backend if is_named else gpu.shares.fastest(able), able, why
+
+
+def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
+    """Describe a predicted step."""
+    backend, able, why = attention_of(args, plan, gpu, is_here)
     step = predict_step(plan, gpu, backend)
     if step is None:
         return ["", "step time: not predicted for sampling and offload"]
@@ -197,7 +210,7 @@ def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool)
         f"  {step.source}; without VAE and text encoder",
         f"  {step.attention_rates}",
     ]
-    if named is None and backend is not None:
+    if args.attention_backend == "auto" and backend is not None:
         lines[-1] += f" ({why})"
         best = gpu.shares.fastest(["fa4", backend])
         faster = predict_step(plan, gpu, best)
