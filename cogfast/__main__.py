@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
+from cogfast.core.store import CACHE_VARIABLE, StoreError
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
@@ -80,7 +81,7 @@ _KEPT = {
     "convert": "; the target was not written, and partly written files were removed",
 }
 # Keys of args that `cogfast sample RUN` does not take from the run's file: what it reads and writes.
-_OF_CALLER = ("input_type", "input_file", "output_dir")
+_OF_CALLER = ("input_type", "input_file", "output_dir", "local_cache")
 _LONGEST_CAUSE = 200  # characters of a library's message
 _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 # If rank 0 failed the same way, torchrun stops this rank within this time, and one report suffices.
@@ -105,6 +106,8 @@ def _load(
     finally:
         gc.enable()
     start_logging()
+    if config.args.local_cache is not None:  # for all processes of the run
+        os.environ[CACHE_VARIABLE] = config.args.local_cache
     return config
 
 
@@ -353,7 +356,7 @@ def _call(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None
 
 
 def _is_known(error: BaseException) -> bool:
-    has_line = isinstance(error, (ValueError, RuntimeError, UnsharedError))
+    has_line = isinstance(error, (ValueError, RuntimeError, UnsharedError, StoreError))
     return has_line and _is_raised_by_cogfast(error)
 
 

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from cogfast.config.merged_config import Config, to_dict
 from cogfast.config.values import STRICT, Range, cut, show, validated
+from cogfast.core.store import parse_cache
 
 Precision = Literal["bf16", "fp16", "fp32"]
 FolderLayout = Literal["cogfast", "finetune"]
@@ -150,6 +151,9 @@ class TrainArguments:
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0
     """image-to-video: number of noised first frames cached per clip; each step draws one. 0: cache
     the frame itself; each step noises and encodes it"""
+    local_cache: Annotated[str | None, BeforeValidator(lambda x: _local_cache(x))] = None
+    """FOLDER or FOLDER:SIZE, such as /nvme:500GB: where this machine keeps copies of files of object stores,
+    and at most how many bytes of them. null: COGFAST_LOCAL_CACHE, or a folder in ~/.cache, and half of its disk"""
     num_workers: Annotated[int, Range(0, 256)] = 1
     """processes per rank that read and decode; 0: the training process reads"""
     prefetch_factor: Annotated[int, Range(1, 1024)] = 4
@@ -423,6 +427,13 @@ def _attention(value: object) -> str | None:
         return None
     share = sparse_share(value if isinstance(value, str) else show(value))
     return "dense" if share is None else f"sparse:{share:g}"
+
+
+def _local_cache(value: object) -> object:
+    """Check a value of args.local_cache."""
+    if isinstance(value, str):
+        parse_cache(value)
+    return value
 
 
 def conditions_of_run(model: Mapping[str, Any]) -> list[str]:

@@ -13,11 +13,12 @@ import hashlib
 import io
 import logging
 import os
+import posixpath
 import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 
 # Read by every process of a run; args.local_cache sets it before the processes that read data begin.
 CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
@@ -40,6 +41,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
 _PIECE = 32 << 20  # bytes of a request of a large object
 _READ_AHEAD = 1 << 18  # bytes of the least request of a file that is read in parts
 _THREADS = 8  # requests of one object at once
+_MANY_THREADS = 32  # requests of small objects at once
+_FEW = 8  # objects of a folder from which on a listing is fewer requests
 _NUM_LOCKS = 4096
 _IN_USE = 30.0  # seconds after its last use for which a local copy is not removed
 _KEPT = 0.9  # of the limit, to which the local cache is cut
@@ -57,7 +60,7 @@ class StoreError(OSError):
 @dataclass(frozen=True, slots=True)
 class Stat:
     num_bytes: int
-    version: str  # changes whenever the file does
+    version: str  # changes whenever the file does; of a URL 16 hexadecimal digits
 
 
 def is_url(name: str | Path) -> bool:
@@ -66,9 +69,15 @@ def is_url(name: str | Path) -> bool:
 
 def join(folder: str, name: str) -> str:
     """Return the path or URL of `name`, which may be absolute, in a folder."""
-    if is_url(name) or not is_url(folder):
-        return name if is_url(name) else os.path.join(folder, name)
-    return f"{folder.rstrip('/')}/{name}"
+    if is_url(name) or os.path.isabs(name) or not is_url(folder):
+        return name if is_url(name) else str(Path(folder, name))
+    scheme, separator, place = folder.partition("://")
+    return f"{scheme}{separator}{posixpath.normpath(f'{place}/{name}')}"
+
+
+def parent(name: str) -> str:
+    """Return the folder of a file."""
+    return name.rpartition("/")[0] if is_url(name) else str(Path(name).parent)
 
 
 def stat(name: str) -> Stat:
@@ -84,22 +93,66 @@ def stat(name: str) -> Stat:
 
 def exists(name: str) -> bool:
     """Return whether there is a file of this name."""
+    return os.path.isfile(name) if not is_url(name) else _stat_or_none(name) is not None
+
+
+def _stat_or_none(url: str) -> Stat | None:
     try:
-        stat(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return stat(url)
+    except FileNotFoundError:
+        return None
+
+
+def stats(names: Iterable[str]) -> dict[str, Stat]:
+    """Return {URL: Stat} of those URLs among `names` that are there. Folders with many of them are listed."""
+    folders: dict[str, list[str]] = {}
+    for name in dict.fromkeys(filter(is_url, names)):
+        folders.setdefault(parent(name), []).append(name)
+
+    def of_folder(folder: str) -> dict[str, Stat | None]:
+        # A web server has no listings.
+        if len(folders[folder]) >= _FEW and not folder.startswith("http"):
+            return list_folder(folder)
+        return {name: _stat_or_none(name) for name in folders[folder]}
+
+    found: dict[str, Stat] = {}
+    for folder, there in zip(folders, in_threads(of_folder, list(folders)), strict=True):
+        found |= {name: about for name in folders[folder] if (about := there.get(name))}
+    return found
+
+
+def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """Yield call(item) of each item, in order, from several threads."""
+    with ThreadPoolExecutor(_MANY_THREADS) as pool:
+        for start in range(0, len(items), 10_000):  # each call in waiting takes a kilobyte
+            yield from pool.map(call, items[start : start + 10_000])
+
+
+def list_folder(folder: str) -> dict[str, Stat | None]:
+    """Return {URL: Stat} of what lies in a folder's URL itself, None for folders; {} if it is empty."""
+    try:
+        found = _call(folder, lambda fs, path: fs.ls(path.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return {}
+    return {
+        _address(folder, about["name"]): _stat_of(about) if about["type"] == "file" else None
+        for about in found
+    }
 
 
 def find(folder: str) -> dict[str, Stat]:
     """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
-    scheme = folder.partition("://")[0]
     try:
         found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
     except FileNotFoundError:
         return {}
-    address = lambda name: f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
-    return {address(name): _stat_of(found[name]) for name in sorted(found)}
+    return {_address(folder, name): _stat_of(found[name]) for name in sorted(found)}
+
+
+def _address(folder: str, name: str) -> str:
+    """Return the URL of a name that a listing of `folder` has."""
+    scheme = folder.partition("://")[0]
+    return f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
 
 
 def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
@@ -116,11 +169,11 @@ def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
     return _range(name, start, size if num_bytes is None else min(size, start + num_bytes))
 
 
-def open_file(name: str) -> BinaryIO:
-    """Open a file for reading at any position."""
+def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
+    """Open a file for reading at any position. num_bytes: its size, if it is known, which saves a request."""
     if not is_url(name):
         return open(name, "rb")
-    return io.BufferedReader(_Object(name), _READ_AHEAD)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_Object(name, num_bytes), _READ_AHEAD)
 
 
 def write(name: str, data: bytes) -> None:
@@ -143,14 +196,20 @@ def remove(urls: list[str]) -> None:
             _call(urls[0], lambda fs, _: fs.rm([fs._strip_protocol(url) for url in urls]))
 
 
-def local_copy(name: str, version: str | None = None, part: tuple[int, int] | None = None) -> Path:
+def local_copy(
+    name: str,
+    version: str | None = None,
+    part: tuple[int, int] | None = None,
+    num_bytes: int | None = None,
+) -> Path:
     """Return a file of this machine with the content of a file, or of (start, bytes) of it.
 
     That of a URL is in the local cache (see `local_cache`) and shared by all processes of the machine.
 
     version: that of its Stat when the run began: StoreError if the object has changed since. None: its
     present one. Objects that never change under a name have one of their own, such as "-", for which no
-    request is made if the copy is there.
+    request is made if the copy is there. num_bytes: the size of the object, if it is known, which saves a
+    request.
     """
     if not is_url(name):
         return Path(name)
@@ -168,7 +227,7 @@ def local_copy(name: str, version: str | None = None, part: tuple[int, int] | No
             copy.parent.mkdir(parents=True, exist_ok=True)
             draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
             try:
-                _download(name, draft, part, asked)
+                _download(name, draft, part, asked, num_bytes)
                 _make_place(folder, limit, draft.stat().st_size)
                 draft.replace(copy)
             finally:
@@ -277,17 +336,21 @@ def _remove_oldest(folder: Path, limit: int) -> int:
     return used
 
 
-def _download(url: str, file: Path, part: tuple[int, int] | None, version: str) -> None:
+def _download(
+    url: str, file: Path, part: tuple[int, int] | None, version: str, num_bytes: int | None
+) -> None:
     """Write an object, or (start, bytes) of it, to a file, in several requests at once."""
-    about = stat(url)
-    start, size = (0, about.num_bytes) if part is None else part
-    size = max(0, min(size, about.num_bytes - start))
+    whole = stat(url).num_bytes if num_bytes is None else num_bytes
+    start, size = (0, whole) if part is None else part
+    size = max(0, min(size, whole - start))
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
         out.truncate(size)
 
         def copy(at: int) -> None:
-            data = _range(url, start + at, start + min(at + _PIECE, size))
-            os.pwrite(out.fileno(), data, at)
+            # Small objects are read without a range: one that is shorter by now is found to be changed.
+            is_whole = part is None and size <= _PIECE
+            end = start + min(at + _PIECE, size)
+            os.pwrite(out.fileno(), read(url) if is_whole else _range(url, start + at, end), at)
 
         for done in [pool.submit(copy, at) for at in range(0, size, _PIECE)]:
             done.result()
@@ -308,7 +371,8 @@ def _range(url: str, start: int, end: int) -> bytes:
     # A store without ranges answers with the whole object.
     if len(data) != end - start:
         raise StoreError(
-            f"{url}: {len(data)} bytes came in place of {end - start}; the store must support HTTP ranges"
+            f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store "
+            "ignores ranges; a store must support HTTP ranges"
         )
     return data
 
@@ -316,8 +380,9 @@ def _range(url: str, start: int, end: int) -> bytes:
 class _Object(io.RawIOBase):
     """An object as a seekable file, read by ranges."""
 
-    def __init__(self, url: str) -> None:
-        self._url, self._at, self._size = url, 0, stat(url).num_bytes
+    def __init__(self, url: str, num_bytes: int | None) -> None:
+        self._url, self._at = url, 0
+        self._size = stat(url).num_bytes if num_bytes is None else num_bytes
 
     def readable(self) -> bool:
         return True
@@ -348,7 +413,9 @@ def _call(url: str, call: Callable[[Any, str], T]) -> T:
         except StoreError:
             raise
         except FileNotFoundError:
-            raise FileNotFoundError(f"{url}: no such object or bucket") from None
+            raise FileNotFoundError(
+                f"{url}: no such object or bucket; correct the address"
+            ) from None
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:
             why, fix = _diagnosis(error)
@@ -365,6 +432,9 @@ def _call(url: str, call: Callable[[Any, str], T]) -> T:
 def _file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
+    # Some file systems that fsspec puts on top of others run code that their files contain.
+    if "::" in url:
+        raise StoreError(f"{url}: has :: in it; use addresses of one scheme")
     # Listings that fsspec keeps would hide what other processes write.
     given: dict[str, Any] = {"use_listings_cache": False}
     if url.startswith("s3"):
@@ -410,4 +480,5 @@ def _brief(error: Exception) -> str:
 
 def _stat_of(about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), "")
-    return Stat(int(about["size"] or 0), f"{about['size']}-{found.strip(chr(34))}")
+    version = f"{about['size']}-{found.strip(chr(34))}".encode()
+    return Stat(int(about["size"] or 0), hashlib.blake2b(version, digest_size=8).hexdigest())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cogfast.config.values import counted, printable
+from cogfast.core import store
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import TYPES, ClipList
@@ -141,11 +142,14 @@ def _are_equal(clips: ClipList, kind: str, index: int) -> bool:
     one, other = clips.files[index], others.files[index]
     try:
         if clips.places is None or others.places is None:
+            if store.is_url(one) and store.is_url(other):
+                about = clips.versions.get(one)
+                return about is not None and about == clips.versions.get(other)
             return filecmp.cmp(one, other, shallow=False)
         places = clips.places[index].tolist(), others.places[index].tolist()
         if places[0][1] != places[1][1]:
             return False
-        return read_member(one, *places[0]) == read_member(other, *places[1])
+        return read_member(clips, one, *places[0]) == read_member(clips, other, *places[1])
     except (OSError, BadSample):
         return False  # what cannot be read is reported when it is
 

@@ -25,10 +25,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cogfast.config.values import Range, counted, cut
+from cogfast.core import store
+from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
+from cogfast.data.sources.clip_list import (
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+    Versions,
+    join,
+)
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -36,12 +44,12 @@ from cogfast.data.sources.folders import (
     data_folders,
     data_sources,
     find_videos,
-    first_line,
     in_place_of_videos,
     is_picture,
-    label_of,
+    list_files,
     named,
     other_videos,
+    read_labels,
     refuse_samples,
     sat_label,
 )
@@ -52,7 +60,7 @@ from cogfast.data.sources.manifest import (
     read_manifest,
     table_hint,
 )
-from cogfast.data.sources.tar_shards import list_shard, read_member, shards_of
+from cogfast.data.sources.tar_shards import list_shards, read_member, shards_of
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
@@ -224,7 +232,14 @@ class CaptionedVideos(Dataset):
         files = {
             n: (one.files[index], one.shape) for n, one in self.clips.others.items() if one.shape
         }
-        arrays = {name: open_array(name, *given) for name, given in files.items()}
+        # A header is a request for each sample; a wrong one shows when the array is read.
+        is_later = lambda file: are_headers_enough and self.clips.versions.get(file) is not None
+        local = self.clips.local
+        arrays = {
+            name: open_array(name, *given, local)
+            for name, given in files.items()
+            if not is_later(given[0])
+        }
         values = {} if are_headers_enough else arrays
         return {name: values_of(array, name, files[name][0]) for name, array in values.items()}
 
@@ -233,9 +248,9 @@ class CaptionedVideos(Dataset):
         clips, file = self.clips, self.clips.files[index]
         span = None if clips.spans is None else tuple(clips.spans[index])
         if clips.places is None or clips.places[index, 0] < 0:
-            return read_clip(file, settings, span)
+            return read_clip(clips.local(file), settings, span)
         # Video libraries take paths, so the member's bytes get a temporary one.
-        data = read_member(file, *clips.places[index].tolist())
+        data = read_member(clips, file, *clips.places[index].tolist())
         with named_bytes(data, os.path.splitext(file)[1]) as path:
             return read_clip(path, settings, span)
 
@@ -253,7 +268,10 @@ class CaptionedVideos(Dataset):
         if clips.images is not None:
             # A sample without a conditioning image of its own takes its first frame.
             image, size = clips.images[index], settings.video_size
-            picture = read_image(image, size, settings.resize) if image else clip[0].clone()
+            if image:
+                picture = read_image(clips.local(image), size, settings.resize)
+            else:
+                picture = clip[0].clone()
             sample["images"] = picture.to(clip.device)
         if "control" in self.others:
             sample["control"] = self._other("control", index, settings, selection)
@@ -362,7 +380,10 @@ class ListedVideos(CaptionedVideos, ABC):
         shapes = checked_shapes(self.tensors)
         if shapes and self.buckets:
             raise ValueError(f"{KEY} gives one shape for all samples; remove data.params.buckets")
-        lists = self.find(self.data_dir, self.allow_empty_captions)
+        try:
+            lists = self.find(self.data_dir, self.allow_empty_captions)
+        except StoreError as error:
+            raise SourceError(str(error)) from None
         if any(not shapes.keys() <= one.others.keys() for one in lists):
             text = f"{KEY}: {type(self).__name__} lists no {', '.join(shapes)}; give a manifest with a column "
             raise ValueError(f"{text}for each (data.target=cogfast.data.datasets.VideoManifest)")
@@ -382,8 +403,11 @@ class ListedVideos(CaptionedVideos, ABC):
 
 
 def _missing_folder(key: str, source: str) -> str | None:
-    if source and Path(source).is_file():
-        is_table = source.lower().endswith(TABLE_ENDINGS)
+    is_table = source.lower().endswith(TABLE_ENDINGS)
+    if store.is_url(source) and not is_table:
+        is_there = store.list_folder(source)
+        return None if is_there else _no_source(key, "folder", source)
+    if source and store.exists(source):
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
@@ -392,7 +416,7 @@ def _missing_folder(key: str, source: str) -> str | None:
 
 def _missing_manifest(key: str, source: str) -> str | None:
     try:
-        is_there = source and manifest_of(Path(source)).is_file()
+        is_there = source and store.exists(manifest_of(source))
     except SourceError as error:
         return f"{key}={error}"
     except ValueError as error:
@@ -407,7 +431,7 @@ def _no_source(key: str, what: str, source: str) -> str:
 
 def _missing_shard(key: str, source: str) -> str | None:
     # Listing the shards opens remote files and checks the folders after ";".
-    if "://" in source or ";" in source:
+    if store.is_url(source) or ";" in source:
         return None
     try:
         gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
@@ -433,26 +457,32 @@ class VideoFolder(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists, missing, empty = [], [], []
         for folder in data_folders(data_dir):
-            found = list(find_videos(folder, self.has_pictures))
+            files = list_files(folder)
+            found = list(find_videos(files, self.has_pictures))
             if not found:
-                more = table_hint(folder) or in_place_of_videos(folder)
+                more = table_hint(folder) or in_place_of_videos(files)
                 what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
                 raise SourceError(f"{folder}: {what} in it{more}")
-            if others := other_videos(folder):
+            if others := other_videos(files):
                 logger.warning("%s: not read: %s", folder, others)
+            versions = Versions({path: about for path in found if (about := files[path])})
             captions, longer = [], []
-            for path in found:
-                label = label_of(path, folder)
-                caption, has_more = ("", False) if label is None else first_line(label)
+            for path, (label, caption, has_more) in zip(
+                found, read_labels(found, folder, files), strict=True
+            ):
                 captions.append(caption)
                 # SAT reads the first line only; a longer file may be meant otherwise.
                 if has_more:
-                    longer.append(str(label))
+                    longer.append(label)
                 if label is None:
                     missing.append(sat_label(path))
                 elif not caption:
-                    empty.append(str(label))
-            lists.append(ClipList(files=PackedStrings(found), captions=PackedStrings(captions)))
+                    empty.append(label)
+            lists.append(
+                ClipList(
+                    files=PackedStrings(found), captions=PackedStrings(captions), versions=versions
+                )
+            )
             if longer:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"
@@ -477,7 +507,7 @@ class VideoManifest(ListedVideos):
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         given = (allow_empty_captions, self.has_pictures, checked_shapes(self.tensors))
-        return [read_manifest(Path(file), *given) for file in data_sources(data_dir)]
+        return [read_manifest(file, *given) for file in data_sources(data_dir)]
 
 
 @dataclass(eq=False, repr=False)
@@ -505,7 +535,7 @@ class VideoList(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
 
-    def _list(self, folder: Path, allow_empty_captions: bool) -> ClipList:
+    def _list(self, folder: str, allow_empty_captions: bool) -> ClipList:
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
@@ -513,9 +543,9 @@ class VideoList(ListedVideos):
             ("control_column", self.control_column),
             ("mask_column", self.mask_column),
         ):
-            if (folder / name).is_file():
+            if store.exists(store.join(folder, name)):
                 columns[key] = name
-        files = {key: folder / name for key, name in columns.items()}
+        files = {key: store.join(folder, name) for key, name in columns.items()}
         return read_lists(files, allow_empty_captions)
 
 
@@ -523,9 +553,8 @@ class VideoList(ListedVideos):
 class VideoShards(ListedVideos):
     """Samples in tar files, in the format that tar_shards.py describes.
 
-    data_dir: folders of .tar files, or names of .tar files; a-{000..099}.tar names many, and names
-    with a scheme such as s3:// are opened by fsspec. As in SAT, ";A,B*2" means folder A once and
-    folder B twice.
+    data_dir: folders of .tar files, or names of .tar files; a-{000..099}.tar names many. As in SAT,
+    ";A,B*2" means folder A once and folder B twice.
     """
 
     missing_source = staticmethod(_missing_shard)
@@ -537,8 +566,7 @@ class VideoShards(ListedVideos):
         lists = []
         for source in data_sources(data_dir):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
-            parts = [list_shard(shard, self.caption_key, self.has_pictures) for shard in shards]
-            lists.append(join(parts))
+            lists.append(list_shards(shards, self.caption_key, self.has_pictures))
         if not allow_empty_captions:
             empty = [
                 file
@@ -557,7 +585,8 @@ def _folders(source: str) -> list[str]:
     names = [pattern] if pattern else []
     for folder in folders.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
-        if not Path(name).is_dir() or (star and not times.isdigit()):
+        is_there = store.is_url(name) or Path(name).is_dir()
+        if not is_there or (star and not times.isdigit()):
             raise SourceError(
                 f"{source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
             )

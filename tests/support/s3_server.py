@@ -124,3 +124,7 @@ def s3_server() -> Iterator[S3Server]:
     finally:
         server.shutdown()
         thread.join()
+        # fsspec keeps file systems by their arguments, not by the environment that led them to this server.
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()

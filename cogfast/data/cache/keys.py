@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cogfast.core import store
 from cogfast.core.files import WriteError
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.file_index import FileIndex
-from cogfast.data.sources.tar_shards import MEMBER, Store
+from cogfast.data.sources.tar_shards import MEMBER
 
 _HASHING_THREADS = 8
 _BLOCK = 2**20  # bytes read at once
@@ -136,7 +137,7 @@ def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:
     try:
         if not version_of(path):
             raise FileNotFoundError(path)
-        with Store(path).open() as file:
+        with store.open_file(path) as file:
             file.seek(start)
             while block := file.read(min(num_bytes, _BLOCK)):
                 digest.update(block)
@@ -156,8 +157,7 @@ def version_of(file: str) -> str:
     Reading a pipe would block.
     """
     try:
-        store = Store(file)
-        is_file = store.is_remote or stat.S_ISREG(os.stat(file).st_mode)
-        return store.version() if is_file else ""
+        is_file = store.is_url(file) or stat.S_ISREG(os.stat(file).st_mode)
+        return store.stat(file).version if is_file else ""
     except OSError:
         return ""

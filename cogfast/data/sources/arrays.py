@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -34,14 +34,21 @@ def checked_shapes(shapes: Mapping[str, Sequence[int]] | None) -> dict[str, tupl
     return {name: tuple(shape) for name, shape in found.items()}
 
 
-def open_array(name: str, file: str, shape: Sequence[int]) -> np.ndarray:
-    """Return an array whose values are not read yet; BadSample if it is not one of numbers in this shape."""
+def open_array(
+    name: str, file: str, shape: Sequence[int], local: Callable[[str], str] = str
+) -> np.ndarray:
+    """Return an array whose values are not read yet; BadSample if it is not one of numbers in this shape. local:
+    returns the path of a file on this machine."""
     what = f"its {name} {file}"
-    if not os.path.isfile(file):
+    try:
+        path = local(file)
+    except BadSample as error:
+        raise BadSample(file, f"{what}: {error.reason}") from None
+    if not os.path.isfile(path):
         raise BadSample(file, f"{what} does not exist")
     try:
         # An array of objects would run code of its file (pickle).
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception:  # NumPy's reader raises many types of exceptions for damaged files
         # Its own text says how to read it unsafely.
         fix = "write its numbers with numpy.save; arrays of Python objects (pickle) are not read"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+
+from cogfast.core import store
+from cogfast.core.store import Stat
+from cogfast.data.bad_samples import BadSample
 
 
 class PackedStrings(Sequence[str]):
@@ -31,6 +38,35 @@ class PackedStrings(Sequence[str]):
         index %= len(self)
         text = self._bytes[self._ends[index] : self._ends[index + 1]].tobytes()
         return text.decode("utf-8", "surrogatepass")
+
+
+class Versions:
+    """Size and version of the objects of stores that a list names, as of when the run began. They are kept under
+    hashes of the URLs: 24 bytes each."""
+
+    def __init__(self, found: Mapping[str, Stat] = {}) -> None:
+        # rows: hash of the URL, in ascending order; version; bytes
+        rows = [(_hash(url), int(s.version, 16), s.num_bytes) for url, s in found.items()]
+        self._table = np.array(sorted(rows), np.uint64).reshape(-1, 3).T.copy()
+
+    def __or__(self, other: Versions) -> Versions:
+        joined = Versions()
+        joined._table = np.unique(np.concatenate([self._table, other._table], axis=1), axis=1)
+        return joined
+
+    def get(self, url: str) -> Stat | None:
+        names, versions, sizes = self._table
+        key = np.uint64(_hash(url))
+        at = int(np.searchsorted(names, key))
+        if at == len(names) or names[at] != key:
+            return None
+        return Stat(int(sizes[at]), f"{int(versions[at]):016x}")
+
+
+def _hash(url: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    )
 
 
 SPLITS = ("train", "valid", "test")
@@ -82,9 +118,23 @@ class ClipList:
     others: Mapping[str, OtherFiles] = field(
         default_factory=dict
     )  # by name: "control", "mask" or of a tensor
+    versions: Versions = field(default_factory=Versions)
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def local(self, name: str, part: tuple[int, int] | None = None) -> str:
+        """Return the path of a file of this machine with the content of a file, or of (start, bytes) of it;
+        BadSample if its store does not give it, or it has changed since the run began."""
+        if not store.is_url(name):
+            return name
+        about = self.versions.get(name)
+        if about is None:
+            raise BadSample(name, "no such object")
+        try:
+            return str(store.local_copy(name, about.version, part, about.num_bytes))
+        except OSError as error:
+            raise BadSample(name, str(error).removeprefix(f"{name}: ")) from None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""
@@ -95,7 +145,7 @@ class ClipList:
             elif column is not None:
                 columns[name] = column[np.asarray(indices, dtype=np.int64)]
         others = {name: files.take(indices) for name, files in self.others.items()}
-        return ClipList(**columns, others=others)
+        return ClipList(**columns, others=others, versions=self.versions)
 
     def without(self, names: Collection[str]) -> ClipList:
         """Leave out further files of these names."""
@@ -139,7 +189,11 @@ def join(lists: Sequence[ClipList]) -> ClipList:
                 ]
             )
     names = dict.fromkeys(name for one in lists for name in one.others)
-    return ClipList(**columns, others={name: _join_others(lists, name) for name in names})
+    return ClipList(
+        **columns,
+        others={name: _join_others(lists, name) for name in names},
+        versions=functools.reduce(operator.or_, (one.versions for one in lists)),
+    )
 
 
 def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
@@ -156,4 +210,5 @@ def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
 
 
 def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
-    return {each.name: getattr(clips, each.name) for each in fields(clips) if each.name != "others"}
+    names = [each.name for each in fields(clips) if each.name not in ("others", "versions")]
+    return {name: getattr(clips, name) for name in names}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 from cogfast.config.values import counted
+from cogfast.core import store
+from cogfast.core.store import Stat
 
 DataDir = str | Path | Sequence[str | Path]
 
@@ -37,28 +39,40 @@ def data_sources(data_dir: DataDir) -> list[str]:
     return [str(source) for source in sources]
 
 
-def data_folders(data_dir: DataDir) -> list[Path]:
-    """Return the folders of data_dir; ValueError if one does not exist."""
+def data_folders(data_dir: DataDir) -> list[str]:
+    """Return the folders of data_dir; ValueError if one on this machine does not exist."""
     dirs = data_sources(data_dir)
     for folder in dirs:
-        if not Path(folder).is_dir():
+        if not store.is_url(folder) and not Path(folder).is_dir():
             raise SourceError(f"{folder}: no such folder; set it to the folder of your data")
-    return [Path(folder) for folder in dirs]
+    return [d.rstrip("/") if store.is_url(d) else str(Path(d)) for d in dirs]
 
 
-def find_videos(folder: Path, has_pictures: bool = False) -> Iterator[str]:
-    """Yield every .mp4 file below `folder`, sorted by name; with has_pictures every picture, too.
+def find_videos(files: Iterable[str], has_pictures: bool = False) -> Iterator[str]:
+    """Yield every .mp4 file of `files`; with has_pictures every picture, too."""
+    endings = (".mp4", *PICTURE_ENDINGS) if has_pictures else ".mp4"
+    return (path for path in files if path.lower().endswith(endings))
+
+
+def list_files(folder: str) -> dict[str, Stat | None]:
+    """Return the files below a folder: those of a folder by name, then those of its folders. Only URLs have a Stat."""
+    if not store.is_url(folder):
+        return dict.fromkeys(walk_files(folder))
+
+    def place(url: str) -> list[tuple[int, str]]:
+        *above, name = url[len(folder) + 1 :].split("/")
+        return [*((1, part) for part in above), (0, name)]
+
+    found = store.find(folder)
+    names = sorted(found, key=place)
+    return {name: found[name] for name in names if "/._" not in name[name.rfind("/") :]}
+
+
+def walk_files(folder: str) -> Iterator[str]:
+    """Yield every file below a folder of this machine, as list_files does.
 
     Follows links to folders and visits each folder once.
     """
-    endings = (".mp4", *PICTURE_ENDINGS) if has_pictures else ".mp4"
-    for path in _find_files(folder):
-        if path.lower().endswith(endings):
-            yield path
-
-
-def _find_files(folder: Path) -> Iterator[str]:
-    """Yield every file below `folder`, as find_videos."""
     seen = set()
     for root, dirs, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
         # A link may lead back to a folder above it.
@@ -79,21 +93,21 @@ def _refuse_folder(error: OSError) -> None:
     ) from None
 
 
-def other_videos(folder: Path) -> str:
+def other_videos(files: Iterable[str]) -> str:
     """Describe the videos of a folder that are not read, because of their format; "" if there are none."""
-    others = [file for file in _find_files(folder) if file.lower().endswith(_OTHER_VIDEOS)]
+    others = [file for file in files if file.lower().endswith(_OTHER_VIDEOS)]
     if not others:
         return ""
     number = counted(len(others), "video")
     return f"{number} not in .mp4 format: {named(others)}; convert to .mp4"
 
 
-def in_place_of_videos(folder: Path) -> str:
+def in_place_of_videos(files: Iterable[str]) -> str:
     """Return what an error about a folder without a video adds: what it has, and what training needs."""
-    others = other_videos(folder)
+    others = other_videos(files)
     if others:
         return f", but {others}"
-    number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in _find_files(folder))
+    number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in files)
     if number:
         text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
         text += " takes their first frames, or the pictures of a manifest's column image; to train on the"
@@ -107,21 +121,39 @@ def sat_label(path: str) -> str:
     return (stem.replace(".mp4", ".txt") + ".txt").replace("videos", "labels")
 
 
-def label_of(path: str, folder: Path) -> Path | None:
-    """Find the label file of a video; None if there is none.
+def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | None:
+    """Find the label file of a video; None if there is none. files: those of a store.
 
     Tries SAT's path first, then the path with only the last videos/ replaced.
     """
-    if os.path.exists(sat_label(path)):
-        return Path(sat_label(path))
+    is_there = files.__contains__ if store.is_url(path) else os.path.exists
+    if is_there(sat_label(path)):
+        return sat_label(path)
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
-    parts = list(Path(path).relative_to(folder).with_suffix(".txt").parts)
+    below = path[len(folder.rstrip("/")) + 1 :]
+    parts = list(PurePosixPath(below).with_suffix(".txt").parts)
     if "videos" in parts[:-1]:
         parts[len(parts) - 2 - parts[-2::-1].index("videos")] = "labels"
-    elif folder.name == "videos":
-        folder = folder.parent / "labels"
-    label = folder.joinpath(*parts)
-    return label if label.exists() else None
+    elif PurePosixPath(folder).name == "videos":
+        folder = store.join(store.parent(folder), "labels")
+    label = store.join(folder, "/".join(parts))
+    return label if is_there(label) else None
+
+
+def read_labels(
+    videos: Sequence[str], folder: str, files: Mapping[str, Stat | None]
+) -> Iterator[tuple[str | None, str, bool]]:
+    """Yield the label file of each video (None: there is none), its first line, and whether more text follows."""
+    is_url = store.is_url(folder)
+    if is_url and folder.endswith("/videos"):
+        files = files | store.find(store.join(store.parent(folder), "labels"))
+
+    def read(video: str) -> tuple[str | None, str, bool]:
+        label = label_of(video, folder, files)
+        return (None, "", False) if label is None else (label, *first_line(label, files.get(label)))
+
+    # On a disk threads would only wait for each other.
+    yield from (store.in_threads if is_url else map)(read, videos)
 
 
 def decoded(data: bytes, name: str) -> str:
@@ -147,28 +179,33 @@ def check_caption_size(num_bytes: int, name: str) -> None:
         )
 
 
-def text_of(file: Path, is_caption: bool = False) -> str:
-    """Read a UTF-8 file; ValueError if it cannot be read."""
+def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> str:
+    """Read a UTF-8 file; ValueError if it cannot be read. about: that of a URL whose content is kept in the
+    local cache."""
     try:
-        if file.exists() and not (file.is_file() or file.is_dir()):
+        is_other = not store.is_url(file) and os.path.exists(file)
+        if is_other and not (os.path.isfile(file) or os.path.isdir(file)):
             raise OSError(errno.ESPIPE, "a pipe or device")  # reading it might never end
         if is_caption:
-            check_caption_size(file.stat().st_size, str(file))
-        data = file.read_bytes()
+            check_caption_size((about or store.stat(file)).num_bytes, file)
+        given = {} if about is None else {"version": about.version, "num_bytes": about.num_bytes}
+        data = store.read(str(store.local_copy(file, **given)) if given else file)
     except OSError as error:
+        if error.errno is None:  # the line of a store
+            raise SourceError(str(error)) from None
         raise ValueError(
             f"{file}: cannot be read ({error.strerror}); replace it by a readable text file"
         ) from None
-    return decoded(data, str(file))
+    return decoded(data, file)
 
 
-def first_line(file: Path) -> tuple[str, bool]:
-    """Return the first line of a file ("" if it is empty), and whether more text follows."""
-    first, _, rest = _LINE_END.sub("\n", text_of(file, is_caption=True)).partition("\n")
+def first_line(file: str, about: Stat | None = None) -> tuple[str, bool]:
+    """Return the first line of a file ("" if it is empty), and whether more text follows. about: as of text_of."""
+    first, _, rest = _LINE_END.sub("\n", text_of(file, True, about)).partition("\n")
     return first.strip(), bool(rest.strip())
 
 
-def text_lines(file: Path) -> list[str]:
+def text_lines(file: str) -> list[str]:
     """Return the lines of a file, including blank ones except at its end."""
     # Blank lines at the end are dropped; those between stay, so that lines can be compared by number.
     text = text_of(file).rstrip()

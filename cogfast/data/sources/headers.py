@@ -11,13 +11,15 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
+from cogfast.core import store
+from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.file_index import FileIndex, user_index
-from cogfast.data.sources.tar_shards import MEMBER, Member, Store
+from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
     MAX_FRAMES,
     check_file,
@@ -53,7 +55,7 @@ class Header(NamedTuple):
 def read_headers(clips: ClipList) -> list[Header]:
     """Return the header of every sample's file, from the index or from the file."""
     index = index_of(clips)
-    version = cache(_version)  # many members of a tar shard share its version
+    version = cache(partial(_version, clips))  # many members of a tar shard share its version
     stamps: dict[str, str] = {}  # of the files that must be opened
     samples: dict[str, int] = {}  # the first sample of each of these files
     found: dict[str, Header] = {}
@@ -106,20 +108,31 @@ def _place(clips: ClipList, index: int) -> tuple[int, int] | None:
     return offset, size
 
 
-def _version(file: str) -> str | Header:
+def _version(clips: ClipList, file: str) -> str | Header:
+    if store.is_url(file):
+        about = clips.versions.get(file)
+        return Header(reason="no such object") if about is None else about.version
     try:
-        return Store(file).version()
+        return store.stat(file).version
     except OSError as error:
         return Header(reason=f"cannot be opened ({error.strerror or error})")
 
 
 def _probe(clips: ClipList, index: int) -> Header:
     name, place = clips.files[index], _place(clips, index)
+    file = name if place is None else name.partition(MEMBER)[0]
+    about = clips.versions.get(file)
     try:
-        if place is None:
+        if about is None and place is None:
             return probe(name, check_file(name))
-        with Member(name, *place) as file:
-            return probe(io.BufferedReader(file), place[1])
+        num_bytes = None if about is None else about.num_bytes
+        with store.open_file(file, num_bytes) as opened:
+            if place is None:
+                return probe(opened, num_bytes or 0)
+            with Member(opened, *place) as member:
+                return probe(io.BufferedReader(member), place[1])
+    except StoreError as error:
+        return Header(reason=str(error).removeprefix(f"{file}: "))
     except BadSample as error:
         return Header(reason=error.reason)
     except OSError as error:
@@ -154,6 +167,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             height, width = stream.height or 0, stream.width or 0
     except BadSample as error:
         return Header(reason=error.reason)
+    except StoreError:
+        raise
     except (FFmpegError, ValueError, OSError) as error:
         return Header(reason=f"not a readable video ({one_line(error)})")
     if not num_frames or not fps or not height or not width:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Collection, Mapping, Sequence
 
 from cogfast.config.values import nearest
-from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
+from cogfast.core import store
+from cogfast.data.sources.clip_list import (
+    OTHER_VIDEOS,
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+    Versions,
+)
 from cogfast.data.sources.folders import text_lines
 from cogfast.data.sources.manifest import table_hint
 
@@ -18,7 +25,7 @@ _WHAT = {
 }
 
 
-def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipList:
+def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList:
     """Read the samples of a folder; ValueError that names file and line of a fault.
 
     files: the list of `video_column`, of `caption_column` and, where there are any, of
@@ -45,11 +52,13 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
                 f"{files['video_column']} has {len(videos)} lines and {files[key]} "
                 f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
-    columns = {}
+    columns, versions = {}, Versions()
     for key in ("video_column", "image_column", "control_column", "mask_column"):
         if key in lines:
-            paths = [str(files[key].parent / line) for line in lines[key]]
-            _refuse_missing(files[key], raw[key], paths)
+            paths = [store.join(store.parent(files[key]), line) for line in lines[key]]
+            found = store.stats(paths)
+            _refuse_missing(files[key], raw[key], paths, found)
+            versions |= Versions(found)
             columns[key] = PackedStrings(paths)
     return ClipList(
         files=columns["video_column"],
@@ -60,25 +69,30 @@ def read_lists(files: Mapping[str, Path], allow_empty_captions: bool) -> ClipLis
             for name in OTHER_VIDEOS
             if f"{name}_column" in columns
         },
+        versions=versions,
     )
 
 
-def _read(key: str, file: Path) -> list[str]:
-    if file.is_file():
+def _read(key: str, file: str) -> list[str]:
+    if store.exists(file):
         return text_lines(file)
-    folder = file.parent
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    hint = nearest(file.name, [name for name in found if name.endswith(file.suffix)])
+    folder, name = store.parent(file), os.path.basename(file)
+    if store.is_url(folder):
+        found = sorted(os.path.basename(url) for url in store.list_folder(folder))
+    else:
+        found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    ending = os.path.splitext(name)[1]
+    hint = nearest(name, [other for other in found if other.endswith(ending)])
     hint = hint or table_hint(folder)
     if not hint:
         hint = (
             "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
             "VideoFolder)"
         )
-    raise ValueError(f"data.params.{key}={file.name}: {file} does not exist{hint}")
+    raise ValueError(f"data.params.{key}={name}: {file} does not exist{hint}")
 
 
-def _refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) -> None:
+def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -> None:
     """Raise ValueError if two lists have blank lines in different places.
 
     Blank lines are skipped, which would then pair captions with the wrong videos.
@@ -93,9 +107,11 @@ def _refuse_gaps(files: Mapping[str, Path], lines: Mapping[str, Sequence[str]]) 
             )
 
 
-def _refuse_missing(file: Path, lines: Sequence[str], paths: Sequence[str]) -> None:
-    """Raise ValueError if a listed file does not exist."""
-    missing = [path for path in paths if not Path(path).is_file()]
+def _refuse_missing(
+    file: str, lines: Sequence[str], paths: Sequence[str], found: Collection[str]
+) -> None:
+    """Raise ValueError if a listed file does not exist. found: the URLs that do."""
+    missing = [path for path in paths if path not in found and not os.path.isfile(path)]
     if missing:
         at = paths.index(missing[0])
         number = [i for i, line in enumerate(lines, 1) if line][at]

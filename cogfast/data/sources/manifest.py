@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import difflib
 import io
+import itertools
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from cogfast.config.values import counted
+from cogfast.core import store
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -30,6 +32,7 @@ from cogfast.data.sources.clip_list import (
     ClipList,
     OtherFiles,
     PackedStrings,
+    Versions,
 )
 from cogfast.data.sources.folders import (
     ADD_BUCKET,
@@ -61,34 +64,35 @@ _FLAGS = {"": False, "false": False, "0": False, "true": True, "1": True}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
 
-def tables_in(folder: Path) -> list[Path]:
-    """Return the metadata files of a folder."""
-    return [folder / name for name in _TABLES if (folder / name).is_file()]
+def tables_in(folder: str) -> list[str]:
+    """Return the names of the metadata files of a folder."""
+    return [name for name in _TABLES if store.exists(store.join(folder, name))]
 
 
-def table_hint(folder: Path) -> str:
+def table_hint(folder: str) -> str:
     """Return what an error about another layout adds for a folder with a metadata file, else ""."""
     found = tables_in(folder)
     text = "is read with data.target=cogfast.data.datasets.VideoManifest"
-    return f"; its {found[0].name} {text}" if found else ""
+    return f"; its {found[0]} {text}" if found else ""
 
 
-def table_in(folder: Path) -> Path | None:
+def table_in(folder: str) -> str | None:
     """Find the metadata file of a folder; None if there is none, ValueError if there are several."""
     found = tables_in(folder)
     if len(found) > 1:
         raise ValueError(
-            f"{folder}: has {found[0].name} and {found[1].name}; give one of them in place of the "
-            "folder, or remove the other"
+            f"{folder}: has {found[0]} and {found[1]}; give one of them in place of the folder, or "
+            "remove the other"
         )
-    return found[0] if found else None
+    return store.join(folder, found[0]) if found else None
 
 
-def manifest_of(source: Path) -> Path:
+def manifest_of(source: str) -> str:
     """Return a file as it is, and of a folder its metadata file or the one of its train/."""
-    if not source.is_dir():
+    is_url = store.is_url(source)
+    if source.lower().endswith(TABLE_ENDINGS) if is_url else not os.path.isdir(source):
         return source
-    found = table_in(source) or table_in(source / "train")
+    found = table_in(source) or table_in(store.join(source, "train"))
     if found is None:
         raise SourceError(
             f"{source}: has no metadata.jsonl, metadata.csv or metadata.json, nor has its train/; "
@@ -98,23 +102,25 @@ def manifest_of(source: Path) -> Path:
 
 
 def read_manifest(
-    source: Path,
+    source: str | Path,
     allow_empty_captions: bool = False,
     has_pictures: bool = False,
     tensors: Mapping[str, tuple[int, ...]] = {},
 ) -> ClipList:
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault.
     has_pictures: rows of type image are samples. tensors: {column of .npy files: their shape}."""
-    file = manifest_of(source)
-    if not file.is_file() or file.suffix.lower() not in TABLE_ENDINGS:
-        problem = "not a manifest" if file.exists() else "no such file"
+    file = manifest_of(str(source))
+    if not store.exists(file) or not file.lower().endswith(TABLE_ENDINGS):
+        is_there = not store.is_url(file) and os.path.exists(file)
+        problem = "not a manifest" if is_there else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
     texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     if taken := sorted(_KNOWN.intersection(tensors)):
         raise ValueError(f"data.params.tensors: {taken[0]} names another column; rename the tensor")
     texts |= {name: [] for name in (*OTHER_VIDEOS, *tensors)}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
-    splits, types, prior, empty, gone, num_pictures = [], [], [], [], [], 0
+    splits, types, prior, empty, places, num_pictures = [], [], [], [], [], 0
+    folder = store.parent(file)
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
         kind = str(row.get("type")).strip().lower()
@@ -133,15 +139,14 @@ def read_manifest(
         check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
         if not caption:
             empty.append(place)
-        # Paths are relative to the manifest; joining keeps absolute ones.
-        texts["path"].append(str(file.parent / path))
-        if not os.path.isfile(texts["path"][-1]):
-            gone.append(f"{place}: {texts['path'][-1]}")
+        # Paths are relative to the manifest; joining keeps absolute ones and URLs.
+        texts["path"].append(store.join(folder, path))
+        places.append(place)
         texts["caption"].append(caption)
         for name, other in zip(("image", *OTHER_VIDEOS, *tensors), others, strict=True):
             if name in tensors and not other:
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
-            texts[name].append(str(file.parent / other) if other else "")
+            texts[name].append(store.join(folder, other) if other else "")
         for name, missing in _NUMBERS.items():
             numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
         start, end = numbers["start"][-1], numbers["end"][-1]
@@ -164,10 +169,14 @@ def read_manifest(
         logger.info(text, file, counted(num_pictures, "row"), ADD_BUCKET)
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
-    if gone:
+    found = store.stats(itertools.chain.from_iterable(texts[n] for n in texts if n != "caption"))
+    is_gone = [path not in found and not os.path.isfile(path) for path in texts["path"]]
+    if any(is_gone):
+        first = is_gone.index(True)
+        first = f"{places[first]}: {texts['path'][first]}"
         text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
         text += "the manifest, or remove the row"
-        logger.warning(text, file, len(gone), counted(len(texts["path"]), "row"), gone[0])
+        logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "
@@ -181,25 +190,26 @@ def read_manifest(
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),
         images=PackedStrings(texts["image"]) if any(texts["image"]) else None,
-        others={n: OtherFiles(found, shape=tensors.get(n)) for n, found in files.items()},
+        others={n: OtherFiles(names, shape=tensors.get(n)) for n, names in files.items()},
         spans=None if np.isnan(spans).all() else spans,
         fps=None if np.isnan(fps).all() else fps,
         weights=None if (weights == 1).all() else weights,
         splits=numbered.astype(np.int8) if numbered.any() else None,
         prior=np.array(prior) if any(prior) else None,
         types=np.array(types, np.int8) if any(types) else None,
+        versions=Versions(found),
     )
 
 
-def _rows_of(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
+def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
     """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list. tensors:
     further known columns."""
-    if file.suffix.lower() == ".csv":
+    if file.lower().endswith(".csv"):
         yield from _csv_rows(file, tensors)
         return
     others = tensors
     for place, row in (
-        _list_entries(file) if file.suffix.lower() == ".json" else _line_entries(file)
+        _list_entries(file) if file.lower().endswith(".json") else _line_entries(file)
     ):
         if not isinstance(row, dict):
             raise ValueError(
@@ -213,7 +223,7 @@ def _rows_of(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
         yield place, row
 
 
-def _line_entries(file: Path) -> Iterator[tuple[str, object]]:
+def _line_entries(file: str) -> Iterator[tuple[str, object]]:
     for line, content in enumerate(text_of(file).split("\n"), 1):
         if not content.strip():
             continue
@@ -223,7 +233,7 @@ def _line_entries(file: Path) -> Iterator[tuple[str, object]]:
             raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
 
 
-def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
+def _list_entries(file: str) -> Iterator[tuple[str, object]]:
     try:
         entries = json.loads(text_of(file))
     except (ValueError, RecursionError) as error:
@@ -234,7 +244,7 @@ def _list_entries(file: Path) -> Iterator[tuple[str, object]]:
     yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
 
 
-def _csv_rows(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
+def _csv_rows(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
     # newline="": csv itself splits lines, since quoted captions may hold line breaks.
     reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
     try:
@@ -264,7 +274,7 @@ def _csv_rows(file: Path, tensors: set[str]) -> Iterator[tuple[str, dict]]:
         ) from None
 
 
-def _check_columns(file: Path, place: str, found: set[str]) -> None:
+def _check_columns(file: str, place: str, found: set[str]) -> None:
     """Log columns that are not read; raise ValueError for one that looks misspelt."""
     unknown = sorted(name for name in found if name not in _KNOWN)
     for name in unknown:

@@ -15,16 +15,25 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from cogfast.config.values import counted
+from cogfast.core import store
+from cogfast.core.store import Stat
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
+from cogfast.data.sources.clip_list import (
+    OTHER_VIDEOS,
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+    Versions,
+    join,
+)
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.sources.folders import (
     PICTURE_ENDINGS,
@@ -80,9 +89,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 def shards_of(source: str) -> list[str]:
     """List the .tar files below a folder, or those that a pattern names."""
-    if Path(source).is_dir():
-        found = sorted(str(path) for path in Path(source).rglob("*.tar"))
-        packed = [str(p) for p in Path(source).rglob("*.t*") if p.name.endswith(_COMPRESSED)]
+    is_url = store.is_url(source)
+    is_file = source.endswith(".tar") or "{" in source or MEMBER in source
+    if not is_file if is_url else Path(source).is_dir():
+        names = list(store.find(source)) if is_url else map(str, Path(source).rglob("*.t*"))
+        names = sorted(names)
+        found = [name for name in names if name.endswith(".tar")]
+        packed = [name for name in names if name.endswith(_COMPRESSED)]
         number = counted(len(packed), "compressed shard")
         text = f"{number}: {named(packed)}; decompress to .tar (gzip -d FILE.tar.gz)"
         if not found:
@@ -93,74 +106,25 @@ def shards_of(source: str) -> list[str]:
     return expand_braces(source)
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
-    """A shard on local disk, or behind fsspec if its name has a scheme such as s3://."""
-
-    url: str
-
-    @property
-    def is_remote(self) -> bool:
-        return "://" in self.url
-
-    def open(self) -> BinaryIO:
-        if not self.is_remote:
-            return open(self.url, "rb")
-        file_system, path = _file_system(self.url)
-        return file_system.open(path, "rb")
-
-    def version(self) -> str:
-        """A version string that changes whenever the shard is rewritten."""
-        if not self.is_remote:
-            stat = Path(self.url).stat()
-            return f"{stat.st_size}-{stat.st_mtime_ns}"
-        file_system, path = _file_system(self.url)
-        return str(file_system.ukey(path))
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes from `offset`, or fewer if the shard ends before."""
-        if not self.is_remote:
-            with open(self.url, "rb") as file:
-                # Python allocates `size` bytes before it notices that the file is shorter.
-                left = os.fstat(file.fileno()).st_size - offset
-                file.seek(offset)
-                return file.read(max(0, min(size, left)))
-        file_system, path = _file_system(self.url)
-        return file_system.cat_file(path, start=offset, end=offset + size)
-
-    def beside(self, name: str) -> bytes | None:
-        """Read a file in the shard's folder; None if there is none."""
-        url = self.url.rpartition("/")[0] + "/" + name if "/" in self.url else name
-        if "://" not in url and os.path.exists(url) and not os.path.isfile(url):
-            raise ValueError(
-                f"{url}: not a file but a folder, pipe or device; put the file of captions there, or "
-                "remove it"
-            )
-        try:
-            with Store(url).open() as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-
-
-def _file_system(url: str):
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    # No installed package handles the scheme.
-    except (ImportError, ValueError) as error:
+def _beside(shard: str, name: str) -> bytes:
+    """Read a file in the shard's folder; b"" if there is none."""
+    file = store.join(store.parent(shard), name)
+    if not store.is_url(file) and os.path.exists(file) and not os.path.isfile(file):
         raise ValueError(
-            f"{url}: fsspec cannot open it ({error}); install the package for its scheme, or correct it"
-        ) from None
+            f"{file}: not a file but a folder, pipe or device; put the file of captions there, or "
+            "remove it"
+        )
+    try:
+        return store.read(file)
+    except FileNotFoundError:
+        return b""
 
 
 class Member(io.RawIOBase):
     """A member of a shard, SHARD::NAME, as a seekable file."""
 
-    def __init__(self, file: str, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
-        self._store = Store(file.partition(MEMBER)[0]).open()
+    def __init__(self, shard: BinaryIO, offset: int, size: int) -> None:
+        self._offset, self._size, self._at, self._shard = offset, size, 0, shard
 
     def readable(self) -> bool:
         return True
@@ -175,23 +139,29 @@ class Member(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer)
-        self._store.seek(self._offset + self._at)
-        data = self._store.read(max(0, min(len(view), self._size - self._at)))
+        self._shard.seek(self._offset + self._at)
+        data = self._shard.read(max(0, min(len(view), self._size - self._at)))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
 
     def close(self) -> None:
-        self._store.close()
+        self._shard.close()
         super().close()
 
 
-def read_member(file: str, offset: int, size: int) -> bytes:
+def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
     """Read the bytes of a member, SHARD::NAME; BadSample if they cannot be read."""
     if size > _MAX_BYTES:
         raise BadSample(file, f"a member of {size} bytes; at most {_MAX_BYTES} are supported")
     try:
-        data = Store(file.partition(MEMBER)[0]).read(offset, size)
+        shard = file.partition(MEMBER)[0]
+        if store.is_url(shard):
+            data = store.read(clips.local(shard, (offset, size)))
+        else:
+            data = store.read(shard, offset, size)
+    except BadSample as error:
+        raise BadSample(file, f"the shard cannot be read ({error.reason})") from None
     except OSError as error:
         raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
     if len(data) < size:
@@ -199,30 +169,46 @@ def read_member(file: str, offset: int, size: int) -> bytes:
     return data
 
 
-def list_shard(url: str, caption_key: str, has_pictures: bool = False) -> ClipList:
+def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> ClipList:
+    """List the samples of shards, one shard after the other."""
+    for url in shards:
+        if MEMBER in url:
+            raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
+    found = store.stats(shards)
+
+    def list_one(url: str) -> ClipList:
+        about = found.get(url) if store.is_url(url) else None
+        return list_shard(url, caption_key, has_pictures, about)
+
+    # Their headers are read by many small requests.
+    each = store.in_threads if found else map
+    listed = join([*each(list_one, shards)])
+    return replace(listed, versions=Versions(found))
+
+
+def list_shard(
+    url: str, caption_key: str, has_pictures: bool = False, about: Stat | None = None
+) -> ClipList:
     """List the samples of a shard in its order; the caption is "" if there is none. has_pictures:
-    samples without a video may have a picture.
+    samples without a video may have a picture. about: that of a URL.
 
     The list is read from the index in the user's cache folder if the shard has not changed.
     """
-    if MEMBER in url:
-        raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
-    store = Store(url)
     try:
-        if not store.is_remote and Path(url).exists() and not Path(url).is_file():
+        if not store.is_url(url) and Path(url).exists() and not Path(url).is_file():
             raise IsADirectoryError("not a file but a folder, pipe or device")
-        version = store.version()
+        about = about or store.stat(url)
     except OSError as error:
         raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     index = user_index("shard", [url, caption_key])
-    kept = index.get(url, version)
+    kept = index.get(url, about.version)
     if kept is None:
         try:
-            kept = _rows(store, caption_key)
+            kept = _rows(url, about.num_bytes, caption_key)
         except OSError as error:
             raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        index.keep([(url, version, *kept)])
+        index.keep([(url, about.version, *kept)])
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:
@@ -268,26 +254,26 @@ def list_shard(url: str, caption_key: str, has_pictures: bool = False) -> ClipLi
 Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}
 
 
-def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
+def _rows(url: str, num_bytes: int, caption_key: str) -> tuple[list[Row], list[str]]:
     """Read a shard's samples and captions; returns them with one line per fault of the shard."""
-    meta = _meta(store, caption_key)
-    members, faults, is_whole = _members(store)
+    meta = _meta(url, caption_key)
+    members, faults, is_whole = _members(url, num_bytes)
     rows = []
     for key, kinds in members.items():
         caption = ""
         sat_key = _SAT_KEY_SUFFIX.sub("", key)
         if caption_key in kinds:
-            caption = _member_text(store, key, caption_key, kinds)
+            caption = _member_text(url, key, caption_key, kinds)
         elif key in meta or sat_key in meta:
             caption = meta[key if key in meta else sat_key]
         elif "json" in kinds:
-            caption = _caption_in_json(_member_text(store, key, "json", kinds), caption_key)
+            caption = _caption_in_json(_member_text(url, key, "json", kinds), caption_key)
         elif "txt" in kinds:
-            caption = _member_text(store, key, "txt", kinds)
+            caption = _member_text(url, key, "txt", kinds)
         # JSON escapes can spell single surrogates, which a tokenizer refuses.
         if any("\ud800" <= c <= "\udfff" for c in caption):
             raise ValueError(
-                f"{store.url}: the caption of {key!r} is not valid Unicode; write it again as UTF-8"
+                f"{url}: the caption of {key!r} is not valid Unicode; write it again as UTF-8"
             )
         # Captions are one line, as those of other layouts.
         rows.append((key, " ".join(caption.split()), kinds))
@@ -298,7 +284,9 @@ def _rows(store: Store, caption_key: str) -> tuple[list[Row], list[str]]:
     return rows, faults
 
 
-def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str], bool]:
+def _members(
+    url: str, num_bytes: int
+) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str], bool]:
     """Read the headers of a shard's members.
 
     Returns {key: {kind: (offset, bytes)}} in the shard's order, including members that are cut off;
@@ -306,12 +294,11 @@ def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[
     """
     found: dict[str, dict[str, tuple[int, int]]] = {}
     twice = []
-    with store.open() as file:
-        num_bytes, is_whole = file.seek(0, 2), True
-        file.seek(0)
+    with store.open_file(url, num_bytes) as file:
+        is_whole = True
         try:
             for member, end in _headers(file):
-                _check_member(store.url, member)
+                _check_member(url, member)
                 key, dot, kind = _split_name(member.name)
                 if member.isreg() and dot and not _is_meta(member.name):
                     if kind in found.get(key, ()):
@@ -322,7 +309,7 @@ def _members(store: Store) -> tuple[dict[str, dict[str, tuple[int, int]]], list[
             is_whole = False
             if not found:
                 raise ValueError(
-                    f"{store.url}: not a tar file ({error}); decompress a shard (gzip -d FILE.tar.gz), "
+                    f"{url}: not a tar file ({error}); decompress a shard (gzip -d FILE.tar.gz), "
                     "since samples are read by random access"
                 ) from None
     text = f"has {counted(len(twice), 'member')} twice; the later one is read: {named(twice)}"
@@ -392,22 +379,22 @@ def _check_member(url: str, member: tarfile.TarInfo) -> None:
         )
 
 
-def _member_text(store: Store, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
+def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
     """Read a caption; "" if the shard ends within it."""
     offset, size = kinds[kind]
-    name = f"{store.url}{MEMBER}{key}.{kind}"
+    name = f"{url}{MEMBER}{key}.{kind}"
     check_caption_size(size, name)
-    data = store.read(offset, size)
+    data = store.read(url, offset, size)
     return decoded(data, name) if len(data) == size else ""
 
 
-def _meta(store: Store, caption_key: str) -> dict[str, str]:
+def _meta(shard: str, caption_key: str) -> dict[str, str]:
     """Read {key: caption} from SAT's .meta.jsonl beside the shard; {} if there is none."""
-    name = store.url.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
-    data = store.beside(name)
+    name = shard.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
+    data = _beside(shard, name)
     captions: dict[str, str] = {}
     # splitlines would also split at U+2028, which JSON text may hold.
-    for number, line in enumerate(decoded(data or b"", name).split("\n"), 1):
+    for number, line in enumerate(decoded(data, name).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -415,7 +402,7 @@ def _meta(store: Store, caption_key: str) -> dict[str, str]:
             key = str(row["key"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
-                f"{name} beside {store.url}: line {number} is not a JSON object with a key; write "
+                f"{name} beside {shard}: line {number} is not a JSON object with a key; write "
                 f'{{"key": NAME, "{caption_key}": TEXT}}'
             ) from None
         if row.get(caption_key) is not None:

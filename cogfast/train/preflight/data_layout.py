@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from cogfast.config import Config, data_arguments
 from cogfast.config.merged_config import COMMAND_LINE, refuse
-from cogfast.data.sources.folders import find_videos, label_of, named
+from cogfast.core import store
+from cogfast.core.store import StoreError
+from cogfast.data.sources.folders import find_videos, label_of, named, walk_files
 from cogfast.data.sources.manifest import TABLE_ENDINGS, tables_in
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,10 @@ def infer_layout(config: Config) -> Config:
     if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):
         return config
     # A source without a layout is refused later, with the reason.
-    each = {source: found for source in sources if (found := _layouts_of(source))}
+    try:
+        each = {source: found for source in sources if (found := _layouts_of(source))}
+    except StoreError as error:
+        refuse(config, key, f"{key}={error}")
     if all("VideoFolder" in found for found in each.values()):
         for source, found in each.items():
             if len(found) > 1:
@@ -60,19 +66,27 @@ def infer_layout(config: Config) -> Config:
 
 def _layouts_of(source: str) -> list[str]:
     """Return the names of the data sets that can read a source; [] if there is none."""
-    path = Path(source)
-    # An address, or shards as webdataset names them: shards-{000..010}.tar
-    if "://" in source or ".tar" in source:
+    is_table = source.lower().endswith(TABLE_ENDINGS)
+    # Shards as webdataset names them: shards-{000..010}.tar
+    if ".tar" in source:
         return ["VideoShards"]
-    if path.is_file():
-        return ["VideoManifest"] if path.suffix.lower() in TABLE_ENDINGS else []
-    if not path.is_dir():
-        return []
-    first = next(find_videos(path), None)
+    # The folders in a bucket are not listed here, as that may take minutes.
+    if store.is_url(source):
+        names = [] if is_table else list(store.list_folder(source))
+        folder, files = source.rstrip("/"), dict.fromkeys(names)
+        first = next(find_videos(names), None)
+        has_label = any(name.endswith(("/videos", "/labels")) for name in names)
+    elif os.path.isfile(source) or not os.path.isdir(source):
+        names, folder = [], source
+    else:
+        names, folder, files = os.listdir(source), str(Path(source)), {}
+        first, has_label = next(find_videos(walk_files(folder)), None), False
+    if not names:
+        return ["VideoManifest"] if is_table and store.exists(source) else []
     found = {
-        "VideoFolder": first is not None and label_of(first, path) is not None,
-        "VideoManifest": bool(tables_in(path) or tables_in(path / "train")),
-        "VideoList": all((path / name).is_file() for name in _LISTS),
-        "VideoShards": next(path.glob("*.tar"), None) is not None,
+        "VideoFolder": has_label or bool(first and label_of(first, folder, files)),
+        "VideoManifest": bool(tables_in(folder) or tables_in(store.join(folder, "train"))),
+        "VideoList": all(store.exists(store.join(folder, name)) for name in _LISTS),
+        "VideoShards": any(name.endswith(".tar") for name in names),
     }
     return [name for name, is_one in found.items() if is_one]

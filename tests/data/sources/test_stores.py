@@ -1,0 +1,186 @@
+"""Data in a real S3 server: the samples, their order and their faults are those of the same data on a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cogfast.core import store
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.batches import BatchLoader
+from cogfast.data.buckets import survey
+from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
+from cogfast.data.sources.headers import read_headers
+from tests.data.sources.test_tar_shards import _tar
+from tests.support.s3_server import Fault, s3_server
+from tests.support.video_files import sat_folder
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+TENSORS = CLIP | {"tensors": {"flow": [2, 3]}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with four layouts of six clips, and its copy in a bucket: (folder, server)."""
+    folder = tmp_path_factory.mktemp("data")
+    sat_folder(folder / "sat/b", 3)
+    sat_folder(folder / "sat/a/B", 2)
+    sat_folder(folder / "sat", 1)
+    clips = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.mp4"))
+    rows = []
+    for i, clip in enumerate(clips):
+        np.save(folder / f"{i}.npy", np.full((2, 3), i, np.float32))
+        row = {"path": f"./{clip}", "caption": f"c{i}", "flow": f"{i}.npy", "image": ""}
+        rows.append(row | ({"control": f"sat/../{clips[0]}"} if i else {"control": clip}))
+    Image.fromarray(np.arange(32 * 48 * 3, dtype=np.uint8).reshape(32, 48, 3)).save(
+        folder / "first.png"
+    )
+    rows[1]["image"] = "first.png"
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "lists").mkdir()
+    (folder / "lists/videos.txt").write_text("\n".join(f"../{clip}" for clip in clips))
+    (folder / "lists/prompts.txt").write_text("\n".join(f"c{i}" for i in range(len(clips))))
+    for i in range(2):
+        members = {f"{i}{j}.mp4": (folder / clips[3 * i + j]).read_bytes() for j in range(3)}
+        _tar(folder / f"shards/s-{i}.tar", members | {f"{i}0.txt": b"a", f"{i}2.txt": b"c"})
+        (folder / f"shards/s-{i}.meta.jsonl").write_text(f'{{"key": "{i}1", "caption": "b"}}')
+    with s3_server() as server:
+        yield folder, server
+
+
+@pytest.fixture
+def bucket(data, monkeypatch, tmp_path):
+    folder, server = data
+    for key, value in server.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "index"))
+    monkeypatch.setattr(store, "_PATIENCE", 1.0)
+    server.faults = []
+    if not store.find(server.url):
+        for file in folder.rglob("*.*"):
+            store.upload(file, f"{server.url}/{file.relative_to(folder)}")
+    server.requests.clear()
+    yield folder, server
+    server.faults = []
+
+
+def _equal(one: dict, other: dict, folder: Path, url: str) -> bool:
+    """Whether two samples are the same, up to where their files lie."""
+    there = dict(other, path=other["path"].replace(url, str(folder)))
+    one = dict(one, path=os.path.normpath(one["path"]))
+    equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return one.keys() == there.keys() and all(equal(v, there[k]) for k, v in one.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "params"),
+    [
+        (VideoFolder, "sat", CLIP),
+        (VideoFolder, "sat/b/videos", CLIP),
+        (VideoManifest, "", TENSORS),
+        (VideoManifest, "metadata.jsonl", TENSORS),
+        (VideoList, "lists", CLIP),
+        (VideoShards, "shards", CLIP),
+        (VideoShards, "shards/s-{0..1}.tar", CLIP),
+    ],
+)
+def test_samples_headers_and_order_are_those_of_a_disk(bucket, kind, source, params):
+    folder, server = bucket
+    name = f"{folder}/{source}" if source else str(folder)
+    local, remote = (kind([n], **params) for n in (name, name.replace(str(folder), server.url)))
+    names = [path.replace(server.url, str(folder)) for path in remote.paths]
+    assert names == [os.path.normpath(path) for path in local.paths]
+    assert list(remote.captions) == list(local.captions)
+    assert len(server.requests) <= 30
+    # The manifest has controls that do not fit, and one that is the clip itself.
+    found, on_disk = survey(remote).reasons, survey(local).reasons
+    assert list(found) == list(on_disk) == ([*range(6)] if kind is VideoManifest else [])
+    assert "clip itself" in found.get(0, "clip itself")
+    assert read_headers(remote.clips) == read_headers(local.clips)
+    for i in range(len(local)):
+        assert _equal(local[i], remote[i], folder, server.url)
+    server.requests.clear()
+    again = remote.part(range(len(remote)))
+    assert _equal(local[0], again[0], folder, server.url)
+    assert server.requests == []  # the copies are there, and no version is asked for
+
+
+def test_a_manifest_on_a_disk_names_addresses(bucket, tmp_path):
+    folder, server = bucket
+    rows = [{"path": f"{server.url}/sat/b/videos/0{i}.mp4", "caption": f"{i}"} for i in range(4)]
+    rows.append({"path": f"{folder}/sat/b/videos/00.mp4", "caption": "4"})
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = VideoManifest([str(tmp_path / "m.jsonl")], **CLIP)
+    assert torch.equal(data[0]["video"], data[4]["video"])
+    with pytest.raises(BadSample, match=r"b/videos/03.mp4: no such object"):
+        data[3]
+    assert survey(data).reasons == {3: "no such object"}
+
+
+def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE", 10.0)
+    folder, server = bucket
+    local, remote = (VideoFolder([n], **CLIP) for n in (f"{folder}/sat", f"{server.url}/sat"))
+    server.faults = [
+        Fault(503, method="GET", times=2),
+        Fault("cut", method="GET", times=1),
+        Fault(403, path="b/videos/01"),
+    ]
+    batches = {}
+    for data in (local, remote):
+        order = data.order(0, 2)
+        with BatchLoader(
+            data, order, micro_batch=2, num_steps=3, num_workers=2, max_bad_fraction=0.5
+        ) as loader:
+            batches[data] = list(loader)
+            bad = loader.bad_samples.reasons
+    (name,) = bad
+    assert name == f"{server.url}/sat/b/videos/01.mp4" and "access denied" in bad[name]
+    for one, other in zip(batches[local], batches[remote], strict=True):
+        for i, path in enumerate(other["paths"]):
+            own = one["paths"][i]
+            if own == path.replace(server.url, str(folder)):
+                assert torch.equal(one["mp4"][i], other["mp4"][i])
+            else:
+                assert own.endswith("b/videos/01.mp4")
+
+
+def test_an_object_that_changes_or_has_no_ranges_is_a_bad_sample(bucket):
+    folder, server = bucket
+    data = VideoFolder([f"{server.url}/sat/b"], **CLIP)
+    video = (folder / "sat/b/videos/00.mp4").read_bytes()
+    for changed in (video[:-1], video + b"0"):
+        store.write(f"{server.url}/sat/b/videos/00.mp4", changed)
+        with pytest.raises(BadSample, match="b/videos/00.mp4: changed since it was listed; start"):
+            data[0]
+    store.write(f"{server.url}/sat/b/videos/00.mp4", video)
+    assert torch.equal(data[0]["video"], VideoFolder([str(folder / "sat/b")], **CLIP)[0]["video"])
+    shards = VideoShards([f"{server.url}/shards"], **CLIP)
+    server.faults = [Fault("no ranges", method="GET")]
+    with pytest.raises(BadSample, match=r"s-0.tar::00.mp4: the shard .* must support HTTP ranges"):
+        shards[0]
+    assert data[1]["num_frames"] == 9  # whole objects need none
+
+
+@pytest.mark.parametrize(
+    ("source", "fault", "text"),
+    [
+        ("", Fault(403), "^{url}: access denied .*; check the credentials, their rights"),
+        ("/sat/x", None, "^{url}/sat/x: no .mp4 file in it"),
+        ("-none/x", None, "^{url}-none/x: no .mp4 file in it"),
+        ("/sat", Fault(403, path="labels/"), "^{url}/sat/a/B/labels/00.txt: access denied"),
+    ],
+)
+def test_sources_that_cannot_be_read_name_the_fix(bucket, source, fault, text):
+    _, server = bucket
+    server.faults = [] if fault is None else [fault]
+    with pytest.raises(ValueError, match=text.format(url=server.url)) as caught:
+        VideoFolder([server.url + source], **CLIP)
+    assert "\n" not in str(caught.value)
