@@ -333,9 +333,15 @@ def _run(argv: list[str]) -> int:
         is_known = _is_known(error)
         is_lost = is_of_another_rank(error)
         is_line = (is_known or is_lost) and "--traceback" not in argv
-        if is_lost:  # let the rank that failed report first
+        restarts = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
+        is_restarted = is_lost and len(set(restarts)) == 2
+        if is_lost and not is_restarted:  # let the rank that failed report first
             time.sleep(_GRACE_SECONDS)
         tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
+        if is_restarted:
+            # At once, without waiting for the heartbeat's thread: other ranks still wait for this one.
+            write_last_line(f"cogfast: rank {os.environ.get('RANK')}: {_line(error)}")
+            os._exit(1)
         if not is_line:
             raise
         _report(error)

@@ -177,6 +177,13 @@ class TrainArguments:
     """shard activations by rows between the tensor-parallel linears"""
     collective_timeout: Annotated[int, Range(1, 10**7)] = 1800
     """seconds that a rank waits for another one in a collective, before the run ends"""
+    elastic: Annotated[Literal["off", "shrink", "wait"], BeforeValidator(lambda x: x or "off")] = (
+        "off"
+    )
+    """under torchrun --nnodes=MIN:MAX --max-restarts=N: what a run does that has lost ranks. It resumes
+    by itself, without --resume too, with the global batch of its checkpoint. shrink: with the most
+    ranks that divide it, and more accumulation; other ranks idle. wait: once there are as many ranks
+    as before ([launch.md](launch.md#restart-by-itself)). off: as started"""
     replica_check_interval: Count | None = 1000
     """steps between checks that replicas are still equal; null: never"""
     kernels: Literal["triton", "torch"] = "triton"

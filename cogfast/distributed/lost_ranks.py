@@ -17,6 +17,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +46,8 @@ _BETWEEN_BEATS = 5.0  # seconds
 # Far longer than a thread waits for Python's lock while its rank compiles, encodes, reads or writes.
 _SILENCE = timedelta(seconds=60)
 _PATIENCE = timedelta(seconds=10)  # for rank 0 to end first
+_START_TIMEOUT = timedelta(minutes=5)  # in which all ranks of a launch must have their imports
+_SECONDS_TO_FAIL = 15.0  # for the main thread to notice a closed connection itself
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -118,15 +122,23 @@ class Heartbeat:
     its rank does, so that work which takes long ends no run.
     """
 
-    def __init__(self, rank: int) -> None:
-        """Start the thread, with a gloo group of its own. Every rank must call it."""
+    def __init__(self, rank: int, ranks: Sequence[int], store: Any = None) -> None:
+        """Start the thread, with a gloo group of its own. Each of `ranks` must call it.
+
+        store: of ranks that are not those of torch.distributed: one of them that is lost ends no other.
+        """
         import torch
         import torch.distributed as dist
 
-        group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
         # The thread imports nothing and reads no state of torch.distributed, which the main thread changes.
-        self.rank, self._group, self._count = rank, group, torch.zeros((), dtype=torch.int64)
-        self._is_over, self._leaves = threading.Event(), False
+        if store is None:
+            self._group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
+        else:
+            store = dist.PrefixStore("heartbeat", store)
+            self._group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), _SILENCE)
+        self.rank, self._ranks, self.is_of_idle = rank, ranks, store is not None
+        self._count, self._is_over = torch.zeros((), dtype=torch.int64), threading.Event()
+        self._leaves, self.is_complete = False, False  # is_complete: all ranks have called `stop`
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         # A thread that is in a collective when Python ends would abort the process.
@@ -150,28 +162,64 @@ class Heartbeat:
             if self._leaves:
                 return
             try:
-                if self._meet(is_over):
+                self.is_complete = self._meet(is_over)
+                if self.is_complete:
                     return
             except RuntimeError as error:
-                # Any other error is a closed connection, which ends this rank's collectives, too.
                 if "timed out" in str(error).lower() and not self._leaves:
-                    self._end(str(error))
+                    found = re.search(r"Rank (\d+) failed to pass", str(error))
+                    lost = self._ranks[0 if found is None else int(found[1])]
+                    self._end(f"rank {lost} has stopped: no sign of it for {_SILENCE.seconds} s")
+                # Any other error is a closed connection, which ends this rank's collectives, too. But NCCL
+                # may not notice a rank that has ended.
+                if not self.is_of_idle and not self._is_over.wait(_SECONDS_TO_FAIL):
+                    self._end(OTHER_RANK)
                 return
 
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
-        # Rank 0 waits for each rank and can name the one that has stopped; the others wait for rank 0.
-        limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
+        # The first rank waits for each rank and can name the one that has stopped; the others wait for it.
+        limit = _SILENCE if self.rank == self._ranks[0] else _SILENCE + _PATIENCE
         self._group.monitored_barrier(limit)
         self._count.fill_(int(is_over))
         self._group.allreduce(self._count).wait()
         return int(self._count) == self._group.size()
 
-    def _end(self, error: str) -> None:
-        found = re.search(r"Rank (\d+) failed to pass", error)
-        lost = 0 if found is None else int(found[1])
-        text = f"rank {lost} has stopped: no sign of it for {_SILENCE.seconds} s"
+    def _end(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the disk is full
             tell_torchrun(text)
         os.write(2, f"cogfast: rank {self.rank} ends: {text}\n".encode())
         os._exit(1)  # nothing else ends the main thread's wait in a collective
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The ranks that torchrun has started, of which the first WORLD_SIZE train while the others idle."""
+
+    rank: int
+    num_ranks: int
+    store: Any  # of torch.distributed
+
+    @classmethod
+    def join(cls) -> Launch:
+        """Connect to the store of this launch. Every rank must call it."""
+        from torch.distributed.rendezvous import rendezvous
+
+        check_store()
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        found = rendezvous("env://", rank, num_ranks, timeout=_START_TIMEOUT)
+        return cls(rank, num_ranks, next(found)[0])
+
+    def idle(self, num_training: int) -> bool:
+        """Wait for the ranks that train. Return whether their run is over; they may also have failed."""
+        heartbeat = self._heartbeat(num_training)
+        heartbeat.stop()
+        return heartbeat.is_complete
+
+    def watch_idle(self, num_training: int) -> tuple[Heartbeat, ...]:
+        """Return what tells the idle ranks that this one lives: on rank 0, if there are any."""
+        has_idle = self.rank == 0 and num_training < self.num_ranks
+        return (self._heartbeat(num_training),) if has_idle else ()
+
+    def _heartbeat(self, num_training: int) -> Heartbeat:
+        return Heartbeat(self.rank, [0, *range(num_training, self.num_ranks)], self.store)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from cogfast.distributed.lost_ranks import (
     Heartbeat,
+    Launch,
     UnsharedError,
     check_store,
     is_lost_connection,
@@ -49,6 +50,7 @@ _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
 _PATIENCE = timedelta(seconds=10)
+_SIGNAL = 2  # in the all-reduce of StopRequest: a signal to a rank; 1: max_hours
 
 
 T = TypeVar("T")
@@ -68,7 +70,7 @@ class ProcessGroups:
     context-parallel group (None: this rank alone). model, model_control: the ranks that work on the
     same samples, for tensors, and their gloo group for decisions (None: this rank alone). replicas:
     the ranks with the same shard of the weights, between which ZeRO shards them (None: all ranks).
-    heartbeat: notices ranks that stop.
+    heartbeats: notice ranks that stop.
     """
 
     rank: int
@@ -77,7 +79,7 @@ class ProcessGroups:
     device: torch.device
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
-    heartbeat: Heartbeat | None = None
+    heartbeats: tuple[Heartbeat, ...] = ()
     tensor: ParallelGroup | None = None
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
@@ -277,16 +279,21 @@ class ProcessGroups:
         self.agree(error)
         return self.broadcast(value)
 
-    def close(self) -> None:
-        """Destroy the process groups if this object created them.
+    def close(self, ends_idle: bool = True) -> None:
+        """Destroy the process groups if this object created them. ends_idle: for idle ranks the run is over,
+        too (`Launch`).
 
         A single process keeps its group for the next run in it, because DeepSpeed stores a reference.
         """
-        if self.is_owner and self.world_size > 1:
+        if not self.is_owner:
+            return
+        if self.world_size > 1:
             # With gloo, a rank that leaves early makes the others fail.
             dist.barrier(group=self.control)
-            if self.heartbeat is not None:
-                self.heartbeat.stop()
+        for heartbeat in self.heartbeats:
+            if ends_idle or not heartbeat.is_of_idle:
+                heartbeat.stop()
+        if self.world_size > 1:
             dist.destroy_process_group()
 
 
@@ -325,13 +332,16 @@ def _collective() -> Iterator[None]:
 
 
 def start_processes(
-    tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800
+    tensor_size: int = 1,
+    context_size: int = 1,
+    timeout_s: int = 1800,
+    launch: Launch | None = None,
 ) -> ProcessGroups:
     """Create the process groups, of the ranks that torchrun started or of a single process.
 
     tensor_size, context_size: number of ranks that share the weights and the rows of a sample; their
     product must divide the world size. timeout_s: how long a collective on tensors waits for another
-    rank.
+    rank. launch: if only some of the ranks that torchrun started train.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -358,9 +368,13 @@ def start_processes(
         for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
             os.environ.setdefault(key, str(value))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # One process needs no TCP store, whose port another run could have taken.
-        store = dist.HashStore() if world_size == 1 else None
-        check_store()
+        if launch is not None:
+            launch.store.set_timeout(timeout)
+            store: dist.Store | None = dist.PrefixStore("training", launch.store)
+        else:
+            # One process needs no TCP store, whose port another run could have taken.
+            store = dist.HashStore() if world_size == 1 else None
+            check_store()
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
@@ -370,8 +384,10 @@ def start_processes(
             # torch warns of a group that still exists at the end of the process.
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None
-    heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
-    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeat)
+    heartbeats = () if launch is None else launch.watch_idle(world_size)
+    if world_size > 1 and is_owner:
+        heartbeats += (Heartbeat(rank, range(world_size)),)
+    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeats)
     if device.type == "cpu":
         _take_cpu_kernels(groups)
     if tensor_size * context_size == 1:
@@ -459,6 +475,7 @@ class StopRequest:
             self.deadline = psutil.Process().create_time() + 3600 * max_hours
         self._signals = StopSignals(self._last_line, announce=self._announce)
         self.is_stopping = False  # whether all ranks have agreed
+        self.is_by_signal = False  # and not because of max_hours
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def __enter__(self) -> StopRequest:
@@ -502,13 +519,14 @@ class StopRequest:
     def is_agreed(self) -> bool:
         """Return whether all ranks stop now. Every rank calls it once per step."""
         if self.groups.world_size == 1:
-            self.is_stopping = self.is_asked
+            self.is_stopping, self.is_by_signal = self.is_asked, bool(self._signals.received)
             return self.is_stopping
         if self._pending is not None:
             work, flag = self._pending
             work.wait()
-            self.is_stopping = bool(flag.item())  # sync: none, a CPU tensor
-        flag = torch.tensor([int(self.is_asked)])
+            value = int(flag.item())  # sync: none, a CPU tensor
+            self.is_stopping, self.is_by_signal = value > 0, value == _SIGNAL
+        flag = torch.tensor([_SIGNAL if self._signals.received else int(self.is_asked)])
         # MAX: one rank that was asked stops all.
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.groups.control, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"

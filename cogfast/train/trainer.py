@@ -128,7 +128,10 @@ class Trainer:
                     f"{self.parts.how_to_resume()}"
                 )
             self._log_end(stop)
-            groups.close()
+            groups.close(ends_idle=not stop.is_by_signal)
+            if args.elastic != "off" and stop.is_by_signal and not stop.is_asked:
+                # Status 1: torchrun restarts these ranks, but not those of the machine with the signal.
+                raise RuntimeError("a signal to another machine ended these ranks, too")
             num_skipped = int(self.engine.num_skipped)  # sync: once
             if self.parts.step == 0 and self.step == num_skipped == self.num_steps:
                 raise RuntimeError(

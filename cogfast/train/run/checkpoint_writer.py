@@ -80,6 +80,8 @@ class CheckpointWriter:
         self.groups = groups.with_own_control()
         # Returns the steps of the checkpoints that are kept in addition. Rank 0's thread calls it.
         self.kept: Callable[[Sequence[int]], set[int]] = lambda _: set()
+        # Raises an error if the folder is another run's now. Rank 0's thread calls it before it writes.
+        self.check_owner: Callable[[], None] = lambda: None
         self.saved_step = 0
         self.saved: Path | None = None
         self._snapshot: _Snapshot | None = None
@@ -163,7 +165,7 @@ class CheckpointWriter:
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
         # This is a barrier, too: no rank writes before the folder is empty.
-        groups.on_main(lambda: _make_empty(draft))
+        groups.on_main(lambda: (self.check_owner(), _make_empty(draft)))
         name = f"rank-{groups.rank:05d}.safetensors"
         slices, checksum = groups.on_all(lambda: snapshot.write(draft / name))
         reports = groups.gather((name, slices, checksum, snapshot.counters()))
@@ -192,6 +194,7 @@ class CheckpointWriter:
         # All content must be on disk before the folder gets its final name.
         sync(draft / "manifest.json")
         sync(draft)
+        self.check_owner()
         _publish(draft, self.path(about["step"]))
         _prune(self.path(about["step"]), self.keep_last, self.kept)
 

@@ -138,6 +138,23 @@ def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Pa
     return run, checkpoint
 
 
+def check_lock(lock: TextIO) -> None:
+    """Raise RuntimeError if another process has locked the run's folder meanwhile.
+
+    A machine that was frozen or cut off may have lost its lock, and wake when the run continues elsewhere.
+    """
+    # Opening and closing the file once more would drop the lock.
+    holder = os.pread(lock.fileno(), _MOST_NAME_BYTES, 0).decode(errors="replace").strip()
+    if holder not in ("", _this_process()):
+        raise RuntimeError(
+            f"{lock.name}: {printable(holder)} trains there now, so this process ends without writing more"
+        )
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
+
+
 def _lock(run: Path) -> TextIO:
     """Let no other run train in the folder as long as this process lives and the file is open.
 
@@ -171,9 +188,16 @@ def _lock(run: Path) -> TextIO:
             break
     with suppress(OSError):  # a full disk, of which writing the run's description tells more
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.write(f"{_this_process()}\n")
         file.flush()
     return file
+
+
+def checkpoint_to_resume(args: TrainArguments) -> Path | None:
+    """Return the checkpoint from which a run would resume now; None starts a new run. Creates nothing."""
+    if args.run_folder is not None:
+        return resumed_in_run_folder(args)
+    return _find(Path(args.save or "runs"), args.experiment_name, args.resume, creates=False)[1]
 
 
 def resumed_in_run_folder(args: TrainArguments) -> Path | None:
@@ -293,7 +317,9 @@ def samples_place(run: Path, step: int, layout: FolderLayout) -> tuple[Path, str
     return run / "samples" / f"step-{step:08d}", ""
 
 
-def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path | None]:
+def _find(
+    save: Path, experiment: str, resume: str | None, creates: bool = True
+) -> tuple[Path, Path | None]:
     if resume not in (None, "auto", "latest"):
         return _named(Path(resume))
     if resume is not None:
@@ -311,7 +337,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
                 f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
                 "use args.resume=auto to start a new run in that case"
             )
-    while True:
+    while creates:
         stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
@@ -326,6 +352,7 @@ def _find(save: Path, experiment: str, resume: str | None) -> tuple[Path, Path |
             ) from None
         else:
             return run, None
+    return save, None
 
 
 def _named(path: Path) -> tuple[Path, Path]:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
+from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from cogfast.train.optimizer import (
 )
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
+from cogfast.train.preflight.elastic import follow_world
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.preflight.sparse_attention import choose_attention, follow_weights, use_attention
@@ -71,6 +73,7 @@ from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
+    check_lock,
     create_folder,
     describe_run,
     open_run_folder,
@@ -103,14 +106,14 @@ class Parts:
 
     def __init__(self, config: Config, overrides: EncodeOverrides, log: RunLog) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from."""
-        config = follow_weights(config)
+        config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
         if not args.compile:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
         check_train(config)
         groups = start_processes(
-            args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+            args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
         if args.fit == "auto":
             fitted, args = fit_to_device(config, args, groups)
@@ -219,6 +222,8 @@ class Parts:
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
         writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
+        if isinstance(lock, TextIOBase):
+            writer.check_owner = partial(check_lock, lock)
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
             _log_changes(manifest, args, order, len(datasets.train))
