@@ -21,7 +21,7 @@ RUN pip install --no-cache-dir -c constraints.txt torch
 COPY pyproject.toml LICENSE ./
 COPY docs/pypi.md docs/
 COPY cogfast cogfast
-RUN pip install --no-cache-dir -c constraints.txt .
+RUN pip install --no-cache-dir -c constraints.txt '.[stores]'
 
 FROM python
 COPY --from=build /opt/cogfast /opt/cogfast
