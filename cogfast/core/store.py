@@ -18,6 +18,8 @@ import random
 import re
 import shutil
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -91,16 +93,44 @@ def stat(name: str) -> Stat:
     return _stat_of(about)
 
 
+class Versions:
+    """The Stat of each of many URLs as of one moment, kept under hashes of the URLs: 24 bytes each."""
+
+    def __init__(self, found: Mapping[str, Stat] = {}) -> None:
+        rows = {(_hash(url), int(s.version, 16), s.num_bytes) for url, s in found.items()}
+        self._columns = _columns(rows)
+
+    def __or__(self, other: Versions) -> Versions:
+        joined = Versions()
+        joined._columns = _columns(
+            {row for one in (self, other) for row in zip(*one._columns, strict=True)}
+        )
+        return joined
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def get(self, url: str) -> Stat | None:
+        names, versions, sizes = self._columns
+        at = bisect_left(names, key := _hash(url))
+        is_there = at < len(names) and names[at] == key
+        return Stat(sizes[at], f"{versions[at]:016x}") if is_there else None
+
+
+def _columns(rows: set[tuple[int, ...]]) -> list[array[int]]:
+    ordered = sorted(rows)
+    return [array("Q", (row[i] for row in ordered)) for i in range(3)]
+
+
+def _hash(url: str) -> int:
+    # surrogatepass: file names need not be valid UTF-8.
+    text = url.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
 def exists(name: str) -> bool:
     """Return whether there is a file of this name."""
-    return os.path.isfile(name) if not is_url(name) else _stat_or_none(name) is not None
-
-
-def _stat_or_none(url: str) -> Stat | None:
-    try:
-        return stat(url)
-    except FileNotFoundError:
-        return None
+    return name in stats([name]) if is_url(name) else os.path.isfile(name)
 
 
 def stats(names: Iterable[str]) -> dict[str, Stat]:
@@ -113,7 +143,11 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
         # A web server has no listings.
         if len(folders[folder]) >= _FEW and not folder.startswith("http"):
             return list_folder(folder)
-        return {name: _stat_or_none(name) for name in folders[folder]}
+        found: dict[str, Stat | None] = {}
+        for name in folders[folder]:
+            with suppress(FileNotFoundError):
+                found[name] = stat(name)
+        return found
 
     found: dict[str, Stat] = {}
     for folder, there in zip(folders, in_threads(of_folder, list(folders)), strict=True):

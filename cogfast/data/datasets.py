@@ -15,6 +15,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
@@ -26,17 +27,11 @@ from torch.utils.data import Dataset
 
 from cogfast.config.values import Range, counted, cut
 from cogfast.core import store
-from cogfast.core.store import StoreError
+from cogfast.core.store import StoreError, Versions
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import (
-    ClipList,
-    OtherFiles,
-    PackedStrings,
-    Versions,
-    join,
-)
+from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -60,7 +55,7 @@ from cogfast.data.sources.manifest import (
     read_manifest,
     table_hint,
 )
-from cogfast.data.sources.tar_shards import list_shards, read_member, shards_of
+from cogfast.data.sources.tar_shards import MEMBER, list_shards, read_member, shards_of
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
@@ -218,6 +213,23 @@ class CaptionedVideos(Dataset):
             self._kept[index] = sample.copy()
         return sample
 
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Copy the files of samples from their stores to this machine, many at once. Faults show when they are read."""
+        files = {
+            (one.files[i], tuple(one.places[i].tolist()) if one.places is not None else (-1, -1))
+            for one in (self.clips, *self.clips.others.values())
+            for i in indices
+        }
+        if self.clips.images is not None:
+            files |= {(self.clips.images[i], (-1, -1)) for i in indices}
+
+        def copy(file: tuple[str, tuple[int, int]]) -> None:
+            with suppress(BadSample):
+                name, part = file
+                self.clips.local(name.partition(MEMBER)[0], part if part[0] >= 0 else None)
+
+        list(store.in_threads(copy, [(name, part) for name, part in files if store.is_url(name)]))
+
     def read_video(self, name: str, index: int, bucket: Bucket) -> Tensor:
         """Read the "video" of a sample, another one or its mask, at another size, [F, C, H, W] as in a Sample.
         The last frame of a shorter one is repeated."""
@@ -232,14 +244,9 @@ class CaptionedVideos(Dataset):
         files = {
             n: (one.files[index], one.shape) for n, one in self.clips.others.items() if one.shape
         }
-        # A header is a request for each sample; a wrong one shows when the array is read.
-        is_later = lambda file: are_headers_enough and self.clips.versions.get(file) is not None
-        local = self.clips.local
-        arrays = {
-            name: open_array(name, *given, local)
-            for name, given in files.items()
-            if not is_later(given[0])
-        }
+        if are_headers_enough:  # in a store it would be a request for each
+            files = {n: one for n, one in files.items() if not store.is_url(one[0])}
+        arrays = {name: open_array(name, *one, self.clips.local) for name, one in files.items()}
         values = {} if are_headers_enough else arrays
         return {name: values_of(array, name, files[name][0]) for name, array in values.items()}
 
@@ -267,11 +274,8 @@ class CaptionedVideos(Dataset):
         }
         if clips.images is not None:
             # A sample without a conditioning image of its own takes its first frame.
-            image, size = clips.images[index], settings.video_size
-            if image:
-                picture = read_image(clips.local(image), size, settings.resize)
-            else:
-                picture = clip[0].clone()
+            image, size = clips.local(clips.images[index]), settings.video_size
+            picture = read_image(image, size, settings.resize) if image else clip[0].clone()
             sample["images"] = picture.to(clip.device)
         if "control" in self.others:
             sample["control"] = self._other("control", index, settings, selection)
@@ -478,11 +482,8 @@ class VideoFolder(ListedVideos):
                     missing.append(sat_label(path))
                 elif not caption:
                     empty.append(label)
-            lists.append(
-                ClipList(
-                    files=PackedStrings(found), captions=PackedStrings(captions), versions=versions
-                )
-            )
+            columns = [PackedStrings(texts) for texts in (found, captions)]
+            lists.append(ClipList(files=columns[0], captions=columns[1], versions=versions))
             if longer:
                 number = counted(len(longer), "label file")
                 text = "%s: only the first line is read of %s with several lines: %s"

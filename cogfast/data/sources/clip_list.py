@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from cogfast.core import store
-from cogfast.core.store import Stat
+from cogfast.core.store import Versions
 from cogfast.data.bad_samples import BadSample
 
 
@@ -38,35 +37,6 @@ class PackedStrings(Sequence[str]):
         index %= len(self)
         text = self._bytes[self._ends[index] : self._ends[index + 1]].tobytes()
         return text.decode("utf-8", "surrogatepass")
-
-
-class Versions:
-    """Size and version of the objects of stores that a list names, as of when the run began. They are kept under
-    hashes of the URLs: 24 bytes each."""
-
-    def __init__(self, found: Mapping[str, Stat] = {}) -> None:
-        # rows: hash of the URL, in ascending order; version; bytes
-        rows = [(_hash(url), int(s.version, 16), s.num_bytes) for url, s in found.items()]
-        self._table = np.array(sorted(rows), np.uint64).reshape(-1, 3).T.copy()
-
-    def __or__(self, other: Versions) -> Versions:
-        joined = Versions()
-        joined._table = np.unique(np.concatenate([self._table, other._table], axis=1), axis=1)
-        return joined
-
-    def get(self, url: str) -> Stat | None:
-        names, versions, sizes = self._table
-        key = np.uint64(_hash(url))
-        at = int(np.searchsorted(names, key))
-        if at == len(names) or names[at] != key:
-            return None
-        return Stat(int(sizes[at]), f"{int(versions[at]):016x}")
-
-
-def _hash(url: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    )
 
 
 SPLITS = ("train", "valid", "test")
@@ -118,7 +88,7 @@ class ClipList:
     others: Mapping[str, OtherFiles] = field(
         default_factory=dict
     )  # by name: "control", "mask" or of a tensor
-    versions: Versions = field(default_factory=Versions)
+    versions: Versions = field(default_factory=Versions)  # of the URLs
 
     def __len__(self) -> int:
         return len(self.files)

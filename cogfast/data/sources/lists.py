@@ -7,13 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cogfast.config.values import nearest
 from cogfast.core import store
-from cogfast.data.sources.clip_list import (
-    OTHER_VIDEOS,
-    ClipList,
-    OtherFiles,
-    PackedStrings,
-    Versions,
-)
+from cogfast.core.store import Versions
+from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import text_lines
 from cogfast.data.sources.manifest import table_hint
 

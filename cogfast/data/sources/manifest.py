@@ -32,7 +32,6 @@ from cogfast.data.sources.clip_list import (
     ClipList,
     OtherFiles,
     PackedStrings,
-    Versions,
 )
 from cogfast.data.sources.folders import (
     ADD_BUCKET,
@@ -197,7 +196,7 @@ def read_manifest(
         splits=numbered.astype(np.int8) if numbered.any() else None,
         prior=np.array(prior) if any(prior) else None,
         types=np.array(types, np.int8) if any(types) else None,
-        versions=Versions(found),
+        versions=store.Versions(found),
     )
 
 

@@ -24,14 +24,13 @@ import numpy as np
 
 from cogfast.config.values import counted
 from cogfast.core import store
-from cogfast.core.store import Stat
+from cogfast.core.store import Stat, Versions
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     ClipList,
     OtherFiles,
     PackedStrings,
-    Versions,
     join,
 )
 from cogfast.data.sources.file_index import user_index
