@@ -79,6 +79,7 @@ def check_equal(folder: Path) -> None:
     assert any(not torch.equal(tensor, start[key]) for key, tensor in whole.items())
 
 
+@pytest.mark.soak
 def test_two_ranks_train_resume_and_validate(options, data, tmp_path):  # noqa: F811
     """A script with options of its own. Each rank makes one of the two videos."""
     given = options("1.5_5b", **OF_STAGE["one"] | validated(data) | {"train_resolution": "9x32x48"})

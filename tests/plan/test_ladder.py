@@ -261,7 +261,7 @@ def peak_of_step(setup: Setup) -> int:
     return ops.peak
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["2b", pytest.param("lora", marks=pytest.mark.soak)])
 def test_auto_keeps_the_most_that_fits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every possible choice is run, and the memory of its step counted."""
     setup, peaks = setup_of_steps(kind), []
