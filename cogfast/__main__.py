@@ -136,7 +136,7 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
 def cache(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_cache
 
-    request = parse_cache(argv)
+    request, price = parse_cache(argv)
     from cogfast.train.caching.command import cache_latents
     from cogfast.train.preflight.check import check_cache
     from cogfast.train.preflight.data_layout import infer_layout
@@ -144,7 +144,7 @@ def cache(argv: Sequence[str]) -> None:
 
     config = fill_from_pipeline(infer_layout(_load(request)))
     check_cache(config)
-    cache_latents(config)
+    cache_latents(config, price)
 
 
 def sample(argv: Sequence[str]) -> None:

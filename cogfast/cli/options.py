@@ -143,11 +143,17 @@ def _parse_run(
     return found, request
 
 
-def parse_cache(argv: Sequence[str]) -> Request:
+def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
+    """Return the run whose data is encoded, and the price of a GPU hour."""
     parser = _new_parser(
         "cache", "Encode a run's videos and captions once, into args.latent_cache."
     )
-    return _parse_run(parser, argv, "args.latent_cache=PATH", {})[1]
+    text = "price of an hour of one GPU; the log then has the costs"
+    parser.add_argument(
+        "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000), help=text
+    )
+    found, request = _parse_run(parser, argv, "args.latent_cache=PATH", {})
+    return request, found.price
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:

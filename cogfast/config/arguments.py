@@ -141,7 +141,8 @@ class TrainArguments:
     split: str = "1,0,0"
     """shares for training, validation and test if valid_data is empty"""
     latent_cache: str | None = None
-    """cache folder that `cogfast cache` filled; training reads it instead of the videos"""
+    """cache that `cogfast cache` filled, a folder or a URL such as s3://bucket/cache; training reads it
+    instead of the videos"""
     encode_first: bool = False
     """fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory"""
     trusted_cache: str | None = None

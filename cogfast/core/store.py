@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from cogfast.core.files import UNFINISHED
+from cogfast.core.files import UNFINISHED, WriteError, write_whole
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -198,7 +198,9 @@ def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
             file.seek(start)
             return file.read(max(0, left if num_bytes is None else min(num_bytes, left)))
     if num_bytes is None and start == 0:
-        return _call(name, lambda fs, path: fs.cat_file(path))
+        # Otherwise s3fs asks for the size first, to read large objects in parts.
+        one: dict[str, Any] = {"max_concurrency": 1} if name.startswith("s3") else {}
+        return _call(name, lambda fs, path: fs.cat_file(path, **one))
     size = stat(name).num_bytes
     return _range(name, start, size if num_bytes is None else min(size, start + num_bytes))
 
@@ -211,16 +213,30 @@ def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
 
 
 def write(name: str, data: bytes) -> None:
-    """Write an object. Readers see all of it or nothing."""
-    _call(name, lambda fs, path: fs.pipe_file(path, data))
+    """Write a file. Readers see all of it or nothing. StoreError or WriteError if it cannot be written."""
+    if is_url(name):
+        _put(name, lambda fs, path: fs.pipe_file(path, data))
+        return
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(Path(name), error) from None
+    write_whole(Path(name), lambda draft: draft.write_bytes(data))
 
 
 def upload(file: Path, url: str) -> None:
     """Write a file of this machine to an object, in parts if it is large. Readers see all of it or nothing."""
-    _call(url, lambda fs, path: fs.put_file(str(file), path))
+    _put(url, lambda fs, path: fs.put_file(str(file), path))
     size, there = file.stat().st_size, stat(url).num_bytes
     if size != there:
         raise StoreError(f"{url}: has {there} bytes after {size} were written; write it again")
+
+
+def _put(url: str, call: Callable[[Any, str], object]) -> None:
+    try:
+        _call(url, call)
+    except FileNotFoundError:
+        raise StoreError(f"{url}: no such bucket; create it, or correct the address") from None
 
 
 def remove(urls: list[str]) -> None:

@@ -190,8 +190,8 @@ class Args(BaseModel):
     """uniform (over the clip) or timestamp; default: timestamp with --fps, else uniform"""
     resize: Literal["crop", "stretch"] = "crop"
     """crop what exceeds the shape, or stretch, as CogVideo's trainer does"""
-    latent_cache: Path | None = None
-    """folder of encoded clips; default: data_root/cache/cogfast; none: encode in each step"""
+    latent_cache: str | None = None
+    """folder or URL of encoded clips; default: data_root/cache/cogfast; none: encode in each step"""
     trust_cache: bool = False
     """use the clips and captions that CogVideo's trainer encoded into data_root/cache"""
     export_interval: Count | None = None

@@ -98,7 +98,7 @@ def test_errors_that_stay_name_the_fix(server, kind, text):
 
 
 def test_without_credentials_and_bucket(server, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no such object or bucket"):
+    with pytest.raises(StoreError, match="no such bucket; create it"):
         store.write("s3://no-such-bucket/x", b"")
     with pytest.raises(StoreError, match="install the package"):
         store.read("nosuchscheme://x/y")

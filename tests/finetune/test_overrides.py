@@ -132,7 +132,7 @@ def test_overridden_methods_get_and_give_what_upstreams_do(options, data, pipeli
 
 def test_the_cache_notices_another_method(options, data, tmp_path):  # noqa: F811
     """Entries of one class serve its later runs, and neither another class nor cogfast's own."""
-    given = options("5b", latent_cache=tmp_path / "cache")
+    given = options("5b", latent_cache=str(tmp_path / "cache"))
     entries = {}
     for name, kind in (("first", Mine), ("changed", Changed)):
         trainer = kind(Args(**given | {"output_dir": tmp_path / name}))

@@ -7,10 +7,11 @@ video-<id>/<k>/<key>.safetensors     "mean", "logvar" [C, T, h, w], "fps", "num_
                                      of the key
 video-<id>/<k>/<key>.bad             why this clip cannot be used
 text-<id>/<k>/<key>.safetensors      "embedding" [L, E]
-sources.jsonl                        content hashes of the videos (keys.py)
+sources.jsonl, sources/*.jsonl       content hashes of the videos (keys.py)
 
 Files are written whole or not at all, so an entry is complete if its file exists, and any number of
-processes and machines may write at once.
+processes and machines may write at once. The cache is a folder or lies in an object store; entries never
+change under their name, so the local copy of one stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.core import store
+from cogfast.core.files import UNFINISHED
+from cogfast.core.store import StoreError, is_url
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.cache.keys import hash_text
 from cogfast.data.datasets import CaptionedVideos
@@ -45,6 +48,7 @@ NUMBERS = ("fps", "num_frames", "num_padded")  # stored as tensors [] beside a c
 _TENSORS = {"video": ("mean", *NUMBERS), "text": ("embedding",)}
 _MOST_REASON = 300  # characters of a reason that is read
 _STALE = 3600.0  # seconds after which a temporary file is one of a killed process
+_FRESH = 10.0  # seconds for which `has` takes a listing as it is
 
 
 class BadEntry(Exception):
@@ -54,23 +58,30 @@ class BadEntry(Exception):
 class Entries:
     """The entries of one kind ("video" or "text") that were made with one spec."""
 
-    def __init__(self, cache: Path, kind: str, spec: Spec) -> None:
+    def __init__(self, cache: str | Path, kind: str, spec: Spec) -> None:
         self.kind, self.spec = kind, spec
-        self.folder = (
-            cache / f"{kind}-{hash_text(json.dumps([_FORMAT, spec], sort_keys=True))[:12]}"
-        )
+        digest = hash_text(json.dumps([_FORMAT, spec], sort_keys=True))
+        self.folder = store.join(str(cache), f"{kind}-{digest[:12]}")
+        # The first digits of keys, when they were listed, and the keys of entries that were found.
+        self._listed: tuple[str, float, Set[str]] = "", -_FRESH, frozenset()
 
-    def keys(self) -> dict[str, bool]:
-        """Return {key: whether it is a bad sample} of all entries, by the names of the files alone."""
+    def keys(self, digits: str = "") -> dict[str, bool]:
+        """Return {key: whether it is a bad sample} of all entries, or of those whose keys begin with two
+        digits, by the names of the files alone."""
         found: dict[str, bool] = {}
         try:
-            for part in self._parts():
-                for name in os.listdir(part):
-                    key, kind = os.path.splitext(name)
-                    if kind == _ENTRY:
-                        found[key] = False
-                    elif kind == _BAD:
-                        found.setdefault(key, True)
+            if is_url(self.folder):
+                files = [*store.find(store.join(self.folder, digits))]
+            else:
+                files = [name for part in self._parts(digits) for name in os.listdir(part)]
+            for name in map(os.path.basename, files):
+                key, kind = os.path.splitext(name)
+                if kind == _ENTRY:
+                    found[key] = False
+                elif kind == _BAD:
+                    found.setdefault(key, True)
+        except StoreError:
+            raise
         except OSError as error:
             raise ValueError(
                 f"args.latent_cache: {error.filename} cannot be read ({error.strerror}); use a readable "
@@ -78,19 +89,16 @@ class Entries:
             ) from None
         return found
 
-    def _parts(self) -> list[str]:
-        if not self.folder.is_dir():
+    def _parts(self, digits: str = "") -> list[str]:
+        if is_url(self.folder) or not os.path.isdir(self.folder):
             return []
         with os.scandir(self.folder) as found:
-            return [part.path for part in found if part.is_dir()]
+            return [part.path for part in found if part.is_dir() and part.name.startswith(digits)]
 
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(self.folder, error) from None
-        write_text(self.folder / "spec.json", json.dumps(self.spec, indent=1))
+        text = json.dumps(self.spec, indent=1)
+        store.write(store.join(self.folder, "spec.json"), text.encode())
         for part in self._parts():
             for name in os.listdir(part):
                 path = Path(part, name)
@@ -100,34 +108,34 @@ class Entries:
                         path.unlink()
 
     def has(self, key: str) -> bool:
-        return self._path(key, _ENTRY).exists() or self._path(key, _BAD).exists()
+        """Return whether there is an entry, or was a moment ago.
+
+        Keys that begin with the same digits should follow each other: their files are listed together.
+        """
+        now = time.monotonic()
+        if self._listed[0] != key[:2] or now - self._listed[1] > _FRESH:
+            self._listed = key[:2], now, self.keys(key[:2]).keys()
+        return key in self._listed[2]
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save
 
         # safetensors has no checksums: a flipped bit would train on a wrong latent unseen.
         content = save(dict(tensors), metadata={"checksum": _checksum(key, tensors)})
-        self._write(key, _ENTRY, content)
+        store.write(self._path(key, _ENTRY), content)
 
     def write_bad(self, key: str, reason: str) -> None:
-        self._write(key, _BAD, reason.encode("utf-8", "backslashreplace"))
-
-    def _write(self, key: str, kind: str, content: bytes) -> None:
-        path = self._path(key, kind)
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise WriteError(path, error) from None
-        write_whole(path, lambda draft: draft.write_bytes(content))
+        store.write(self._path(key, _BAD), reason.encode("utf-8", "backslashreplace"))
 
     def read(self, key: str) -> dict[str, Tensor]:
         """Read an entry: {name: tensor}. FileNotFoundError if there is none; BadEntry if it is a bad
         sample or damaged."""
         from safetensors import SafetensorError, safe_open
 
-        path = self._path(key, _ENTRY)
+        path = copy = self._path(key, _ENTRY)
         try:
-            with safe_open(path, framework="pt") as file:
+            copy = store.local_copy(path, "-")
+            with safe_open(copy, framework="pt") as file:
                 # Not a dict: `keys` is its only way to the names.
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 is_whole = (file.metadata() or {}).get("checksum") == _checksum(key, tensors)
@@ -136,20 +144,24 @@ class Entries:
             why = f"it has no {missing[0]}" if missing else "" if is_whole else "checksum mismatch"
         except FileNotFoundError:
             raise BadEntry(self.reason(key)) from None
+        except StoreError as error:
+            raise BadEntry(str(error)) from None
         except (OSError, SafetensorError, ValueError) as error:
             why = str(error)[:100]
         else:
             if not why:
                 return tensors
+        if is_url(path):  # it may be the copy that is damaged
+            Path(copy).unlink(missing_ok=True)
         raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
 
     def reason(self, key: str) -> str:
         """Why a sample is bad; FileNotFoundError if there is no entry for it."""
-        with open(self._path(key, _BAD), "rb") as file:
+        with open(store.local_copy(self._path(key, _BAD), "-"), "rb") as file:
             return file.read(_MOST_REASON).decode(errors="replace")
 
-    def _path(self, key: str, kind: str) -> Path:
-        return self.folder / key[:2] / (key + kind)
+    def _path(self, key: str, kind: str) -> str:
+        return f"{self.folder}/{key[:2]}/{key}{kind}"
 
 
 def _checksum(key: str, tensors: Mapping[str, Tensor]) -> str:
@@ -162,7 +174,7 @@ def _checksum(key: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def find_entries(
-    cache: Path, kind: str, spec: Spec, wanted: Set[str]
+    cache: str | Path, kind: str, spec: Spec, wanted: Set[str]
 ) -> tuple[Entries, dict[str, bool]]:
     """Return the entries that fit a spec, and what `keys` of them returns.
 
@@ -179,19 +191,30 @@ def _allowed(spec: Spec) -> list[Spec]:
     return [{**spec, ENCODE_CHUNKS: way} for way in ("whole", "frames", "tiles")]
 
 
-def difference(cache: Path, kind: str, spec: Spec) -> str:
-    """Describe how `spec` differs from that of the newest entries; "" if there are none, or some fit."""
-    files = list(cache.glob(f"{kind}-*/spec.json"))
-    if not files or any(Entries(cache, kind, one).folder.is_dir() for one in _allowed(spec)):
+def folders_of(cache: str | Path, kind: str) -> list[str]:
+    """Return the folders of entries of a kind, which differ in their specs."""
+    if is_url(cache):
+        found = [url for url, about in store.list_folder(str(cache)).items() if about is None]
+        return [url for url in found if os.path.basename(url).startswith(f"{kind}-")]
+    return [str(path) for path in Path(cache).glob(f"{kind}-*") if path.is_dir()]
+
+
+def difference(cache: str | Path, kind: str, spec: Spec) -> str:
+    """Describe how `spec` differs from that of the entries that are most like it; "" if there are none,
+    or some fit."""
+    there, found = folders_of(cache, kind), [({}, [])]
+    if {Entries(cache, kind, one).folder for one in _allowed(spec)} & {*there}:
         return ""
-    try:
-        made = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text())
-        others = [n for n in {**made, **spec} if made.get(n) != spec.get(n) != "auto"]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return ""  # damaged, and only of use for this message
+    for folder in there:
+        # Damaged ones do not matter: they are only of use for this message.
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            made = json.loads(store.read(store.join(folder, "spec.json")))
+            names = [n for n in {**made, **spec} if made.get(n) != spec.get(n) != "auto"]
+            found.append((made, names))
+    made, names = min(found[1:] or found, key=lambda pair: len(pair[1]))
     return "; ".join(
         f"cache made by {n} {made.get(n, 'none')}, the config has {spec.get(n, 'none')}"[:300]
-        for n in others
+        for n in names
     )
 
 

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,11 +17,13 @@ import numpy as np
 
 from cogfast.core import store
 from cogfast.core.files import WriteError
+from cogfast.core.store import StoreError, is_url
 from cogfast.data.datasets import CaptionedVideos
-from cogfast.data.sources.file_index import FileIndex
+from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.data.sources.tar_shards import MEMBER
 
 _HASHING_THREADS = 8
+_MOST_OBJECTS = 256  # of hashes in a store, before they are merged
 _BLOCK = 2**20  # bytes read at once
 _UNREADABLE = "unreadable-"  # prefix of the hash of a file that cannot be read
 
@@ -85,28 +89,56 @@ def sample_key(videos: CaptionedVideos, index: int, sources: Sources) -> str:
 class Sources:
     """Content hashes of files, read again only if size or mtime changed.
 
-    They are in sources.jsonl of the cache's folder: [absolute name, version, hash].
+    They are in sources.jsonl of the cache's folder: [absolute name, version, hash]. Objects of a store
+    cannot be appended to: there, each call of `add` writes an object of such lines below sources/.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._index = FileIndex(folder / "sources.jsonl")
+    def __init__(self, folder: str | Path) -> None:
+        is_in_store = is_url(folder)
+        self._folder = f"{folder}/sources" if is_in_store else None
+        self._objects: list[str] = []  # those that were read or written
+        self._stale: dict[str, str] | None = None  # {name: version} of what `changed` has found
+        self._index = FileIndex(None if is_in_store else Path(folder) / "sources.jsonl")
+
+    def _refresh(self) -> None:
+        """Read what other processes have added to a store since."""
+        if self._folder is None:
+            return
+        known = set(self._objects)
+        new = [url for url in store.find(self._folder) if url not in known]
+        for url, copy in zip(new, store.in_threads(_copy_or_none, new), strict=True):
+            # Another process may have seen other versions: their hashes are not those of this run's files.
+            stale, rows = self._stale, FileIndex(copy).rows()
+            self._index.add(row for row in rows if stale is None or stale.get(row[0]) == row[1])
+            self._objects += [] if copy is None else [url]
 
     def changed(self, files: Files) -> list[str]:
         """Forget and return the files that are new, or changed since they were hashed."""
-        version = cache(version_of)  # many members of a tar shard share its version
-        found = []
+        self._stale = None
+        self._refresh()
+        there = store.stats(_file_of(name, part) for name, part in files.items())
+        # Many members of a tar shard share its version.
+        version = cache(lambda file: there[file].version if file in there else version_of(file))
+        found, self._stale = [], {}
         for name, part in files.items():
-            if not self._index.get(os.path.abspath(name), version(_file_of(name, part))):
-                self._index.forget(os.path.abspath(name))
+            own, present = _absolute(name), version(_file_of(name, part))
+            if not self._index.get(own, present):
+                self._index.forget(own)
+                self._stale[own] = present
                 found.append(name)
         return found
+
+    def left(self, names: Sequence[str]) -> list[str]:
+        """Return those of changed or unreadable files that no other process has hashed since."""
+        self._refresh()
+        return [n for n in names if not self.recorded(n) or self.unreadable({n: ()})]
 
     def unreadable(self, files: Files) -> list[str]:
         return [name for name in files if self.recorded(name).startswith(_UNREADABLE)]
 
     def recorded(self, name: str) -> str:
         """The content hash of a file as of when it was last read; "" if it is not known."""
-        return str(*(self._index.last(os.path.abspath(name)) or [""])[:1])
+        return str(*(self._index.last(_absolute(name)) or [""])[:1])
 
     def add(self, found: Sequence[HashedFile]) -> None:
         """Add what hash_files returned."""
@@ -114,6 +146,17 @@ class Sources:
             self._index.add(found)
         except OSError as error:
             raise WriteError(self._index.path, error) from None
+        if self._folder is None or not found:
+            return
+        is_many = len(self._objects) >= _MOST_OBJECTS
+        # A name that sorts behind all earlier ones: the last line of a file counts.
+        url = f"{self._folder}/{time.time_ns():020}-{os.urandom(4).hex()}.jsonl"
+        store.write(url, to_lines(self._index.rows() if is_many else found))
+        if is_many:
+            with suppress(StoreError):  # without the right to remove, they stay
+                store.remove(self._objects)
+            self._objects = []
+        self._objects.append(url)
 
 
 def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
@@ -124,20 +167,27 @@ def hash_files(names: Sequence[str], files: Files) -> list[HashedFile]:
         file = _file_of(name, part)
         # Take the version first: a file that changes while it is read is then hashed again.
         version = version_of(file)
-        return os.path.abspath(name), version, hash_file(file, *part)
+        return _absolute(name), version, hash_file(file, *part, version=version)
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return list(pool.map(row, names))
 
 
-def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:
-    """Hash the content of a file or of a part of it; if it cannot be read, hash its name."""
+def hash_file(path: str, *part: int, version: str | None = None) -> str:
+    """Hash the content of a file or of a part (offset, bytes) of it; if it cannot be read, hash its name.
+
+    version: what version_of returns for the file, if it is known.
+    """
     # hashlib releases the interpreter lock for large blocks, so that threads hash in parallel.
     digest = hashlib.blake2b(digest_size=16)
+    version = version_of(path) if version is None else version
     try:
-        if not version_of(path):
+        if not version:
             raise FileNotFoundError(path)
-        with store.open_file(path) as file:
+        # The copy of an object stays for the reader of the clip.
+        copy = store.local_copy(path, version, part or None)  # pyright: ignore[reportArgumentType]
+        start, num_bytes = (0, 2**63) if is_url(path) or not part else part
+        with open(copy, "rb") as file:
             file.seek(start)
             while block := file.read(min(num_bytes, _BLOCK)):
                 digest.update(block)
@@ -145,6 +195,18 @@ def hash_file(path: str, start: int = 0, num_bytes: int = 2**63) -> str:
     except OSError:
         return _UNREADABLE + hash_text(path)
     return digest.hexdigest()
+
+
+def _absolute(name: str) -> str:
+    return name if is_url(name) else os.path.abspath(name)
+
+
+def _copy_or_none(url: str) -> Path | None:
+    """Return a local copy of an object of hashes; None if another process has merged it."""
+    try:
+        return store.local_copy(url, "-")
+    except FileNotFoundError:
+        return None
 
 
 def _file_of(name: str, part: tuple[int, ...]) -> str:
@@ -157,7 +219,7 @@ def version_of(file: str) -> str:
     Reading a pipe would block.
     """
     try:
-        is_file = store.is_url(file) or stat.S_ISREG(os.stat(file).st_mode)
+        is_file = is_url(file) or stat.S_ISREG(os.stat(file).st_mode)
         return store.stat(file).version if is_file else ""
     except OSError:
         return ""

@@ -6,11 +6,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+def to_lines(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Return the lines of a file with these rows."""
+    # Starting a new line ends a line that a killed process left unfinished.
+    return "".join("\n" + json.dumps(list(row)) for row in rows).encode()
 
 
 class FileIndex:
@@ -19,11 +25,12 @@ class FileIndex:
     The last line of a name counts. Malformed lines, such as those of a killed process, do not.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        """path: None keeps the rows in memory alone."""
         self.path = path
         self._rows: dict[str, tuple[str, list]] = {}
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = [] if path is None else path.read_bytes().split(b"\n")
         except OSError:
             return
         for line in lines:
@@ -47,22 +54,24 @@ class FileIndex:
 
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
         """Add rows (name, version, values...), also to the file. OSError if it cannot be written."""
-        lines = []
+        rows = list(rows)
         for name, version, *values in rows:
             self._rows[name] = version, values
-            # Starting a new line ends a line that a killed process left unfinished.
-            lines.append("\n" + json.dumps([name, version, *values]))
-        if not lines:
+        if not rows or self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A folder may come from elsewhere: writing through its links could damage any file.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        data = "".join(lines).encode()
+        data = to_lines(rows)
         with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
             # In one piece, between those of other processes. On a full disk a first write may end
             # early, and the second one raises the error.
             while data:
                 data = data[file.write(data) :]
+
+    def rows(self) -> Iterator[Sequence[Any]]:
+        """Yield all rows."""
+        return ((name, version, *values) for name, (version, values) in self._rows.items())
 
     def keep(self, rows: Iterable[Sequence[Any]]) -> None:
         """Add rows, if there are any; log a warning if the file cannot be written."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
-from cogfast.data.cache.entries import CachedVideos, Entries, difference, find_entries
+from cogfast.core.store import StoreError
+from cogfast.data.cache.entries import (
+    CachedVideos,
+    Entries,
+    difference,
+    find_entries,
+    folders_of,
+)
 from cogfast.data.cache.keys import Sources, hash_text, sample_key, source_files, used_samples
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import PackedStrings
@@ -35,7 +40,10 @@ def read_from_cache(
     assert isinstance(train, CaptionedVideos), f"a cache of {type(train).__name__}"
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     every = [train] if valid is None else [train, valid]
-    entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
+    try:
+        entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
+    except StoreError as error:
+        raise ValueError(f"args.latent_cache: {error}") from None
     cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
     return Datasets(cached[0], None if valid is None else cached[1])
 
@@ -46,7 +54,7 @@ def _find(
     """Return the entries by kind, and the keys of each data set: by the names of
     `CaptionedVideos.encoded`."""
     assert args.latent_cache is not None, "the caller reads from it"
-    folder = Path(args.latent_cache)
+    folder = args.latent_cache
     sources = Sources(folder)
     specs = cache_specs(config, args, every[0].settings, overrides)
     changed = [name for v in every for name in sources.changed(source_files(v, used_samples(v)))]
@@ -72,7 +80,7 @@ def _find(
         return entries, keys
     differences = dict.fromkeys(difference(folder, kind, spec) for kind, spec in specs.items())
     why = "; ".join(filter(None, differences))
-    if not any(folder.glob("video-*")):
+    if not folders_of(folder, "video"):
         why = "the folder has no cache"
     elif not why and changed:
         why = f"{counted(len(changed), 'video')} changed or moved since caching"

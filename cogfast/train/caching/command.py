@@ -11,7 +11,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
+from cogfast.core.store import StoreError, is_url
 from cogfast.data.bad_samples import BadSample, BadSampleLog
 from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
@@ -55,15 +58,19 @@ from cogfast.train.preflight.header_scan import survey_datasets
 logger = logging.getLogger(__name__)
 
 _CAPTIONS_AT_ONCE = 8
+_WRITING_THREADS = 8
 _HASHED_AT_ONCE = 256  # files per rank; a kill loses this much work
 _SECONDS_PER_LINE = 30.0  # between log lines of progress
 
 
-def cache_latents(config: Config) -> None:
-    """Encode all samples of args.train_data and args.valid_data into args.latent_cache."""
+def cache_latents(config: Config, price: float | None = None) -> None:
+    """Encode all samples of args.train_data and args.valid_data into args.latent_cache.
+
+    price: of an hour of a GPU, in dollars; the log has the costs.
+    """
     args = TrainArguments.from_config(config)
     groups = start_processes()
-    _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES)
+    _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES, price)
     groups.close()
 
 
@@ -89,13 +96,17 @@ def _fill(
     groups: ProcessGroups,
     command: str,
     overrides: EncodeOverrides,
+    price: float | None = None,
 ) -> None:
     try:
-        _CacheRun(config, args, groups, overrides).run()
-    except WriteError as error:
+        _CacheRun(config, args, groups, overrides, price).run()
+    except (WriteError, StoreError) as error:
+        if isinstance(error, StoreError) and not str(error).startswith(str(args.latent_cache)):
+            raise  # it is about the data
+        fix = "" if isinstance(error, StoreError) else "free disk space and "
         raise RuntimeError(
-            f"args.latent_cache: {error}; what is encoded is kept: free disk space and run {command} "
-            "again, which continues from there"
+            f"args.latent_cache: {error}; what is encoded is kept: {fix}run {command} again, which "
+            "continues from there"
         ) from None
 
 
@@ -142,13 +153,16 @@ class _CacheRun:
         args: TrainArguments,
         groups: ProcessGroups,
         overrides: EncodeOverrides,
+        price: float | None,
     ) -> None:
+        self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
         if data_arguments(config).get("tensors"):  # training reads them from their files
             config = with_words(config, ["data.params.tensors=null"], DEFAULT)
         self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
-        self.folder = Path(args.latent_cache)
-        groups.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        self.folder = args.latent_cache
+        if not is_url(self.folder):
+            groups.on_main(lambda: Path(self.folder).mkdir(parents=True, exist_ok=True))
         # The videos, and not the cache that this command fills.
         of_videos = dataclasses.replace(args, latent_cache=None)
         every = assemble_datasets(config, of_videos)
@@ -170,12 +184,12 @@ class _CacheRun:
         self.bad = BadSampleLog(None, len(self.clips), args.max_bad_fraction)
 
     def run(self) -> None:
-        sources = self._hash_sources()
+        # Launches that share no ranks have different orders, so that they share the work.
+        turn = self.groups.broadcast(random.getrandbits(30))
+        sources = self._hash_sources(turn)
         # Measured before anything is loaded. What fits into the least free memory fits on all ranks.
         budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
         texts, clips, self.how = self.groups.on_main(lambda: self._find_missing(sources, budget))
-        # Launches that share no ranks begin at different places, so that they share the work.
-        turn = self.groups.broadcast(random.getrandbits(30))
         self._encode("caption", texts, _CAPTIONS_AT_ONCE, turn)
         self._encode("clip", clips, self.args.batch_size, turn)
         if self.trusted is not None:
@@ -184,19 +198,21 @@ class _CacheRun:
             logger.info("args.trusted_cache=%s: took %s", self.trusted.folder, files)
         self.groups.on_main(lambda: self._finish(texts, clips))
 
-    def _hash_sources(self) -> Sources:
+    def _hash_sources(self, turn: int) -> Sources:
         """Hash all videos. Each rank reads a part of the files that may have changed."""
         sources, files = Sources(self.folder), {}
         for videos in self.datasets:
             files |= source_files(videos, used_samples(videos))
         # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
         stale = self.groups.on_main(lambda: [*sources.changed(files), *sources.unreadable(files)])
+        random.Random(turn).shuffle(stale)
         if stale:
             logger.info("hashing %s", counted(len(stale), "new or changed video"))
         at_once = _HASHED_AT_ONCE * self.groups.world_size
         for start in range(0, len(stale), at_once):
             # Every rank takes part in each round, since the gather below needs all of them.
-            mine = stale[start : start + at_once][self.groups.rank :: self.groups.world_size]
+            left = self.groups.on_main(lambda: sources.left(stale[start : start + at_once]))  # noqa: B023
+            mine = left[self.groups.rank :: self.groups.world_size]
             found = self.groups.gather(hash_files(mine, files))
             self.groups.on_main(lambda: sources.add(sum(found, [])))  # noqa: B023
         return sources
@@ -281,43 +297,69 @@ class _CacheRun:
         """Encode and write this rank's part of the missing entries of a kind."""
         if not work.missing:
             return
-        keys = list(work.missing)
+        # Clips of one shape are encoded together. Keys with the same first digits follow each other, so that
+        # one listing tells which are written. The rest is in an order of this launch: launches that come to
+        # the same digits would otherwise encode the same clips at the same time, to the end.
+        rng = random.Random(turn)
+        places = [rng.random() for _ in range(256)]
+        shape = lambda clip: (clip.bucket, clip.is_control)
+        of_key = lambda key: (shape(self.clips[work.missing[key]]), places[int(key[:2], 16)])
+        keys = sorted(work.missing, key=lambda key: (of_key(key), rng.random()))
         batches = [keys[start : start + at_once] for start in range(0, len(keys), at_once)]
         first = turn % len(batches)
         mine = [*batches[first:], *batches[:first]][self.groups.rank :: self.groups.world_size]
-        total, done, written = sum(map(len, mine)), 0, 0
+        total, passed, written = sum(map(len, mine)), 0, 0
         start = last_line = time.monotonic()
+
+        def left() -> Iterator[list[str]]:
+            """Yield the batches without what another `cogfast cache` has written since."""
+            nonlocal passed
+            for batch in mine:
+                missing = [key for key in batch if not work.entries.has(key)]
+                passed += len(batch) - len(missing)
+                if missing:
+                    yield missing
+
         encode = self._encode_captions if what == "caption" else self._encode_clips
-        for batch, found in zip(mine, encode(work, mine), strict=True):
-            for key, entry in found.items():
-                if isinstance(entry, BadSample):
-                    work.entries.write_bad(key, entry.reason)
-                    self.bad.add(entry.path, entry.reason, is_logged=self.groups.is_main)
-                    self.bad.check()
-                else:
-                    work.entries.write(key, entry)
-            done, written = done + len(batch), written + len(found)
-            now = time.monotonic()
-            if now - last_line > _SECONDS_PER_LINE:
-                last_line, rate = now, written / (now - start)
-                text = "encoded %d of %s on rank 0, %.2f/s, %.1f minutes left"
-                left = (total - done) / rate / 60 if rate else math.nan
-                logger.info(text, done, counted(total, what), rate, left)
+        with _Writing() as writing:
+            for found in encode(work, left()):
+                for key, entry in found.items():
+                    if isinstance(entry, BadSample):
+                        writing.start(work.entries.write_bad, key, entry.reason)
+                        self.bad.add(entry.path, entry.reason, is_logged=self.groups.is_main)
+                        self.bad.check()
+                    else:
+                        writing.start(work.entries.write, key, entry)
+                written += len(found)
+                now = time.monotonic()
+                if now - last_line > _SECONDS_PER_LINE:
+                    last_line, rate, done = now, written / (now - start), passed + written
+                    text = "encoded %d of %s on rank 0, %.2f/s, %.1f minutes left%s"
+                    minutes = (total - done) / rate / 60 if rate else math.nan
+                    cost = self._cost(now - self.start, minutes * 60)
+                    logger.info(text, done, counted(total, what), rate, minutes, cost)
         number = sum(self.groups.gather(written))
         seconds = time.monotonic() - start
-        text = "encoded %s in %.1f s, %.2f/s"
-        logger.info(text, counted(number, what), seconds, number / seconds)
+        text = "encoded %s in %.1f s, %.2f/s%s"
+        cost = self._cost(time.monotonic() - self.start)
+        logger.info(text, counted(number, what), seconds, number / seconds, cost)
 
-    def _encode_captions(self, work: _Work, batches: Sequence[Sequence[str]]) -> _Encoded:
+    def _cost(self, *seconds: float) -> str:
+        """Describe what the seconds until now, and maybe those that are left, take of all GPUs."""
+        if self.price is None and self.groups.device.type != "cuda":
+            return ""
+        text = ""
+        for each, name in zip(seconds, ("so far", "left"), strict=False):
+            hours = each * self.groups.world_size / 3600
+            dollars = "" if self.price is None else f" (${hours * self.price:.2f})"
+            text += f"; {hours:.2f} GPU hours{dollars} {name}"
+        return text
+
+    def _encode_captions(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
         # An encoder of its own, whose memory is free before clips are encoded.
         encoder, trusted = self._encoder(), self.trusted
         for batch in batches:
-            # Another `cogfast cache` may have written entries since they were listed.
-            captions = {
-                key: self.clips[work.missing[key]].caption
-                for key in batch
-                if not work.entries.has(key)
-            }
+            captions = {key: self.clips[work.missing[key]].caption for key in batch}
             found: dict[str, dict[str, Tensor] | BadSample] = {}
             for key, caption in captions.items():
                 stored = None if trusted is None else trusted.embedding(caption)
@@ -334,14 +376,14 @@ class _CacheRun:
                         found[key] = BadSample(name, "the embedding of its caption is not finite")
             yield found
 
-    def _encode_clips(self, work: _Work, batches: Sequence[Sequence[str]]) -> _Encoded:
+    def _encode_clips(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
         encoder, trusted = self.video_encoder, self.trusted
         has_frames = encoder.image_input or encoder.given_frames is not None
         if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
             encoder.first_stage.use(self.how)
         reading = read_ahead(
-            _Clips(self.clips, work, batches, self.args.decode_timeout),
-            range(len(batches)),
+            _Clips(self.clips, work, self.args.decode_timeout),
+            batches,
             dali=dali_of_this_process(self.datasets[0].settings.video_backend),
             num_workers=self.args.num_workers,
             prefetch_factor=self.args.prefetch_factor,
@@ -401,6 +443,30 @@ class _CacheRun:
         )
 
 
+class _Writing:
+    """Calls functions in threads, while the next entries are encoded. Their errors are raised by a later
+    call, or at the end of the block."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_WRITING_THREADS)
+        self._running: deque[Future[None]] = deque()
+
+    def start(self, call: Callable[..., None], *given: Any) -> None:
+        # A slow disk or store holds the encoder up before entries fill the memory.
+        while len(self._running) >= 2 * _WRITING_THREADS:
+            self._running.popleft().result()
+        self._running.append(self._pool.submit(call, *given))
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an error, the calls that run are still finished.
+        self._pool.shutdown(cancel_futures=kind is not None)
+        for call in self._running if kind is None else ():
+            call.result()
+
+
 def _without_masks(dataset: Any) -> Any:
     """Leave out masks, which training reads from their files: they make no clip of the cache bad."""
     if isinstance(dataset, CaptionedVideos) and "mask" in dataset.others:
@@ -409,27 +475,19 @@ def _without_masks(dataset: Any) -> Any:
 
 
 class _Clips(Reads):
-    """Reads batches of samples, without those that are encoded: {key: sample, or why it is bad}."""
+    """Reads the samples of a batch of keys: {key: sample, or why it is bad}."""
 
-    def __init__(
-        self,
-        clips: Sequence[_Clip],
-        work: _Work,
-        batches: Sequence[Sequence[str]],
-        timeout: float,
-    ) -> None:
-        self.clips, self.work, self.batches, self.timeout = clips, work, batches, timeout
+    def __init__(self, clips: Sequence[_Clip], work: _Work, timeout: float) -> None:
+        self.clips, self.work, self.timeout = clips, work, timeout
 
     def _clip(self, key: str) -> _Clip:
         return self.clips[self.work.missing[key]]
 
-    def name(self, key: int) -> str:
-        return ", ".join(self._clip(one).name for one in self.batches[key])
+    def name(self, key: Sequence[str]) -> str:
+        return ", ".join(self._clip(one).name for one in key)
 
-    def __getitem__(self, number: int) -> dict[str, Sample | BadSample]:
-        # Another `cogfast cache` may have written entries since they were listed.
-        left = [key for key in self.batches[number] if not self.work.entries.has(key)]
-        return {key: self._sample(self._clip(key)) for key in left}
+    def __getitem__(self, key: Sequence[str]) -> dict[str, Sample | BadSample]:
+        return {one: self._sample(self._clip(one)) for one in key}
 
     def _sample(self, clip: _Clip) -> Sample | BadSample:
         try:

@@ -70,7 +70,7 @@ def cached(tmp_path: Path, videos: CaptionedVideos) -> CachedVideos:
 
 
 def path_of(cached: CachedVideos, key: str) -> Path:
-    return cached.entries["video"].folder / key[:2] / f"{key}.safetensors"
+    return Path(cached.entries["video"].folder, key[:2], f"{key}.safetensors")
 
 
 def test_every_sample_gets_its_own(cached: CachedVideos) -> None:
@@ -117,7 +117,7 @@ def test_hostile_entries(cached: CachedVideos) -> None:
         save_file(clip(1), path, metadata)
         with pytest.raises(BadSample, match=r"is damaged \(checksum mismatch\)"):
             cached[1]
-    (entries.folder / KEYS[3][:2] / f"{KEYS[3]}.bad").write_bytes(b"\xff\x1b" * 9999)
+    Path(entries.folder, KEYS[3][:2], f"{KEYS[3]}.bad").write_bytes(b"\xff\x1b" * 9999)
     with pytest.raises(BadSample) as refused:
         cached[3]
     assert len(refused.value.reason) < 400
@@ -133,7 +133,7 @@ def test_entries_of_another_spec_are_not_found(tmp_path: Path) -> None:
     assert difference(tmp_path, "text", TEXT) == ""
     assert find_entries(tmp_path, "video", other, {"ab1"})[1] == {}
     for content in ("", "[]", "{", "[" * 99999, '{"VAE": 5}' + " " * 99):
-        (entries.folder / "spec.json").write_text(content)
+        Path(entries.folder, "spec.json").write_text(content)
         text = difference(tmp_path, "video", other)
         assert len(text) < 400 and "\n" not in text
 
@@ -230,9 +230,9 @@ def test_a_cache_is_not_written_through_links(tmp_path: Path) -> None:
     entries = Entries(cache, "video", VIDEO)
     entries.create()
     for name in ("spec.json", "ab/ab1.safetensors"):
-        (entries.folder / name).parent.mkdir(exist_ok=True)
-        (entries.folder / name).unlink(missing_ok=True)
-        (entries.folder / name).symlink_to(mine)
+        Path(entries.folder, name).parent.mkdir(exist_ok=True)
+        Path(entries.folder, name).unlink(missing_ok=True)
+        Path(entries.folder, name).symlink_to(mine)
     entries.create()
     entries.write("ab1", clip(1))
     assert mine.read_text() == "precious"

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,10 @@ def straight(base: Path, cache: Path) -> dict[str, bytes]:
     return contents(cache)
 
 
-def kill(processes: list[Started], cache: Path, more: int, delay: float) -> bool:
+def kill(processes: list[Started], count: Callable[[], int], more: int, delay: float) -> bool:
     """Kill processes some seconds after the cache has that many entries more; whether it was in time."""
-    goal = len(contents(cache)) + more
-    while len(contents(cache)) < goal and any(p.poll() is None for p in processes):
+    goal = count() + more
+    while count() < goal and any(p.poll() is None for p in processes):
         time.sleep(0.005)
     time.sleep(delay)
     is_in_time = all(process.poll() is None for process in processes)
@@ -52,7 +53,8 @@ def check_kills(
     draw, num_in_time = random.Random(0), 0
     for _ in range(num_kills):
         writers = [start(arguments) for _ in range(num_writers)]
-        num_in_time += kill(writers, cache, draw.randint(0, 3), draw.uniform(0, longest))
+        num = lambda: len(contents(cache))
+        num_in_time += kill(writers, num, draw.randint(0, 3), draw.uniform(0, longest))
         found = contents(cache)
         assert found.items() <= expected.items()
     writers = [start(arguments) for _ in range(num_writers)]
@@ -79,7 +81,9 @@ def test_temporary_files_are_no_entries(tmp_path: Path) -> None:
     entries = Entries(tmp_path, "video", {})
     entries.create()
     entries.write_bad("aa1", "broken")
-    old, new = (entries.folder / "aa" / f"aa2.safetensors.{x}.incomplete" for x in ("old", "new"))
+    old, new = (
+        Path(entries.folder, "aa", f"aa2.safetensors.{x}.incomplete") for x in ("old", "new")
+    )
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))

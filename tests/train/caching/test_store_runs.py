@@ -1,0 +1,133 @@
+"""`cogfast cache` and training with args.latent_cache in an object store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cogfast.config import load_config
+from cogfast.core import store
+from cogfast.train.caching.command import cache_latents
+from cogfast.train.trainer import Trainer
+from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.tiny_run import (
+    CHANNELS,
+    losses,
+    run,
+    run_folder,
+    start,
+    write_clips,
+    write_clips_with_vae,
+    write_config,
+)
+from tests.train.caching.test_cache import contents, write_vae_config
+from tests.train.caching.test_cache_kills import ALONE, kill, straight
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for key, value in running.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "local"))
+    monkeypatch.setattr(store, "_PATIENCE", 0.3)
+    yield running
+    running.faults = []
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """The entries of a cache in a store, by their names."""
+    found = [one for one in store.find(url) if one.endswith((".safetensors", ".bad"))]
+    return {one.removeprefix(f"{url}/"): store.read(one) for one in found}
+
+
+def test_a_cache_in_a_store_is_that_of_a_folder(
+    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries and losses bit for bit; no request for a sample whose entries are in the local cache."""
+    caplog.set_level("INFO", logger="cogfast")
+    data, url = write_clips(tmp_path / "data", 4), f"{server.url}/runs/cache"
+    base = write_config(tmp_path / "base.yaml", data, train_iters=2, num_workers=0)
+    cache_latents(load_config([base], [f"args.latent_cache={tmp_path / 'cache'}"]))
+    cache_latents(load_config([base], [f"args.latent_cache={url}"]), price=7200.0)
+    assert "GPU hours ($" in caplog.text and f"{url}: 4 samples, 0 bad" in caplog.text
+    assert objects(url) == contents(tmp_path / "cache") and len(objects(url)) == 8
+
+    found, asked = {}, {}
+    for name, cache in (("disk", tmp_path / "cache"), ("store", url)):
+        server.requests.clear()
+        words = [f"args.latent_cache={cache}", f"args.save={tmp_path / name}"]
+        Trainer(load_config([base], words)).train()
+        found[name] = losses(run_folder(tmp_path / name))
+        asked[name] = [path for _, path in server.requests if path.endswith(".safetensors")]
+    assert found["store"] == found["disk"] and len(found["disk"]) == 2
+    # The second step, which reads the same clips, makes no request.
+    assert len(set(asked["store"])) == 8 and len(asked["store"]) == 16 and not asked["disk"]
+
+    # An entry that is gone is missed before training, and is the only one that is encoded again.
+    store.remove([f"{url}/{next(one for one in objects(url) if one.startswith('video'))}"])
+    config = load_config([base], [f"args.latent_cache={url}"])
+    with pytest.raises(ValueError, match=rf"args.latent_cache={url}: .*3 of 4 usable"):
+        Trainer(config)
+    cache_latents(config)
+    assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in caplog.text
+    assert objects(url) == contents(tmp_path / "cache")
+
+    # Errors are one line, and what was written counts.
+    server.faults = [Fault(403)]
+    match = "^args.latent_cache: s3:.*access denied.*check the credentials"
+    with pytest.raises(ValueError, match=match):
+        Trainer(config)
+    with pytest.raises(RuntimeError, match=match):
+        cache_latents(config)
+    server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
+    other = load_config([base], [f"args.latent_cache={server.url}/runs/other"])
+    match = "^args.latent_cache: s3:.*does not answer.*is kept: .*continues"
+    with pytest.raises(RuntimeError, match=match):
+        cache_latents(other)
+    left = objects(f"{server.url}/runs/other")
+    assert left.items() < objects(url).items() and len(left) == 4
+    with pytest.raises(RuntimeError, match="no-such-bucket/.*no such bucket; create it"):
+        cache_latents(load_config([base], ["args.latent_cache=s3://no-such-bucket/cache"]))
+
+
+@pytest.mark.soak
+def test_kills_of_two_workers_leave_nothing_half(server: S3Server, tmp_path: Path) -> None:
+    data = write_clips_with_vae(tmp_path / "data", 60, CHANNELS)
+    base, url = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v"), f"{server.url}/killed"
+    expected = straight(base, tmp_path / "straight")
+    words = ["cache", "--base", str(base), f"args.latent_cache={url}", ALONE]
+    draw, in_time = random.Random(0), 0
+    for _ in range(10):
+        workers = [start(words) for _ in range(2)]
+        in_time += kill(
+            workers, lambda: len(store.find(url)), draw.randint(1, 6), draw.uniform(0, 0.3)
+        )
+        assert objects(url).items() <= expected.items()
+    workers = [start(words) for _ in range(2)]
+    outputs = [worker.communicate()[0] for worker in workers]
+    assert [worker.poll() for worker in workers] == [0, 0], outputs
+    assert objects(url) == expected and in_time >= 6
+
+
+@pytest.mark.soak
+def test_two_ranks_train_from_a_store_as_from_a_disk(server: S3Server, tmp_path: Path) -> None:
+    data = write_clips(tmp_path / "data", 12)
+    base = write_config(tmp_path / "base.yaml", data, train_iters=8, num_workers=2)
+    found = {}
+    for name, cache in (("disk", tmp_path / "cache"), ("store", f"{server.url}/ranks")):
+        words = ["--base", str(base), f"args.latent_cache={cache}", f"args.save={tmp_path / name}"]
+        for command in ("cache", "train"):
+            done = run([command, *words], 2, timeout=300)
+            assert done.returncode == 0, done.stdout
+        found[name] = losses(run_folder(tmp_path / name))
+    assert found["store"] == found["disk"] and len(found["disk"]) == 8
+    assert objects(f"{server.url}/ranks") == contents(tmp_path / "cache")
