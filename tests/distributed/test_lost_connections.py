@@ -160,3 +160,26 @@ def test_a_rank_that_stops_ends_the_other_and_long_work_does_not(tmp_path: Path,
     assert other.exitcode == 1 and text.count("works") == 2, text
     line = f"cogfast: rank {1 - rank} ends: rank {rank} has stopped: no sign of it for 2 s\n"
     assert line in text
+
+
+ONE_ENDS = """
+import os, time
+from cogfast.distributed import lost_ranks
+from cogfast.distributed.process_groups import start_processes
+lost_ranks._BETWEEN_BEATS, lost_ranks._SECONDS_TO_FAIL = 0.1, 0.5
+groups = start_processes()
+groups.gather(None)
+if groups.is_main:
+    time.sleep(60)  # such as for a device that waits for the other rank
+os._exit(7)
+"""
+
+
+def test_a_rank_that_does_not_notice_a_lost_one_ends(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.touch()
+    ranks = start_ranks(["-c", ONE_ENDS], 2, free_port(), str(output))
+    for rank in ranks:
+        rank.join(30)
+    assert [rank.exitcode for rank in ranks] == [1, 7], output.read_text()
+    assert "cogfast: rank 0 ends: another rank failed" in output.read_text()
