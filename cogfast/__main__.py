@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
-from cogfast.core.store import CACHE_VARIABLE, StoreError
+from cogfast.core.store import StoreError
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
@@ -106,8 +106,6 @@ def _load(
     finally:
         gc.enable()
     start_logging()
-    if config.args.local_cache is not None:  # for all processes of the run
-        os.environ[CACHE_VARIABLE] = config.args.local_cache
     return config
 
 

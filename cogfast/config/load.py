@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from cogfast.config.merged_config import (
 from cogfast.config.sections import check_sections, complete_sections
 from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
+from cogfast.core.store import CACHE_VARIABLE
 
 COMMAND_KEY = "args.eval_command"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
@@ -104,6 +106,8 @@ def load_config(
         raise ValueError(one_line(text)) from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
     unused |= {key: why for key, why in ignored.items() if origins[key] == DEFAULT}
+    if (cache := sections["args"].get("local_cache")) is not None:
+        os.environ[CACHE_VARIABLE] = cache  # for all processes of the run
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
 
 

@@ -96,30 +96,17 @@ def stat(name: str) -> Stat:
 class Versions:
     """The Stat of each of many URLs as of one moment, kept under hashes of the URLs: 24 bytes each."""
 
-    def __init__(self, found: Mapping[str, Stat] = {}) -> None:
+    def __init__(self, found: Mapping[str, Stat] = {}, *lists: Versions) -> None:
         rows = {(_hash(url), int(s.version, 16), s.num_bytes) for url, s in found.items()}
-        self._columns = _columns(rows)
-
-    def __or__(self, other: Versions) -> Versions:
-        joined = Versions()
-        joined._columns = _columns(
-            {row for one in (self, other) for row in zip(*one._columns, strict=True)}
-        )
-        return joined
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
+        rows.update(row for one in lists for row in zip(*one._columns, strict=True))
+        ordered = sorted(rows)
+        self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
 
     def get(self, url: str) -> Stat | None:
         names, versions, sizes = self._columns
         at = bisect_left(names, key := _hash(url))
         is_there = at < len(names) and names[at] == key
         return Stat(sizes[at], f"{versions[at]:016x}") if is_there else None
-
-
-def _columns(rows: set[tuple[int, ...]]) -> list[array[int]]:
-    ordered = sorted(rows)
-    return [array("Q", (row[i] for row in ordered)) for i in range(3)]
 
 
 def _hash(url: str) -> int:
@@ -139,20 +126,18 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
     for name in dict.fromkeys(filter(is_url, names)):
         folders.setdefault(parent(name), []).append(name)
 
-    def of_folder(folder: str) -> dict[str, Stat | None]:
+    def of_folder(names: list[str]) -> Mapping[str, Stat | None]:
         # A web server has no listings.
-        if len(folders[folder]) >= _FEW and not folder.startswith("http"):
-            return list_folder(folder)
-        found: dict[str, Stat | None] = {}
-        for name in folders[folder]:
+        if len(names) >= _FEW and not names[0].startswith("http"):
+            return list_folder(parent(names[0]))
+        found = {}
+        for name in names:
             with suppress(FileNotFoundError):
                 found[name] = stat(name)
         return found
 
-    found: dict[str, Stat] = {}
-    for folder, there in zip(folders, in_threads(of_folder, list(folders)), strict=True):
-        found |= {name: about for name in folders[folder] if (about := there.get(name))}
-    return found
+    each = zip(folders.values(), in_threads(of_folder, [*folders.values()]), strict=True)
+    return {name: about for names, found in each for name in names if (about := found.get(name))}
 
 
 def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:

@@ -204,7 +204,8 @@ class CaptionedVideos(Dataset):
                 sample = self._read(index)
         except BadSample as error:
             # Readers know only the file; logs also need the part of it.
-            raise BadSample(self.name(index), error.reason) from None
+            reason = error.reason.removeprefix(f"{self.clips.files[index]}: ")
+            raise BadSample(self.name(index), reason) from None
         # Kept clips are never replaced: every epoch reads every clip once, so a different subset
         # would not be read more often.
         num_bytes = sum(v.nbytes for v in sample.values() if isinstance(v, Tensor))
@@ -215,20 +216,16 @@ class CaptionedVideos(Dataset):
 
     def fetch(self, indices: Sequence[int]) -> None:
         """Copy the files of samples from their stores to this machine, many at once. Faults show when they are read."""
-        files = {
-            (one.files[i], tuple(one.places[i].tolist()) if one.places is not None else (-1, -1))
-            for one in (self.clips, *self.clips.others.values())
-            for i in indices
-        }
-        if self.clips.images is not None:
-            files |= {(self.clips.images[i], (-1, -1)) for i in indices}
 
-        def copy(file: tuple[str, tuple[int, int]]) -> None:
-            with suppress(BadSample):
-                name, part = file
-                self.clips.local(name.partition(MEMBER)[0], part if part[0] >= 0 else None)
+        def copy(index: int) -> None:
+            for one in (self.clips, *self.clips.others.values()):
+                file, member, _ = one.files[index].partition(MEMBER)
+                part = one.places[index].tolist() if member and one.places is not None else None
+                with suppress(BadSample):
+                    self.clips.local(file, part and tuple(part))
 
-        list(store.in_threads(copy, [(name, part) for name, part in files if store.is_url(name)]))
+        if any(store.is_url(self.clips.files[index]) for index in indices):
+            list(store.in_threads(copy, indices))
 
     def read_video(self, name: str, index: int, bucket: Bucket) -> Tensor:
         """Read the "video" of a sample, another one or its mask, at another size, [F, C, H, W] as in a Sample.
@@ -242,10 +239,11 @@ class CaptionedVideos(Dataset):
     def read_tensors(self, index: int, are_headers_enough: bool = False) -> dict[str, Tensor]:
         """Read the tensors of a sample, float32, by name. are_headers_enough: only check them."""
         files = {
-            n: (one.files[index], one.shape) for n, one in self.clips.others.items() if one.shape
+            n: (one.files[index], one.shape)
+            for n, one in self.clips.others.items()
+            # In a store a header would be a request for each sample.
+            if one.shape and not (are_headers_enough and store.is_url(one.files[index]))
         }
-        if are_headers_enough:  # in a store it would be a request for each
-            files = {n: one for n, one in files.items() if not store.is_url(one[0])}
         arrays = {name: open_array(name, *one, self.clips.local) for name, one in files.items()}
         values = {} if are_headers_enough else arrays
         return {name: values_of(array, name, files[name][0]) for name, array in values.items()}

@@ -73,7 +73,8 @@ def test_a_version_changes_with_the_content(server):
 
 
 @pytest.mark.parametrize("kind", [503, 429, "cut"])
-def test_errors_that_pass_are_tried_again(server, kind):
+def test_errors_that_pass_are_tried_again(server, kind, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE", 20.0)
     url = _written(server, "t.bin")
     server.faults = [Fault(kind, method="GET", times=2)]
     assert local_copy(url, "-").read_bytes() == _CONTENT

@@ -40,10 +40,7 @@ def open_array(
     """Return an array whose values are not read yet; BadSample if it is not one of numbers in this shape. local:
     returns the path of a file on this machine."""
     what = f"its {name} {file}"
-    try:
-        path = local(file)
-    except BadSample as error:
-        raise BadSample(file, f"{what}: {error.reason}") from None
+    path = local(file)
     if not os.path.isfile(path):
         raise BadSample(file, f"{what} does not exist")
     try:

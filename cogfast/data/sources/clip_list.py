@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -99,12 +97,12 @@ class ClipList:
         if not store.is_url(name):
             return name
         about = self.versions.get(name)
-        if about is None:
-            raise BadSample(name, "no such object")
         try:
+            if about is None:
+                raise FileNotFoundError(f"{name}: no such object")
             return str(store.local_copy(name, about.version, part, about.num_bytes))
         except OSError as error:
-            raise BadSample(name, str(error).removeprefix(f"{name}: ")) from None
+            raise BadSample(name, str(error)) from None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""
@@ -162,7 +160,7 @@ def join(lists: Sequence[ClipList]) -> ClipList:
     return ClipList(
         **columns,
         others={name: _join_others(lists, name) for name in names},
-        versions=functools.reduce(operator.or_, (one.versions for one in lists)),
+        versions=Versions({}, *(one.versions for one in lists)),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cogfast.config.values import nearest
 from cogfast.core import store
-from cogfast.core.store import Versions
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import text_lines
 from cogfast.data.sources.manifest import table_hint
@@ -47,13 +46,12 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
                 f"{files['video_column']} has {len(videos)} lines and {files[key]} "
                 f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
-    columns, versions = {}, Versions()
+    columns, found = {}, {}
     for key in ("video_column", "image_column", "control_column", "mask_column"):
         if key in lines:
             paths = [store.join(store.parent(files[key]), line) for line in lines[key]]
-            found = store.stats(paths)
+            found |= store.stats(paths)
             _refuse_missing(files[key], raw[key], paths, found)
-            versions |= Versions(found)
             columns[key] = PackedStrings(paths)
     return ClipList(
         files=columns["video_column"],
@@ -64,7 +62,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
             for name in OTHER_VIDEOS
             if f"{name}_column" in columns
         },
-        versions=versions,
+        versions=store.Versions(found),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -70,21 +69,21 @@ def _layouts_of(source: str) -> list[str]:
     # Shards as webdataset names them: shards-{000..010}.tar
     if ".tar" in source:
         return ["VideoShards"]
-    # The folders in a bucket are not listed here, as that may take minutes.
-    if store.is_url(source):
-        names = [] if is_table else list(store.list_folder(source))
-        folder, files = source.rstrip("/"), dict.fromkeys(names)
-        first = next(find_videos(names), None)
-        has_label = any(name.endswith(("/videos", "/labels")) for name in names)
-    elif os.path.isfile(source) or not os.path.isdir(source):
-        names, folder = [], source
-    else:
-        names, folder, files = os.listdir(source), str(Path(source)), {}
-        first, has_label = next(find_videos(walk_files(folder)), None), False
-    if not names:
+    if is_table or os.path.isfile(source):
         return ["VideoManifest"] if is_table and store.exists(source) else []
+    folder = store.parent(store.join(source, "file"))
+    if store.is_url(source):
+        # Its folders are not listed here, as that may take minutes.
+        names = videos = list(store.list_folder(folder))
+    else:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        videos = walk_files(folder)
+    if not names:
+        return []
+    first = next(find_videos(videos), None)
+    has_labels = store.is_url(source) and store.join(folder, "labels") in names
     found = {
-        "VideoFolder": has_label or bool(first and label_of(first, folder, files)),
+        "VideoFolder": has_labels or bool(first and label_of(first, folder, dict.fromkeys(names))),
         "VideoManifest": bool(tables_in(folder) or tables_in(store.join(folder, "train"))),
         "VideoList": all(store.exists(store.join(folder, name)) for name in _LISTS),
         "VideoShards": any(name.endswith(".tar") for name in names),

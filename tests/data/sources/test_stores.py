@@ -19,6 +19,14 @@ from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoSh
 from cogfast.data.sources.headers import read_headers
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.s3_server import Fault, s3_server
+from tests.support.tiny_run import (
+    losses,
+    read_run_weights,
+    run,
+    run_folder,
+    write_clips,
+    write_config,
+)
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
@@ -184,3 +192,40 @@ def test_sources_that_cannot_be_read_name_the_fix(bucket, source, fault, text):
     with pytest.raises(ValueError, match=text.format(url=server.url)) as caught:
         VideoFolder([server.url + source], **CLIP)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.soak
+def test_a_run_of_two_ranks_is_that_of_a_disk(bucket, tmp_path):
+    """Losses and weights bit for bit, with a cold and a warm local cache; a source that fails ends in one line."""
+    _, server = bucket
+    folder = write_clips(tmp_path / "clips", 6)
+    for file in folder.rglob("*.*"):
+        store.upload(file, f"{server.url}/run/{file.relative_to(folder)}")
+    params = {"train_iters": 4, "num_workers": 2, "split": "5,1,0"}
+    base = write_config(tmp_path / "c.yaml", folder, **params)
+    found, words = {}, ["train", "--base", str(base), f"args.local_cache={tmp_path}/c:1GB"]
+    for kind, source in (
+        ("disk", folder),
+        ("cold", f"{server.url}/run"),
+        ("warm", f"{server.url}/run"),
+    ):
+        server.requests.clear()
+        given = [f"args.train_data=[{source}]", f"args.save={tmp_path / kind}"]
+        ended = run([*words, *given, "deepspeed.train_micro_batch_size_per_gpu=2"], processes=2)
+        assert ended.returncode == 0, ended.stdout
+        found[kind] = run_folder(tmp_path / kind)
+        gets = [path for method, path in server.requests if method == "GET"]
+        assert any(path.endswith(".mp4") for path in gets) == (kind == "cold")
+    weights = {
+        kind: read_run_weights(each / "checkpoints/00000004") for kind, each in found.items()
+    }
+    for kind in ("cold", "warm"):
+        assert losses(found[kind]) == losses(found["disk"])
+        assert all(torch.equal(weights[kind][name], w) for name, w in weights["disk"].items())
+    store.write(f"{server.url}/run/labels/0.txt", b"changed")
+    server.faults = [Fault(403, path="labels/")]
+    ended = run([*words, *given], processes=2)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("cogfast: ")]
+    assert (
+        len({*lines}) == 1 and "args.train_data=s3://" in lines[0] and "access denied" in lines[0]
+    )
