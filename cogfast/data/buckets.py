@@ -12,7 +12,7 @@ from __future__ import annotations
 import filecmp
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.sources.tar_shards import read_member
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 
+ReadHeaders = Callable[[ClipList, range, bool], Sequence[Header | None]]  # trust_index is the last
 _NAMES = {"image": "picture", "video": "video"}
 _SAME = 0.02  # by which the rates and shapes of a clip and its control may differ
 _SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
@@ -35,7 +36,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The bucket of every sample.
+    """The bucket of every sample, or of some.
 
     buckets: int16 [n], indices into the settings' sizes, -1 for samples that fit none. reasons:
     {sample: why it fits none}. refused: those of them that can be read nevertheless. slow: samples whose video has a lower frame rate than configured, so
@@ -48,41 +49,54 @@ class Survey:
     refused: Mapping[int, str] = field(default_factory=dict)
 
 
-def survey(dataset: CaptionedVideos) -> Survey:
-    """Read the headers of all videos of a data set and choose a bucket for each sample. A sample whose
-    control or mask does not fit its clip gets none."""
-    clips, sizes = dataset.clips, dataset.settings.sizes
+def survey(
+    dataset: CaptionedVideos, samples: range | None = None, read: ReadHeaders = read_headers
+) -> Survey:
+    """Read the headers of videos and choose a bucket for each sample. A sample whose control or mask does not
+    fit its clip gets none.
+
+    samples: which of the data set, such as the share of a rank; None: all. read: reads their headers.
+    """
+    clips, settings = dataset.clips, dataset.settings
+    samples = range(len(clips)) if samples is None else samples
     reasons: dict[int, str] = {}
-    buckets = np.full(len(clips), -1, dtype=np.int16)
+    buckets = np.full(len(samples), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
     slow, refused = [], {}
-    headers = read_headers(clips)
-    of_others = {name: _headers_of_others(other) for name, other in dataset.others.items()}
-    for i, header in enumerate(headers):
+    headers = read(clips, samples, settings.trust_index)
+    of_others = {
+        name: read(other.clips, samples, settings.trust_index)
+        for name, other in dataset.others.items()
+    }
+    has_tensors = len(clips.others) > len(dataset.others)
+    for place, (i, header) in enumerate(zip(samples, headers, strict=True)):
+        assert header is not None, f"sample {i} has a file"
         problem = header.reason or _type_problem(clips, i, header)
         try:
-            dataset.read_tensors(i, are_headers_enough=True)
+            if has_tensors:
+                dataset.read_tensors(i, are_headers_enough=True)
         except BadSample as error:
             problem = problem or error.reason
         for name, of_other in of_others.items():
-            if not problem and i in of_other:
-                problem = other_problem(dataset, name, i, header, of_other[i])
+            other = of_other[place]
+            if not problem and other is not None:
+                problem = other_problem(dataset, name, i, header, other)
         if problem:
             reasons[i] = problem
             if not header.reason:
                 refused[i] = problem
             continue
         span = None if clips.spans is None else tuple(clips.spans[i].tolist())
-        settings = dataset.settings_at_own_rate(i)
-        key = (header, span, settings.fps)
+        fps = settings.fps if clips.fps is None or np.isnan(clips.fps[i]) else float(clips.fps[i])
+        key = (header, span, fps)
         if key not in seen:
-            seen[key] = choose(header, settings, sizes, span)
+            seen[key] = choose(header, replace(settings, fps=fps), settings.sizes, span)
         bucket = seen[key]
         if isinstance(bucket, str):
             reasons[i] = bucket
         else:
-            buckets[i] = bucket
-            is_slow = not header.is_picture and header.fps < _SLOW * settings.fps
+            buckets[place] = bucket
+            is_slow = not header.is_picture and header.fps < _SLOW * fps
             if settings.frame_selection == "timestamp" and is_slow:
                 slow.append(i)
     return Survey(buckets, reasons, slow, refused)
@@ -97,10 +111,14 @@ def _type_problem(clips: ClipList, index: int, header: Header) -> str:
     return f"its row has type {stated}, but the file is a {_NAMES[found]}; set type to {found}"
 
 
-def _headers_of_others(videos: CaptionedVideos) -> dict[int, Header]:
-    """Read the headers of further videos: {sample: header}, without samples that have none."""
-    there = [i for i, name in enumerate(videos.paths) if name]
-    return dict(zip(there, read_headers(videos.clips.take(there)), strict=True))
+def join_surveys(parts: Sequence[Survey]) -> Survey:
+    """Join the surveys of consecutive samples."""
+    return Survey(
+        np.concatenate([part.buckets for part in parts]),
+        {i: reason for part in parts for i, reason in part.reasons.items()},
+        [i for part in parts for i in part.slow],
+        {i: reason for part in parts for i, reason in part.refused.items()},
+    )
 
 
 def other_problem(

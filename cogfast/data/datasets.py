@@ -31,7 +31,7 @@ from cogfast.core.store import StoreError, Versions
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings, join
+from cogfast.data.sources.clip_list import FIND, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -373,6 +373,9 @@ class ListedVideos(CaptionedVideos, ABC):
     # {name: shape} of further tensors of each sample, such as {flow: [2, 13, 60, 90]}: a column of a manifest
     # with this name lists .npy files of this shape, which networks and trainers of your own get as float32
     tensors: Shapes | None = None
+    # do not look at each start whether video files have changed since their headers were read, which takes
+    # long for millions of files
+    trust_index: bool = False
     reads_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -383,7 +386,7 @@ class ListedVideos(CaptionedVideos, ABC):
         if shapes and self.buckets:
             raise ValueError(f"{KEY} gives one shape for all samples; remove data.params.buckets")
         try:
-            lists = self.find(self.data_dir, self.allow_empty_captions)
+            lists = FIND.get()(lambda: self.find(self.data_dir, self.allow_empty_captions))
         except StoreError as error:
             raise SourceError(str(error)) from None
         if any(not shapes.keys() <= one.others.keys() for one in lists):

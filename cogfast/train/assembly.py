@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
@@ -20,10 +21,10 @@ from cogfast.config.arguments import ModelArguments, TrainArguments, select, spa
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
-from cogfast.core.slot_random import random_bits
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
-from cogfast.data.global_order import GlobalOrder
+from cogfast.data.global_order import GlobalOrder, shuffled
+from cogfast.data.sources.clip_list import FindOnce, finding
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.given_frames import GivenFrames
@@ -255,13 +256,17 @@ class Datasets:
     valid: SizedDataset | None
 
 
-def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
+def assemble_datasets(
+    config: Config, args: TrainArguments, groups: ProcessGroups | None = None
+) -> Datasets:
     """Build the training and validation data sets, of videos.
 
-    Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
+    Rank 0 of `groups` lists their files for all; data sets of a user's own that are no ListedVideos are built by
+    each rank. Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
     the training data (args.split).
     """
-    whole = _dataset(config, "args.train_data", args.train_data)
+    find_once = (lambda find: find()) if groups is None else groups.on_main
+    whole = _dataset(config, "args.train_data", args.train_data, find_once)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
     train, valid = whole, None
@@ -273,7 +278,7 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
                 "args.train_data: no row has split train; change column split of the manifest"
             )
     if args.valid_data:
-        valid = _dataset(config, "args.valid_data", args.valid_data)
+        valid = _dataset(config, "args.valid_data", args.valid_data, find_once)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
             valid = valid.with_clips(valid.clips.in_split("valid"))
     # A manifest without rows of split `valid` uses args.split.
@@ -284,13 +289,12 @@ def assemble_datasets(config: Config, args: TrainArguments) -> Datasets:
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
     if num_valid == 0:
         return Datasets(train, None)
-    # A hash of the index decides, so the parts do not depend on torch's random state.
-    shuffled = sorted(range(len(train)), key=lambda i: random_bits(args.seed, "split", i))
-    parts = sorted(shuffled[num_valid:]), sorted(shuffled[:num_valid])
-    return Datasets(*(_part(train, part) for part in parts))
+    held_out = sorted(shuffled(i, len(train), args.seed, "split") for i in range(num_valid))
+    rest = np.delete(np.arange(len(train)), held_out).tolist()
+    return Datasets(_part(train, rest), _part(train, held_out))
 
 
-def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
+def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOnce) -> SizedDataset:
     """Build the data set of the sources that `key` lists."""
     if not config.data:
         raise ValueError("the data section is missing; set data.target, as sft.yaml does")
@@ -300,7 +304,8 @@ def _dataset(config: Config, key: str, sources: Sequence[str]) -> SizedDataset:
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
     try:
-        made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
+        with finding(find_once):
+            made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
         inputs = ModelArguments.from_config(config).inputs
         is_masked = select(config.model, "loss_fn_config.params.masked") is not None
         return _with_others(made, key, inputs, is_masked)

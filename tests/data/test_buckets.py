@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cogfast.data.batches import BatchLoader
-from cogfast.data.buckets import choose, in_buckets, kept_share, survey, table
+from cogfast.data.buckets import choose, in_buckets, join_surveys, kept_share, survey, table
 from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources import headers as video_headers
 from cogfast.data.sources.headers import Header, read_headers
@@ -124,7 +124,7 @@ def test_headers_are_read_once(folder, monkeypatch):
 def test_a_torn_index_is_read(folder):
     data = VideoFolder(folder, **SMALL)
     first = read_headers(data.clips)
-    file = video_headers.index_of(data.clips).path
+    file = folder / "videos/.cogfast-index"
     torn = file.read_text()[: file.stat().st_size // 2]
     file.write_text(torn)
     # The files of lost lines are read and listed again, after the torn line.
@@ -136,6 +136,69 @@ def test_a_torn_index_is_read(folder):
     with file.open("a") as opened:
         opened.write("\n" + json.dumps([name, version, *values[:2]]))
     assert read_headers(data.clips) == first
+
+
+def test_parts_are_surveyed_as_the_whole(folder):
+    """Each rank surveys its share."""
+    data = VideoFolder(folder, **SMALL, buckets=BUCKETS)
+    whole = survey(data)
+    parts = [survey(data, range(start, min(start + 5, 17))) for start in range(0, 17, 5)]
+    joined = join_surveys(parts)
+    assert joined.buckets.tolist() == whole.buckets.tolist() and len(joined.buckets) == 17
+    assert joined.reasons == whole.reasons and joined.slow == whole.slow
+
+
+def test_an_index_is_trusted_only_on_request(folder, tmp_path_factory):
+    data = VideoFolder(folder, **SMALL)
+    first = read_headers(data.clips)
+    (folder / "videos/03.mp4").write_bytes(b"not a video")
+    (folder / "videos/04.mp4").unlink()
+    assert read_headers(data.clips, trust_index=True) == first
+    changed = read_headers(data.clips)
+    assert "not a readable" in changed[3].reason and "cannot be opened" in changed[4].reason
+    write_clip(folder / "videos/05a.mp4", constant_rate(9, 8), size=(32, 48))
+    (folder / "labels/05a.txt").write_text("new")
+    reasons = [
+        list(survey(VideoFolder(folder, **SMALL, buckets=BUCKETS, trust_index=trusts)).reasons)
+        for trusts in (True, False)
+    ]
+    assert reasons == [[14, 15, 16], [3, 14, 15, 16]]
+    # The index moves with the data.
+    moved = folder.rename(tmp_path_factory.mktemp("moved") / "data")
+    data = VideoFolder(moved, **SMALL)
+    opened = (moved / "videos/.cogfast-index").read_text()
+    assert len(read_headers(data.clips)) == 17
+    assert (moved / "videos/.cogfast-index").read_text() == opened
+
+
+@pytest.mark.parametrize("values", [[-1, 8, 32, 48, ""], [2**30, 8, 32, 48, ""], [9, 0, 32, 48, ""],
+    [9, float("nan"), 32, 48, ""], [9, 8, 0, 48, ""], [9, 8, 32, 2**40, ""], ["9", 8, 32, 48, ""],
+    [9, 8, 32, 48, "a"], [9, 8, 32], [[[]]]])  # fmt: skip
+def test_an_index_from_elsewhere_is_checked(folder, values):
+    data = VideoFolder(folder, **SMALL)
+    first = read_headers(data.clips)
+    file = folder / "videos/.cogfast-index"
+    rows = [json.loads(line) for line in file.read_text().split("\n") if line]
+    file.write_text("\n".join(json.dumps([*row[:2], *values]) for row in rows))
+    for trusts in (False, True):
+        assert read_headers(data.clips, trust_index=trusts) == first
+
+
+def test_an_index_that_is_no_file_or_cannot_be_written(folder, monkeypatch, caplog):
+    data = VideoFolder(folder, **SMALL)
+    file = folder / "videos/.cogfast-index"
+    os.mkfifo(file)
+    first = read_headers(data.clips)
+    assert "so the next start reads the files again" in caplog.text
+    file.unlink()
+    (folder / "other").write_text("kept")
+    file.symlink_to(folder / "other")
+    assert read_headers(data.clips) == first and (folder / "other").read_text() == "kept"
+    file.unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert read_headers(data.clips) == first and not file.exists()
+    monkeypatch.setattr(video_headers, "_probe", lambda *_: video_headers.Header(reason="opened"))
+    assert read_headers(data.clips)[:16] == first[:16]  # the last one is no video
 
 
 def test_headers_in_shards(folder, tmp_path):

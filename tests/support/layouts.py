@@ -52,7 +52,7 @@ def train(steps: list[list[str]]) -> None:
         if first == "copy":
             groups.on_main(lambda names=arguments: copy_run(*names))
         else:
-            Trainer(load_config([first], arguments)).train()
+            Trainer(load_config([first], arguments, allow_import=("tests",))).train()
     groups.close()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,6 +30,11 @@ class PackedStrings(Sequence[str]):
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        view = memoryview(self._bytes)
+        for start, end in pairwise(self._ends.tolist()):
+            yield str(view[start:end], "utf-8", "surrogatepass")
 
     # No slices: a part of a column is taken by ClipList.take.
     def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -180,3 +188,18 @@ def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
 def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
     names = [each.name for each in fields(clips) if each.name not in ("others", "versions")]
     return {name: getattr(clips, name) for name in names}
+
+
+FindOnce = Callable[[Callable[[], list[ClipList]]], list[ClipList]]
+FIND: ContextVar[FindOnce] = ContextVar("find", default=lambda find: find())
+
+
+@contextmanager
+def finding(find_once: FindOnce) -> Iterator[None]:
+    """Let data sets that are made inside call `find` by `find_once`, such as ProcessGroups.on_main, so that one
+    rank lists the files for all."""
+    token = FIND.set(find_once)
+    try:
+        yield
+    finally:
+        FIND.reset(token)

@@ -1,24 +1,26 @@
 """Reads the container headers of a data set: frame count, frame rate and size of every video.
 
-Nothing is decoded. Headers are saved in an index in the user's cache folder, under each file's
-name, size and mtime, so that only new and changed files are opened at the next start.
+Nothing is decoded. Headers are saved in an index beside the data, or in the user's cache folder, under each
+file's name, size and mtime, so that only new and changed files are opened at the next start.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 from cogfast.core import store
 from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.file_index import FileIndex, user_index
+from cogfast.data.sources.file_index import FileIndex, user_file
 from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
     MAX_FRAMES,
@@ -32,7 +34,10 @@ from cogfast.data.video.picture import holds_picture, picture_size
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 16  # more than cores, because they wait for disks and networks
-_SECONDS = 10.0  # between log lines of progress
+SECONDS = 10.0  # between log lines of progress, and writes of the index
+_AT_ONCE = 1024  # files whose results are collected together
+_INDEX = ".cogfast-index"
+_MAX_SIDE = 2**16  # rows or columns of a video
 
 
 class Header(NamedTuple):
@@ -52,52 +57,100 @@ class Header(NamedTuple):
         return self.num_frames == 1 and not self.fps
 
 
-def read_headers(clips: ClipList) -> list[Header]:
-    """Return the header of every sample's file, from the index or from the file."""
-    index = index_of(clips)
-    version = cache(partial(_version, clips))  # many members of a tar shard share its version
-    stamps: dict[str, str] = {}  # of the files that must be opened
-    samples: dict[str, int] = {}  # the first sample of each of these files
-    found: dict[str, Header] = {}
-    for i, name in enumerate(clips.files):
-        place = _place(clips, i)
-        stamp = version(name.partition(MEMBER)[0] if place else name)
-        if isinstance(stamp, Header):
-            found[name] = stamp
-            continue
-        # Members of a shard share its version; the offset tells them apart.
-        stamp += f"-{place[0]}" if place else ""
-        known = index.get(name, stamp)
-        if known and len(known) == len(Header._fields):  # else the line is damaged
-            found[name] = Header(*known)
-        else:
-            stamps[name] = stamp
-            samples.setdefault(name, i)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        headers = pool.map(lambda i: _probe(clips, i), samples.values())
-        new, start = [], time.monotonic()
-        last = start
-        for number, (name, header) in enumerate(zip(samples, headers, strict=True), 1):
-            found[name] = header
-            # Files that failed are tried again: a change of permissions keeps the stamp.
-            if not header.reason:
-                new.append((name, stamps[name], *header))
-            now = time.monotonic()
-            if now - last > _SECONDS:
-                last = now
-                rate = number / (now - start)
-                logger.info("headers: %d of %d videos, %.0f/s", number, len(samples), rate)
-                index.keep(new)
-                new = []
-    index.keep(new)
-    return [found[name] for name in clips.files]
+class HeaderScan:
+    """Finds the headers of some samples of a data set, in its index or in their files.
+
+    samples: their numbers, such as the share of a rank. trust_index: do not look whether files have changed
+    since their headers were saved. `todo` are the files to open: {name: a sample of it, its version}.
+    """
+
+    def __init__(self, clips: ClipList, samples: range, trust_index: bool = False) -> None:
+        self._clips, self._samples, self._trusts = clips, samples, trust_index
+        folder = deepest_folder(clips)
+        self.index = index_in(folder)
+        self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
+        self.todo: dict[str, tuple[int, str]] = {}
+        self._found: dict[str, Header] = {}
+        self._seen: dict[tuple, Header] = {}  # equal headers are one object
+        self._version = cache(
+            partial(_version, clips)
+        )  # many members of a tar shard share its version
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            starts = range(0, len(samples), _AT_ONCE)
+            list(pool.map(lambda start: self._look_up(samples[start : start + _AT_ONCE]), starts))
+
+    def _look_up(self, samples: range) -> None:
+        for sample in samples:
+            name, place = self._clips.files[sample], _place(self._clips, sample)
+            known_as = name[self._known_as]
+            if not name or (self._trusts and self._take(name, self.index.last(known_as))):
+                continue
+            shard = self._version(name.partition(MEMBER)[0]) if place else None
+            stamp = shard or _version(self._clips, name)
+            if isinstance(stamp, Header):
+                self._found[name] = stamp
+                continue
+            # Members of a shard share its version; the offset tells them apart.
+            stamp += f"-{place[0]}" if place else ""
+            if not self._take(name, self.index.get(known_as, stamp)):
+                self.todo[name] = sample, stamp
+
+    def _take(self, name: str, values: list | None) -> bool:
+        """Take a header of the index; False if it is none that a video can have."""
+        try:
+            num_frames, fps, height, width, reason = values or ()
+            is_one = 0 < num_frames <= MAX_FRAMES and 0 < height <= _MAX_SIDE >= width > 0
+            is_one &= reason == "" and (0 < fps < math.inf or num_frames == 1)
+            key = int(num_frames), float(fps), int(height), int(width)
+        except (TypeError, ValueError, OverflowError):
+            return False
+        if is_one:
+            self._found[name] = self._seen.setdefault(key, Header(*key))
+        return is_one
+
+    def read(self, seconds: float) -> list[tuple]:
+        """Open further files for about so long; return the new rows of the index."""
+        rows, until = [], time.monotonic() + seconds
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            while self.todo and time.monotonic() < until:
+                some = [self.todo.popitem() for _ in range(min(len(self.todo), _AT_ONCE))]
+                headers = pool.map(lambda one: _probe(self._clips, one[1][0]), some)
+                for (name, (_, stamp)), header in zip(some, headers, strict=True):
+                    self._found[name] = header
+                    # Files that failed are tried again: a change of permissions keeps the stamp.
+                    if not header.reason:
+                        rows.append((name[self._known_as], stamp, *header))
+        return rows
+
+    @property
+    def headers(self) -> list[Header | None]:
+        """The header of each of the samples; None for one without a file."""
+        return [self._found.get(self._clips.files[i]) for i in self._samples]
 
 
-def index_of(clips: ClipList) -> FileIndex:
-    """Open the index of the deepest folder that holds all files of a data set."""
-    # commonprefix compares characters: what follows the last slash may be a part of a name.
-    folder = os.path.commonprefix([*clips.files]).rpartition("/")[0]
-    return user_index("headers", [folder])
+def read_headers(
+    clips: ClipList, samples: range | None = None, trust_index: bool = False
+) -> list[Header | None]:
+    """Return the header of each sample's file, or of some samples, read by this process alone."""
+    scan = HeaderScan(clips, range(len(clips)) if samples is None else samples, trust_index)
+    while scan.todo:
+        scan.index.keep(scan.read(SECONDS))
+    return scan.headers
+
+
+def deepest_folder(clips: ClipList) -> str:
+    """Return the deepest folder that holds all files of a data set."""
+    # The least and the greatest are enough. What follows the last slash may be a part of a name.
+    ends = [end(filter(None, clips.files), default="") for end in (min, max)]
+    return os.path.commonprefix(ends).partition(MEMBER)[0].rpartition("/")[0]
+
+
+def index_in(folder: str) -> FileIndex:
+    """Open the index in a folder of data, or that about it in the user's cache folder if it is read-only."""
+    beside = Path(folder) / _INDEX
+    if not store.is_url(folder) and os.access(folder or ".", os.W_OK):
+        return FileIndex(beside)
+    return FileIndex(user_file("headers", [folder]), beside)
 
 
 def _place(clips: ClipList, index: int) -> tuple[int, int] | None:

@@ -74,6 +74,7 @@ class ClipSettings:
     keep_decoded_mib: int = 0
     buckets: tuple[Bucket, ...] | None = None
     bucket_batch: Sequence[int] | None = None
+    trust_index: bool = False
 
     def __post_init__(self) -> None:
         # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in the key of

@@ -165,7 +165,7 @@ class _CacheRun:
             groups.on_main(lambda: Path(self.folder).mkdir(parents=True, exist_ok=True))
         # The videos, and not the cache that this command fills.
         of_videos = dataclasses.replace(args, latent_cache=None)
-        every = assemble_datasets(config, of_videos)
+        every = assemble_datasets(config, of_videos, groups)
         every = Datasets(_without_masks(every.train), _without_masks(every.valid))
         found, _ = survey_datasets(every, of_videos, groups, 1)
         self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]

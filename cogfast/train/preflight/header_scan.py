@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import time
 from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSampleLog
-from cogfast.data.buckets import Survey, in_buckets, survey, table
+from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
+from cogfast.data.sources.clip_list import ClipList
+from cogfast.data.sources.headers import SECONDS, Header, HeaderScan
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 
@@ -27,7 +31,7 @@ def survey_datasets(
 ) -> tuple[Datasets, dict[str, str]]:
     """Return the data sets with buckets assigned, and {name: reason} of unusable samples.
 
-    Rank 0 reads the headers. ValueError if more than args.max_bad_fraction are unreadable, or if ranks
+    Each rank reads the headers of its share of the samples. ValueError if more than args.max_bad_fraction are unreadable, or if ranks
     have found different samples.
     """
     train, valid = datasets.train, datasets.valid
@@ -35,11 +39,9 @@ def survey_datasets(
     _check_same(valid, "args.valid_data", groups)
     if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
         return datasets, {}
-    found: list[Survey | None] = groups.on_main(
-        lambda: [
-            survey(d) if _needs_scan(d, args) else None for d in (datasets.train, datasets.valid)
-        ]
-    )
+    found = [
+        _survey_on_all(each, groups) if _needs_scan(each, args) else None for each in (train, valid)
+    ]
     bad: dict[str, str] = {}
     if found[0] is not None:
         assert isinstance(train, CaptionedVideos), "only these are scanned"
@@ -71,6 +73,35 @@ def survey_datasets(
     return Datasets(train, valid), bad
 
 
+def _survey_on_all(dataset: CaptionedVideos, groups: ProcessGroups) -> Survey:
+    """Survey a data set; all ranks have the same result."""
+    first, last = (
+        len(dataset) * number // groups.world_size for number in (groups.rank, groups.rank + 1)
+    )
+    read = partial(_read_on_all, groups)
+    return join_surveys(
+        groups.gather(groups.on_all(lambda: survey(dataset, range(first, last), read)))
+    )
+
+
+def _read_on_all(
+    groups: ProcessGroups, clips: ClipList, samples: range, trust_index: bool
+) -> list[Header | None]:
+    """Read the headers of this rank's samples while all other ranks read those of theirs."""
+    scan = groups.on_all(lambda: HeaderScan(clips, samples, trust_index))
+    total = num_left = sum(groups.gather(len(scan.todo)))
+    start = time.monotonic()
+    while num_left:
+        rows = groups.gather(groups.on_all(lambda: scan.read(SECONDS)))
+        # Appends of several machines would overwrite each other on a network file system.
+        groups.on_main(lambda: scan.index.keep(chain(*rows)))  # noqa: B023
+        num_left = sum(groups.gather(len(scan.todo)))
+        if num_left and groups.is_main:
+            done, seconds = total - num_left, time.monotonic() - start
+            logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
+    return scan.headers
+
+
 def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
     """Log the share of steps that train on pictures; warn if all do."""
     if not isinstance(dataset, CaptionedVideos):
@@ -87,23 +118,16 @@ def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
 
 
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:
-    """Raise ValueError on all ranks if they have found different samples: each lists files itself,
-    and what it finds decides the order of the samples and the number of steps."""
+    """Raise ValueError on all ranks if they have found different samples: a data set of a user's own
+    is built by each, and what it finds decides the order of the samples and the number of steps."""
     if dataset is None or groups.world_size == 1:
         return
-    digest = hashlib.blake2b(digest_size=8)
-    if isinstance(dataset, CaptionedVideos):
-        for name in (name for other in dataset.clips.others.values() for name in other.files):
-            digest.update(name.encode("utf-8", "surrogatepass"))
-        for i, caption in enumerate(dataset.captions):
-            text = f"{dataset.name(i)}\0{caption}\0"
-            digest.update(text.encode("utf-8", "surrogatepass"))
-    found = groups.gather((len(dataset), digest.hexdigest()))
+    found = groups.gather(len(dataset))
     other = next((rank for rank, of_rank in enumerate(found) if of_rank != found[0]), None)
     if other is not None:
         raise ValueError(
-            f"{key}: rank 0 finds {counted(found[0][0], 'sample')}, and rank {other} finds "
-            f"{found[other][0]}, or others; give all ranks the same files and captions"
+            f"{key}: rank 0 finds {counted(found[0], 'sample')}, and rank {other} finds {found[other]}; give "
+            "all ranks the same samples"
         )
 
 

@@ -137,7 +137,8 @@ class Parts:
         global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
         # Before the model is built: headers determine buckets and order, and unreadable data should
         # fail early.
-        videos, bad = survey_datasets(assemble_datasets(config, args), args, groups, global_batch)
+        videos = assemble_datasets(config, args, groups)
+        videos, bad = survey_datasets(videos, args, groups, global_batch)
         check_prior(config, args, videos.train)
         datasets = read_from_cache(videos, config, args, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
