@@ -43,6 +43,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
 _PIECE = 32 << 20  # bytes of a request of a large object
 _READ_AHEAD = 1 << 18  # bytes of the least request of a file that is read in parts
 _THREADS = 8  # requests of one object at once
+_TRIAL, _BRIEF = 0.05, 2e-4  # seconds: of all calls in one thread before several, and of one
 _MANY_THREADS = 32  # requests of small objects at once
 _FEW = 8  # objects of a folder from which on a listing is fewer requests
 _NUM_LOCKS = 4096
@@ -72,7 +73,9 @@ def is_url(name: str | Path) -> bool:
 def join(folder: str, name: str) -> str:
     """Return the path or URL of `name`, which may be absolute, in a folder."""
     if is_url(name) or os.path.isabs(name) or not is_url(folder):
-        return name if is_url(name) else str(Path(folder, name))
+        path = name if is_url(name) else os.path.join(folder, name)
+        is_odd = path.startswith("./") or "/." in path or "//" in path
+        return path if is_url(name) or not is_odd else str(Path(path))
     scheme, separator, place = folder.partition("://")
     return f"{scheme}{separator}{posixpath.normpath(f'{place}/{name}')}"
 
@@ -141,7 +144,17 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
 
 
 def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
-    """Yield call(item) of each item, in order, from several threads."""
+    """Yield call(item) of each item, in order, from several threads if the first calls show that it takes long."""
+    done, spent = 0, 0.0
+    while done < len(items) and spent < _TRIAL:
+        start = time.monotonic()
+        result = call(items[done])
+        done, spent = done + 1, spent + time.monotonic() - start
+        yield result
+    items = items[done:]
+    if spent < _BRIEF * done:  # on a disk threads would only wait for each other
+        yield from map(call, items)
+        return
     with ThreadPoolExecutor(_MANY_THREADS) as pool:
         for start in range(0, len(items), 10_000):  # each call in waiting takes a kilobyte
             yield from pool.map(call, items[start : start + 10_000])

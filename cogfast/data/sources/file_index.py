@@ -61,7 +61,7 @@ class FileIndex:
         """Return the row of a name; [] if there is none."""
         if name in self._new:
             return self._new[name]
-        key = hash(json.dumps([name])[:-2].encode())
+        key = hash(b"[" + json.dumps(name).encode()[:-1])
         place = int(self._lines["hash"].searchsorted(key, side="right")) - 1
         row = self._row_at(int(self._lines["start"][place])) if place >= 0 else []
         return row if row[:1] == [name] else []
@@ -69,7 +69,7 @@ class FileIndex:
     def _row_at(self, start: int) -> list:
         """Return the row whose line begins at `start`; [] if it is malformed."""
         try:
-            row = json.loads(self._data[start : self._data.find(b"\n", start)])
+            row = json.loads(self._data[start : self._data.find(b"\n", start)].decode())
         except (ValueError, RecursionError):
             return []
         return row if len(row) > 1 else []

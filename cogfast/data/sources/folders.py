@@ -144,16 +144,14 @@ def read_labels(
     videos: Sequence[str], folder: str, files: Mapping[str, Stat | None]
 ) -> Iterator[tuple[str | None, str, bool]]:
     """Yield the label file of each video (None: there is none), its first line, and whether more text follows."""
-    is_url = store.is_url(folder)
-    if is_url and folder.endswith("/videos"):
+    if store.is_url(folder) and folder.endswith("/videos"):
         files = files | store.find(store.join(store.parent(folder), "labels"))
 
     def read(video: str) -> tuple[str | None, str, bool]:
         label = label_of(video, folder, files)
         return (None, "", False) if label is None else (label, *first_line(label, files.get(label)))
 
-    # On a disk threads would only wait for each other.
-    yield from (store.in_threads if is_url else map)(read, videos)
+    yield from store.in_threads(read, videos)
 
 
 def decoded(data: bytes, name: str) -> str:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -75,25 +76,22 @@ class HeaderScan:
         self._version = cache(
             partial(_version, clips)
         )  # many members of a tar shard share its version
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            starts = range(0, len(samples), _AT_ONCE)
-            list(pool.map(lambda start: self._look_up(samples[start : start + _AT_ONCE]), starts))
+        deque(store.in_threads(self._look_up, samples), maxlen=0)
 
-    def _look_up(self, samples: range) -> None:
-        for sample in samples:
-            name, place = self._clips.files[sample], _place(self._clips, sample)
-            known_as = name[self._known_as]
-            if not name or (self._trusts and self._take(name, self.index.last(known_as))):
-                continue
-            shard = self._version(name.partition(MEMBER)[0]) if place else None
-            stamp = shard or _version(self._clips, name)
-            if isinstance(stamp, Header):
-                self._found[name] = stamp
-                continue
-            # Members of a shard share its version; the offset tells them apart.
-            stamp += f"-{place[0]}" if place else ""
-            if not self._take(name, self.index.get(known_as, stamp)):
-                self.todo[name] = sample, stamp
+    def _look_up(self, sample: int) -> None:
+        name, place = self._clips.files[sample], _place(self._clips, sample)
+        known_as = name[self._known_as]
+        if not name or (self._trusts and self._take(name, self.index.last(known_as))):
+            return
+        shard = self._version(name.partition(MEMBER)[0]) if place else None
+        stamp = shard or _version(self._clips, name)
+        if isinstance(stamp, Header):
+            self._found[name] = stamp
+            return
+        # Members of a shard share its version; the offset tells them apart.
+        stamp += f"-{place[0]}" if place else ""
+        if not self._take(name, self.index.get(known_as, stamp)):
+            self.todo[name] = sample, stamp
 
     def _take(self, name: str, values: list | None) -> bool:
         """Take a header of the index; False if it is none that a video can have."""

@@ -18,7 +18,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +62,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "control": ("control", "control_file_path"),  # VideoX-Fun's
 }
 _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
+_HALF = re.compile("[\ud800-\udfff]")
 _FLAGS = {"": False, "false": False, "0": False, "true": True, "1": True}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
@@ -120,15 +124,27 @@ def read_manifest(
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, types, prior, empty, places, num_pictures = [], [], [], [], [], 0
     folder = store.parent(file)
+
+    @cache  # most rows have the same columns, and most files neighbours
+    def columns_of(keys: tuple[str, ...]) -> dict[str, str]:
+        every = ((n, x) for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys)
+        return dict(every)
+
+    @cache
+    def files_of(folder: str) -> Collection[str]:
+        with suppress(OSError):
+            return {*os.listdir(folder or ".")}
+        return ()
+
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
         kind = str(row.get("type")).strip().lower()
         if kind == "image" and not has_pictures:
             num_pictures += 1
             continue
+        columns = columns_of(tuple(row))
         path, caption, *others = (
-            _text(next((row[x] for x in _NAMES.get(n, (n,)) if x in row), None), f"{where}: {n}")
-            for n in texts
+            _text(row[columns[n]], where, n) if n in columns else "" for n in texts
         )
         if not path:
             raise ValueError(
@@ -147,13 +163,14 @@ def read_manifest(
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
             texts[name].append(store.join(folder, other) if other else "")
         for name, missing in _NUMBERS.items():
-            numbers[name].append(_number(row.get(name), missing, f"{where}: {name}"))
+            value = row.get(name)
+            numbers[name].append(missing if value is None else _number(value, missing, where, name))
         start, end = numbers["start"][-1], numbers["end"][-1]
         if end <= start:
             raise ValueError(
                 f"{where}: end={end:g} must be after start={start:g}; both are seconds of the video"
             )
-        split = _text(row.get("split"), f"{where}: split").lower()
+        split = _text(row.get("split"), where, "split").lower()
         if split not in _SPLIT_NAMES:
             raise ValueError(f"{where}: split={split[:80]!r} is not known; use {', '.join(SPLITS)}")
         splits.append(_SPLIT_NAMES[split])
@@ -169,7 +186,11 @@ def read_manifest(
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     found = store.stats(itertools.chain.from_iterable(texts[n] for n in texts if n != "caption"))
-    is_gone = [path not in found and not os.path.isfile(path) for path in texts["path"]]
+    local = map(os.path.split, texts["path"])
+    is_gone = [
+        path not in found and name not in files_of(folder)
+        for path, (folder, name) in zip(texts["path"], local, strict=True)
+    ]
     if any(is_gone):
         first = is_gone.index(True)
         first = f"{places[first]}: {texts['path'][first]}"
@@ -287,22 +308,22 @@ def _check_columns(file: str, place: str, found: set[str]) -> None:
         logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
 
 
-def _text(value: object, what: str) -> str:
-    """Check that a value is text, and strip it; ValueError that begins with `what` if not."""
-    if not isinstance(value, str | None):
-        raise ValueError(f"{what}={str(value)[:80]} must be text; put it in quotes")
+def _text(value: object, where: str, name: str) -> str:
+    """Check that a value is text, and strip it; ValueError that begins with place and name if not."""
+    if not (value is None or isinstance(value, str)):
+        raise ValueError(f"{where}: {name}={str(value)[:80]} must be text; put it in quotes")
     text = (value or "").strip()
     # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
     # has them where it is not valid UTF-8.
-    is_half = what.endswith("caption") and any("\ud800" <= c <= "\udfff" for c in text)
+    is_half = name == "caption" and not text.isascii() and _HALF.search(text)
     if "\0" in text or is_half:
-        raise ValueError(f"{what}={text[:80]!r} has an invalid character; remove it")
+        raise ValueError(f"{where}: {name}={text[:80]!r} has an invalid character; remove it")
     return text
 
 
-def _number(value: object, missing: float, what: str) -> float:
-    """Read a number; `missing` where there is none, ValueError that begins with `what` if not one."""
-    text = "" if value is None else str(value).strip()
+def _number(value: object, missing: float, where: str, name: str) -> float:
+    """Read a number; `missing` where there is none, ValueError that begins with place and name if not one."""
+    text = str(value).strip()
     if not text:
         return missing
     try:
@@ -310,8 +331,8 @@ def _number(value: object, missing: float, what: str) -> float:
     except ValueError:
         number = math.nan
     # Rates and ends must be above 0: no video has a frame before its start.
-    least = 0 if what.endswith(("start", "weight")) else 1e-9
+    least = 0 if name in ("start", "weight") else 1e-9
     if not math.isfinite(number) or number < least or isinstance(value, bool):
         rule = "0 or more" if least == 0 else "above 0"
-        raise ValueError(f"{what}={text[:80]} must be a number, {rule}")
+        raise ValueError(f"{where}: {name}={text[:80]} must be a number, {rule}")
     return number
