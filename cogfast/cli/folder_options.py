@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.cli.parser import Parser, check_run
+from cogfast.core.mirror import copy_of
+from cogfast.core.store import is_url
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
@@ -36,9 +38,14 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     text = "the page; default: RUN/index.html, or report.html for several runs"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     found = parser.parse_args([*argv])
-    for run in found.runs:
+    if found.out is None and any(map(is_url, found.runs)):
+        raise ValueError(
+            "--out is missing; give a file of this machine for the page of runs in a store"
+        )
+    runs = [copy_of(run, is_whole=True) for run in found.runs]
+    for run in runs:
         check_run(parser.prog, argv, [run])
-    return [*map(Path, found.runs)], found.out
+    return [*map(Path, runs)], found.out
 
 
 def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
@@ -54,7 +61,11 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     text = "make a new repository private; default: the owner's setting on the hub"
     parser.add_argument("--private", action="store_const", const=True, help=text)
     found = _parse_of_one_run(parser, argv, "run", "repo", "me/my-lora")
-    return Path(found.run), found.repo, found.dry_run, found.private
+    if is_url(found.run) and found.dry_run:
+        raise ValueError(
+            f"{found.run}: --dry-run writes into the run's folder; download the run, or leave it out"
+        )
+    return Path(copy_of(found.run, is_whole=True)), found.repo, found.dry_run, found.private
 
 
 def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
@@ -95,6 +106,13 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     kind = next((word for word in argv if word in ("sat", "peft")), "diffusers")
     found = vars(_parse_of_one_run(parser, argv, "src", "dst", f"my_folder --to {kind}"))
     del found["traceback"]
+    if is_url(found["dst"]):
+        raise ValueError(
+            f"{found['dst']}: DST must be a folder of this machine; give a path, and upload it"
+        )
+    for key in ("src", "merge_lora", "add_lora"):
+        if found[key]:
+            found[key] = copy_of(found[key])
     return found
 
 
@@ -108,7 +126,8 @@ def _parse_of_one_run(
     # A pattern such as runs/* gives several sources, with the target behind them.
     words = [getattr(found, source), getattr(found, target), *more]
     runs = words[:-1] if all(map(os.path.exists, words[:-1])) else words[:1]
-    check_run(parser.prog, argv, runs)
+    if not is_url(runs[0]):
+        check_run(parser.prog, argv, runs)
     if more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     return found

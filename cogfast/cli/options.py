@@ -20,6 +20,7 @@ from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, number_up_to, refu
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
+from cogfast.core.mirror import copy_of
 from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
 from cogfast.sample.flags import INPUTS, SamplingFlags
 from cogfast.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
@@ -215,6 +216,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if sources:
+        sources = [copy_of(sources[0])]
         check_run(parser.prog, argv, sources)
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cogfast.config.sat_network import POSITION_KEY
 from cogfast.config.values import nearest_folder
+from cogfast.core.mirror import copy_of
 
 # Keys of the configuration to values and to where they come from, for messages
 Settings = dict[str, tuple[object, str]]
@@ -40,6 +41,7 @@ def find_model(
     """
     from cogfast.train.preflight.pipeline_folder import find_config, hub_folder, is_hub_id
 
+    folder = copy_of(folder)
     path = Path(folder)
     if is_hub_id(folder):
         path = hub_folder(folder, "FOLDER", may_download)

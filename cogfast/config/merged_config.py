@@ -10,6 +10,8 @@ from typing import Any, NoReturn, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.core.mirror import with_urls
+
 SECTIONS = ("model", "data", "args", "deepspeed")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -38,7 +40,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return all sections as YAML with interpolations resolved; loading it gives the same values."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.sections()), resolve=True)
+        return OmegaConf.to_yaml(with_urls(to_dict(OmegaConf.create(self.sections()))))
 
     def describe(self) -> str:
         """Return the configuration as YAML with the origin of each value as a comment (`--dry-run`)."""

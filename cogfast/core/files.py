@@ -144,13 +144,14 @@ def check_size(path: Path, num_bytes: int) -> None:
         raise DamageError(f"{path.name} has {found} bytes instead of {num_bytes}")
 
 
-def check_checksum(path: Path, checksum: str) -> None:
-    """Raise DamageError if `path` cannot be read or its bytes do not have this checksum."""
+def check_checksum(path: Path, checksum: str, name: str | None = None) -> None:
+    """Raise DamageError if `path` cannot be read or its bytes do not have this checksum. name: in messages."""
+    name = name or path.name
     try:
         found = checksum_of(path)
     except OSError as error:
-        raise DamageError(f"{path.name} cannot be read ({error.strerror})") from None
+        raise DamageError(f"{name} cannot be read ({error.strerror})") from None
     if found != checksum:
         raise DamageError(
-            f"{path.name} is damaged: its checksum is {found}, it was written with {checksum}"
+            f"{name} is damaged: its checksum is {found}, it was written with {checksum}"
         )

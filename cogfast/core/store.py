@@ -46,6 +46,7 @@ _THREADS = 8  # requests of one object at once
 _TRIAL, _BRIEF = 0.05, 2e-4  # seconds: of all calls in one thread before several, and of one
 _MANY_THREADS = 32  # requests of small objects at once
 _FEW = 8  # objects of a folder from which on a listing is fewer requests
+_PART_TRIES = 5  # of each part of a long upload
 _NUM_LOCKS = 4096
 _IN_USE = 30.0  # seconds after its last use for which a local copy is not removed
 _KEPT = 0.9  # of the limit, to which the local cache is cut
@@ -222,17 +223,37 @@ def write(name: str, data: bytes) -> None:
     write_whole(Path(name), lambda draft: draft.write_bytes(data))
 
 
+def create(name: str, data: bytes) -> bool:
+    """Write an object unless there is one, and return whether its content is `data` then.
+
+    In a store without conditional writes, two processes may both create it at once.
+    """
+
+    def put(fs: Any, path: str) -> None:
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except OSError as error:
+            is_there = isinstance(error, FileExistsError) or "PreconditionFailed" in repr(
+                error.__cause__
+            )
+            if not is_there:
+                raise
+
+    _call(name, put)
+    return read(name) == data
+
+
 def upload(file: Path, url: str) -> None:
     """Write a file of this machine to an object, in parts if it is large. Readers see all of it or nothing."""
-    _put(url, lambda fs, path: fs.put_file(str(file), path))
+    _put(url, lambda fs, path: fs.put_file(str(file), path), is_long=True)
     size, there = file.stat().st_size, stat(url).num_bytes
     if size != there:
         raise StoreError(f"{url}: has {there} bytes after {size} were written; write it again")
 
 
-def _put(url: str, call: Callable[[Any, str], object]) -> None:
+def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) -> None:
     try:
-        _call(url, call)
+        _call(url, call, is_long)
     except FileNotFoundError:
         raise StoreError(f"{url}: no such bucket; create it, or correct the address") from None
 
@@ -287,13 +308,17 @@ def local_copy(
     return copy
 
 
-def local_folder(url: str) -> Path:
-    """Return a folder of this machine with the objects below a URL, for as long as this process lives."""
-    found = find(url)
+def local_folder(url: str, found: Mapping[str, Stat] | None = None) -> Path:
+    """Return a folder of this machine with the objects below a URL, for as long as this process lives.
+
+    found: those of the objects that are wanted, as `find` lists them; None: all.
+    """
+    found = find(url) if found is None else found
     if not found:
         raise FileNotFoundError(f"{url}: no such folder, or it is empty")
-    place = local_cache()[0] / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    root = local_cache()[0] / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    place = root / url  # the path tells core/mirror.py the URL
     start = len(url.rstrip("/")) + 1
     for name, about in found.items():
         link = place / name[start:]
@@ -451,13 +476,14 @@ class _Object(io.RawIOBase):
         return len(data)
 
 
-def _call(url: str, call: Callable[[Any, str], T]) -> T:
-    """Return call(file system, path), repeated for errors that may pass."""
+def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
+    """Return call(file system, path), repeated for errors that may pass. is_long: it makes many requests."""
     start, pause = time.monotonic(), _FIRST_PAUSE
     while True:
+        began = time.monotonic()
         try:
             # A process that was forked gets a file system of its own from fsspec.
-            return call(*_file_system(url))
+            return call(*_file_system(url, is_long))
         except StoreError:
             raise
         except FileNotFoundError:
@@ -467,6 +493,8 @@ def _call(url: str, call: Callable[[Any, str], T]) -> T:
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:
             why, fix = _diagnosis(error)
+            # A call of minutes that fails once is not yet an outage.
+            start += (time.monotonic() - began) * is_long
             seconds = time.monotonic() - start
             if fix or seconds + pause > _PATIENCE:
                 fix = fix or "the store does not answer; check its address and try again later"
@@ -477,7 +505,7 @@ def _call(url: str, call: Callable[[Any, str], T]) -> T:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     import fsspec
 
     # Some file systems that fsspec puts on top of others run code that their files contain.
@@ -489,6 +517,8 @@ def _file_system(url: str) -> tuple[Any, str]:
         # `_call` alone repeats: three loops within each other would take minutes.
         kept = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
         given["config_kwargs"] = {**kept, "retries": {"total_max_attempts": 1}}
+        if is_long:  # fsspec has a file system for each set of options, here with repeated parts
+            given["max_concurrency"] = _THREADS
     try:
         file_system, path = fsspec.core.url_to_fs(url, **given)
     # No installed package handles the scheme.
@@ -498,7 +528,7 @@ def _file_system(url: str) -> tuple[Any, str]:
             '"cogfast[stores]"), or correct it'
         ) from None
     if url.startswith("s3"):
-        file_system.retries = 1
+        file_system.retries = _PART_TRIES if is_long else 1
     return file_system, path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from cogfast.core.mirror import copy_of
 from cogfast.distributed.parallelize import find_shards
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -35,6 +36,8 @@ class LoraOverlay:
         # An existing path may contain a colon.
         if not colon or os.path.exists(text):
             return cls(text)
+        if scale.startswith("//"):  # a URL without a scale
+            return cls(copy_of(text))
         try:
             number = float(scale)
         except ValueError:
@@ -44,7 +47,7 @@ class LoraOverlay:
                 f"--lora {text}: no such file or folder, nor PATH:SCALE with a finite number; "
                 "use lora.safetensors:0.8"
             )
-        return cls(path, number)
+        return cls(copy_of(path), number)
 
 
 def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[tuple[WeightSource, float]]:

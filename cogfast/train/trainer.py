@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.config.values import counted
+from cogfast.core.mirror import name_of
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos
@@ -72,8 +73,7 @@ class Trainer:
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
         try:
-            with self.parts.lock:
-                self._train()
+            self._train()
         except Exception as error:
             # For the last line, also if torchrun ends this rank because of another one's error.
             hint = self.parts.how_to_resume()
@@ -84,6 +84,7 @@ class Trainer:
             raise
         finally:
             self.parts.log.end()
+            self.parts.held.close()
 
     def _train(self) -> None:
         args, groups = self.args, self.groups
@@ -294,6 +295,7 @@ class Trainer:
         self.metrics.add_evaluation(self.step, self.evaluator(*given, self.metrics.add_videos))
         if self.evaluator.sampled_step == self.step:
             self.scores.add(self.step)
+        self.parts.uploads.ask()
 
     def _is_complete(self, stop: StopRequest) -> bool:
         """Return whether the last step is trained and saved. Call it when the writer has ended."""
@@ -325,6 +327,7 @@ class Trainer:
         is_exported = parts.exporter.is_due(self.step, is_stopping)
         self.writer.save(self.step, state, parts.exporter.write if is_exported else None)
         self.metrics.write_page()
+        self.parts.uploads.ask()
         CLOCK.restart()
 
     def _save_now(self) -> bool:
@@ -347,7 +350,7 @@ class Trainer:
         rate = f"{args.lr:g}, {args.lr_schedule}, weight decay {args.weight_decay:g}"
         log_facts(
             {
-                "run folder": self.folder,
+                "run folder": name_of(self.folder),
                 "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {self.args.precision}",
                 "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
                 "data": counted(len(self.datasets.train), "sample"),
@@ -380,11 +383,12 @@ class Trainer:
         """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
         config = self.engine.transformer.config
         if self.step >= self.num_steps:
-            path = self.writer.path(self.step)
+            path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
             log_results(self.metrics.history, self.evaluator.samples)
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
-            log_commands(self.config, self.folder, self.num_steps, is_lora, shows_ema)
+            folder = name_of(self.folder)
+            log_commands(self.config, folder, self.num_steps, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
         reason = (

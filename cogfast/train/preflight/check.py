@@ -24,6 +24,7 @@ from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
+from cogfast.core.store import is_url
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.transformer import network_class
@@ -95,16 +96,16 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
     try:
         check_creatable(args)
-        checkpoint = None if args.run_folder is None else resumed_in_run_folder(args)
+        is_left_out = args.run_folder is None or is_url(args.run_folder)
+        checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
             # The global batch of this run is not known yet: it is compared when the run starts.
             check_changes(checkpoint, manifest, config, manifest["global_batch"])
     except ValueError as error:
-        key = next(
-            (k for k in ("run_folder", "save") if str(error).startswith(f"args.{k}")), "resume"
-        )
-        refuse(config, f"args.{key}", str(error))
+        text = str(error)
+        key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
+        refuse(config, f"args.{key}", text)
 
 
 def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
@@ -350,7 +351,8 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
     """Yield (key, text) for each missing path. keys: {key of args: what to set it to}."""
     for name, fix in keys.items():
         path, key = getattr(args, name), f"args.{name}"
-        is_word = name == "resume" and path in ("auto", "latest")
+        # A run in a store is looked for when its folder is opened.
+        is_word = name == "resume" and (path in ("auto", "latest") or is_url(path or ""))
         if path is not None and not is_word and not (path and Path(path).exists()):
             near = nearest(path.lower(), ("latest", "auto")) if name == "resume" else ""
             yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
@@ -574,12 +576,8 @@ def _check_pixel_data(
 ) -> None:
     """Check what training on video files needs: sizes, frame counts and frozen encoders."""
     if model.latent_input:
-        refuse(
-            config,
-            "model.latent_input",
-            f"model.latent_input=true, but {config.data.target} returns pixels; set "
-            "model.latent_input=false",
-        )
+        text = f"model.latent_input=true, but {config.data.target} returns pixels; set it to false"
+        refuse(config, "model.latent_input", text)
     if not args.train_data:
         text = "args.train_data is empty; set it to the folders of the training videos"
         refuse(config, "args.train_data", text)

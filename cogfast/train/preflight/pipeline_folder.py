@@ -23,10 +23,12 @@ from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import DEFAULT, refuse, to_dict
+from cogfast.config.merged_config import DEFAULT, leaves, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.values import Range, nearest_folder
+from cogfast.core.mirror import copy_of
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.core.store import is_url
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.model.autoencoder import VideoAutoencoder
 from cogfast.model.config import Family, TransformerConfig
@@ -174,6 +176,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
     cache. A value that the configuration sets stays; upstream's placeholders count as left out.
     may_download: whether a model that is not in the cache is downloaded.
     """
+    config = _with_copies(config)
     load = config.args.get("load")
     if load is None:
         return config
@@ -227,6 +230,28 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
         model=OmegaConf.create(model),
         origins=origins | dict.fromkeys(found, str(folder)),
     )
+
+
+def _with_copies(config: Config) -> Config:
+    """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
+    names = ("model", "args")
+    sections = {name: OmegaConf.create(to_dict(config.sections()[name])) for name in names}
+    given = {
+        key: value
+        for key, value in leaves({name: to_dict(sections[name]) for name in names}).items()
+        if isinstance(value, str) and is_url(value)
+        if key.startswith("model.") or key in ("args.load", "args.load_lora")
+    }
+    for key, value in given.items():
+        try:
+            path = copy_of(value)
+        except OSError as error:
+            fix = "" if ";" in str(error) else "; correct it"
+            refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}{fix}")
+        name, _, inner = key.partition(".")
+        OmegaConf.update(sections[name], inner, path)
+    model, args = sections["model"], sections["args"]
+    return dataclasses.replace(config, model=model, args=args) if given else config
 
 
 def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:

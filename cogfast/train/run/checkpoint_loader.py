@@ -14,18 +14,23 @@ full fine-tune), not if they are the larger part (the base of a LoRA run).
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
+from cogfast.core import mirror
 from cogfast.core.files import DamageError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.model.weights.formats.checkpoint_manifest import refusal, verify_files
+from cogfast.model.weights.formats.checkpoint_manifest import fetch, refusal, verify_files
 from cogfast.model.weights.formats.run_checkpoint import RunFiles
+
+_DOWNLOADS = 4  # files at once
 
 
 def load_checkpoint(
@@ -46,7 +51,10 @@ def load_checkpoint(
     _check_same_model(path, manifest, engine)
     files, damage = RunFiles(path, manifest), None
     _check_has_state(path, files, engine)
-    mine = _share_of_files(files, engine, groups)
+    needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
+    # From a store, a rank downloads these alone, and the ranks of a machine each of them once.
+    groups.on_all(lambda: _download(path, needed))
+    mine = _share_of_files(needed, groups)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
         # Damage may show while reading or in the checksums; run both before the ranks agree.
@@ -66,13 +74,23 @@ def load_checkpoint(
     engine.publish("master")
 
 
-def _share_of_files(files: RunFiles, engine: ZeroEngine, groups: ProcessGroups) -> list[str]:
+def _download(path: Path, names: Collection[str]) -> None:
+    """Download the files of a checkpoint in a store."""
+    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+        found = [*pool.map(partial(fetch, path), sorted(names))]
+    if mirror.url_of(path) is not None and not all(file.exists() for file in found):
+        raise ValueError(
+            f"args.local_cache: too small for the {len(found)} files of {mirror.name_of(path)} that a rank "
+            "reads; set it to FOLDER:SIZE with more space"
+        )
+
+
+def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:
     """Return the files that this rank verifies.
 
     The ranks of a machine share the files that any of them reads, so that each file is hashed once on
     each machine.
     """
-    needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
     host = platform.node()
     reports = groups.gather((host, needed))
     here = [rank for rank, (other, _) in enumerate(reports) if other == host]

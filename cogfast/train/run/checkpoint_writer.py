@@ -8,14 +8,18 @@ and first waits for the save before it.
 
 The ranks' threads use a separate control group. Every rank starts the same saves in the same order,
 one at a time, so that the collectives always match. `latest` moves when all files are on disk.
+
+In a store, each thread uploads its file from its machine, and rank 0 then the manifest, without which
+there is no checkpoint, and `latest`. The files of the machine are removed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -24,7 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.config.arguments import FolderLayout
+from cogfast.core import store
 from cogfast.core.files import WriteError, sync, write_text
+from cogfast.core.mirror import is_of_rank, name_of, url_of
+from cogfast.core.store import StoreError
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.quantized.moment_codes import largest_key, read_moment
@@ -33,6 +40,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     FORMAT,
     checkpoint_name,
     layout_of,
+    read_manifest,
     replaced_name,
     step_of,
     write_manifest,
@@ -82,6 +90,7 @@ class CheckpointWriter:
         self.kept: Callable[[Sequence[int]], set[int]] = lambda _: set()
         # Raises an error if the folder is another run's now. Rank 0's thread calls it before it writes.
         self.check_owner: Callable[[], None] = lambda: None
+        self.url = url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
         self._snapshot: _Snapshot | None = None
@@ -165,11 +174,31 @@ class CheckpointWriter:
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
         # This is a barrier, too: no rank writes before the folder is empty.
-        groups.on_main(lambda: (self.check_owner(), _make_empty(draft)))
-        name = f"rank-{groups.rank:05d}.safetensors"
-        slices, checksum = groups.on_all(lambda: snapshot.write(draft / name))
-        reports = groups.gather((name, slices, checksum, snapshot.counters()))
-        groups.on_main(lambda: self._complete(draft, reports, about, export))
+        mark = groups.on_main(lambda: self._begin(draft))
+        file = draft / f"rank-{groups.rank:05d}{mark}.safetensors"
+        try:
+            slices, checksum, size = groups.on_all(lambda: self._write_file(file, snapshot))
+            reports = groups.gather((file.name, slices, checksum, snapshot.counters(), size))
+            groups.on_main(lambda: self._complete(draft, reports, about, export))
+        finally:
+            if self.url is not None:
+                file.unlink(missing_ok=True)
+
+    def _begin(self, draft: Path) -> str:
+        """Empty the draft, and return a mark of its files' names."""
+        self.check_owner()
+        _make_empty(draft)
+        # A whole checkpoint of this step stays as it is until its manifest is replaced.
+        is_there = self.url is not None and store.exists(f"{url_of(draft)}/manifest.json")
+        return f"-{os.urandom(4).hex()}" if is_there else ""
+
+    def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
+        """Write this rank's file, and return its slices, checksum and size."""
+        file.parent.mkdir(exist_ok=True, parents=True)  # this machine may not be rank 0's
+        slices, checksum = snapshot.write(file)
+        if self.url is not None:
+            store.upload(file, name_of(file))
+        return slices, checksum, file.stat().st_size
 
     def _complete(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest, make the checkpoint the newest, and remove old ones."""
@@ -181,9 +210,9 @@ class CheckpointWriter:
         manifest = {
             "format": FORMAT,
             **self._snapshot.about,
-            "slices": {name: slices for name, slices, _, _ in reports},
-            "bytes": {name: (draft / name).stat().st_size for name, *_ in reports},
-            "checksums": {name: checksum for name, _, checksum, _ in reports},
+            "slices": {name: slices for name, slices, *_ in reports},
+            "bytes": {name: size for name, *_, size in reports},
+            "checksums": {name: checksum for name, _, checksum, *_ in reports},
             "optimizer": type(self.engine.optimizer).__name__,
             "counters": counters,
             **about,
@@ -195,7 +224,10 @@ class CheckpointWriter:
         sync(draft / "manifest.json")
         sync(draft)
         self.check_owner()
-        _publish(draft, self.path(about["step"]))
+        if self.url is None:
+            _publish(draft, self.path(about["step"]))
+        else:
+            _upload(draft, manifest["bytes"].keys())
         _prune(self.path(about["step"]), self.keep_last, self.kept)
 
     def prune(self) -> None:
@@ -211,7 +243,8 @@ class CheckpointWriter:
 
     def _draft(self, step: int) -> Path:
         path = self.path(step)
-        return path.with_name(f"{path.name}.incomplete")
+        # In a store, the manifest makes a checkpoint of it.
+        return path.with_name(f"{path.name}.incomplete") if self.url is None else path
 
     def _report_failure(self, step: int, error: Exception) -> None:
         self._has_failed = True
@@ -219,7 +252,7 @@ class CheckpointWriter:
             shutil.rmtree(self._draft(step), ignore_errors=True)
             state = "the previous one is kept"
             if isinstance(error, _LatestError):
-                state = f"it is complete; resume from it with --resume {self.path(step)}"
+                state = f"it is complete; resume from it with --resume {name_of(self.path(step))}"
             logger.error("checkpoint of step %d failed: %s; %s", step, error, state)
 
 
@@ -402,11 +435,33 @@ def _publish(draft: Path, final: Path) -> None:
         raise _LatestError(str(error)) from None
 
 
+def _upload(draft: Path, of_ranks: Collection[str]) -> None:
+    """Upload what rank 0 has written beside the ranks' files, the manifest last, then `latest`."""
+    manifest, latest = draft / "manifest.json", draft.parent / "latest"
+    exported = [p for p in sorted(draft.rglob("*")) if p.is_file() and p.name not in of_ranks]
+    exported.remove(manifest)
+    for file in (*exported, manifest):
+        store.upload(file, name_of(file))
+    try:
+        store.write(name_of(latest), draft.name.encode())
+        write_text(latest, draft.name)
+    except (StoreError, WriteError) as error:
+        raise _LatestError(str(error)) from None
+    for file in exported:
+        file.unlink()
+
+
 def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int]]) -> None:
     """Remove old checkpoints, except `kept`, and the unfinished ones of killed runs.
 
     Checkpoints of later steps than `newest` stay: the user resumed from an earlier one on purpose.
     """
+    if url_of(newest) is not None:
+        try:
+            _prune_stored(newest, keep_last, kept)
+        except OSError as error:
+            logger.warning("old checkpoints are not removed: %s", error)
+        return
     folder, layout = newest.parent, layout_of(newest)
     for path in folder.glob("*.incomplete*"):
         # In the layout `finetune`, other threads write their files into this folder, too.
@@ -422,7 +477,36 @@ def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int
     if layout == "finetune":
         # Another trainer's checkpoint of such a name has no manifest.
         done = [p for p in done if (p / "manifest.json").is_file()]
-    others = kept([steps[path] for path in done])
-    for path in sorted(done, key=steps.__getitem__)[:-keep_last] if keep_last > 0 else []:
-        if steps[path] not in others:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _outdated({path: steps[path] for path in done}, keep_last, kept):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _outdated(
+    steps: Mapping[Path, int], keep_last: int, kept: Callable[[Sequence[int]], set[int]]
+) -> list[Path]:
+    """Return the checkpoints that are not kept. steps: the step of each."""
+    others = kept([*steps.values()])
+    old = sorted(steps, key=steps.__getitem__)[:-keep_last] if keep_last > 0 else []
+    return [path for path in old if steps[path] not in others]
+
+
+def _prune_stored(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int]]) -> None:
+    """Do the same in a store, and remove this machine's files of the removed checkpoints."""
+    url, held = url_of(newest.parent) or "", {}  # held: the URLs of each checkpoint's files
+    for file in store.find(url):
+        path = newest.parent / file[len(url) + 1 :].partition("/")[0]
+        if step_of(path) is not None and layout_of(path) == layout_of(newest):
+            held.setdefault(path, []).append(file)
+    manifests = {path: f"{name_of(path)}/manifest.json" for path in held}
+    steps = {path: step_of(path) or 0 for path in held if manifests[path] in held[path]}
+    limit = steps[newest]
+    gone = _outdated({p: s for p, s in steps.items() if s <= limit}, keep_last, kept)
+    store.remove([manifests[path] for path in gone])  # first: the rest is no checkpoint
+    left_over = [path for path in held if path not in steps]
+    files = [file for path in (*gone, *left_over) for file in held[path]]
+    # A checkpoint of the same step may have had other files.
+    names = read_manifest(newest)["bytes"]
+    files += [f for f in held[newest] if is_of_rank(f) and f.rpartition("/")[2] not in names]
+    store.remove(files)
+    for path in (*gone, *left_over):
+        shutil.rmtree(path, ignore_errors=True)

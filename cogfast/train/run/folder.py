@@ -3,7 +3,6 @@ find, describe."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,14 +13,13 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import datetime
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from omegaconf import OmegaConf
@@ -31,7 +29,10 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted, cut, printable
+from cogfast.core import store
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.mirror import copy_of, download_run, empty, name_of, place_of, url_of, with_urls
+from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import (
     find_run_checkpoint,
@@ -80,39 +81,60 @@ _FREE = (
 )
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux
 _MOST_CHANGES = 6  # in an error message
-# Time that ranks need to end after their torchrun was killed; see distributed/lost_ranks.py.
-_LOCK_SECONDS = 15.0
 _CONFIG = "training_config.yaml"
 _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
 def open_run_folder(
-    args: TrainArguments, groups: ProcessGroups
-) -> tuple[Path, Path | None, AbstractContextManager]:
+    args: TrainArguments, groups: ProcessGroups, held: ExitStack
+) -> tuple[Path, Path | None, RunLock | None]:
     """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and
-    rank 0's lock of the folder, which it holds until the context ends.
+    rank 0's lock of the folder, which it holds until `held` ends.
+
+    In a store, the folder is the one of this machine that stands for it (core/mirror.py).
 
     args.resume: None: start a new run. "latest": resume the newest run with a checkpoint, of the
     experiment or in args.run_folder. "auto": the same, but start a new run if there is none. Otherwise
     the path of a run or checkpoint, which continues in its run's folder or in args.run_folder.
     """
-    locks: list[AbstractContextManager] = []
-    run, checkpoint = groups.on_main(lambda: _open(args, locks))
-    return run, checkpoint, locks[0] if locks else nullcontext()
+    locks: list[RunLock] = []
+
+    def open_on_main() -> list[str]:
+        run, checkpoint = _open(args, locks, held)
+        return [name_of(path) for path in (run, checkpoint) if path is not None]
+
+    # Other machines may have their caches elsewhere.
+    run, *checkpoints = map(place_of, groups.on_main(open_on_main))
+    if url_of(run) is not None and groups.local_rank == 0 and not groups.is_main:
+        empty(run)
+    return run, next(iter(checkpoints), None), next(iter(locks), None)
 
 
-def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Path, Path | None]:
+def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
     """Find or create the run's folder and lock it. The lock goes into `locks`."""
+
+    def lock(run: Path) -> None:
+        locks.append(held.enter_context(RunLock(run)))
+        if url_of(run) is not None:
+            download_run(run)
+
     if args.run_folder is not None:
-        resumed_in_run_folder(args)
+        run = place_of(args.run_folder)
+        if url_of(run) is None:
+            resumed_in_run_folder(args)
         create_folder(args)
-        run = Path(args.run_folder)
-        locks.append(_lock(run))
+        lock(run)
         # Looked for behind the lock: another run may just have saved its last checkpoint.
         checkpoint = resumed_in_run_folder(args)
     else:
-        save, name = Path(args.save or "runs"), args.experiment_name
+        save, name = place_of(args.save or "runs"), args.experiment_name
         run, checkpoint = _find(save, name, args.resume)
+        is_stored = url_of(run) is not None
+        if is_stored:
+            run.mkdir(parents=True, exist_ok=True)
+            lock(run)
+            if checkpoint is not None and args.resume not in ("auto", "latest"):
+                checkpoint = _named(checkpoint)[1]
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
             run, _ = _find(save, name, None)
@@ -124,7 +146,8 @@ def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Pa
                 f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; "
                 "set args.run_folder to the folder in which the run continues"
             )
-        locks.append(_lock(run))
+        if not is_stored:
+            lock(run)
         if checkpoint is not None and args.resume in ("auto", "latest"):
             checkpoint = newest_checkpoint(run)
     is_theirs = checkpoint is not None and adapters_to_resume(checkpoint) is not None
@@ -132,72 +155,26 @@ def _open(args: TrainArguments, locks: list[AbstractContextManager]) -> tuple[Pa
         layout = layout_of(checkpoint)
         if layout != args.folder_layout:
             raise ValueError(
-                f"args.folder_layout={args.folder_layout}, but {run} has the names of {layout}; set "
+                f"args.folder_layout={args.folder_layout}, but {name_of(run)} has the names of {layout}; set "
                 f"args.folder_layout={layout} to resume there"
             )
     return run, checkpoint
 
 
-def check_lock(lock: TextIO) -> None:
-    """Raise RuntimeError if another process has locked the run's folder meanwhile.
-
-    A machine that was frozen or cut off may have lost its lock, and wake when the run continues elsewhere.
-    """
-    # Opening and closing the file once more would drop the lock.
-    holder = os.pread(lock.fileno(), _MOST_NAME_BYTES, 0).decode(errors="replace").strip()
-    if holder not in ("", _this_process()):
-        raise RuntimeError(
-            f"{lock.name}: {printable(holder)} trains there now, so this process ends without writing more"
-        )
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {platform.node()}"
-
-
-def _lock(run: Path) -> TextIO:
-    """Let no other run train in the folder as long as this process lives and the file is open.
-
-    ValueError if another process does; it names the process and its machine.
-    """
-    path = run / "run.lock"
-    try:
-        # "w" would erase the line of another run before the lock shows that it is running.
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed when the run ends
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); set args.run_folder to another folder"
-        ) from None
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            # Not flock, whose lock the processes that read data would inherit.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() > end:
-                file.seek(0)
-                holder = printable(file.read(_MOST_NAME_BYTES).strip())
-                raise ValueError(
-                    f"{run}: {holder or 'another process'} is training in it; wait for that run, end "
-                    "it, or set args.run_folder to another folder"
-                ) from None
-            time.sleep(0.2)
-        except OSError as error:  # the file system has no locks
-            logger.warning("%s cannot be locked (%s)", path, error.strerror)
-            break
-    with suppress(OSError):  # a full disk, of which writing the run's description tells more
-        file.truncate(0)
-        file.write(f"{_this_process()}\n")
-        file.flush()
-    return file
-
-
 def checkpoint_to_resume(args: TrainArguments) -> Path | None:
     """Return the checkpoint from which a run would resume now; None starts a new run. Creates nothing."""
-    if args.run_folder is not None:
+    if args.run_folder is not None and not store.is_url(args.run_folder):
         return resumed_in_run_folder(args)
-    return _find(Path(args.save or "runs"), args.experiment_name, args.resume, creates=False)[1]
+    if args.run_folder is not None:
+        found: Path | None = place_of(args.run_folder)
+    else:
+        found = _find(place_of(args.save or "runs"), args.experiment_name, args.resume, False)[1]
+    if found is None or url_of(found) is None:
+        return found
+    try:
+        return find_run_checkpoint(Path(copy_of(name_of(found))))
+    except FileNotFoundError:
+        return None
 
 
 def resumed_in_run_folder(args: TrainArguments) -> Path | None:
@@ -206,7 +183,7 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     ValueError if the folder has another run, or has none to resume.
     """
     assert args.run_folder is not None, "the caller asks"
-    run = Path(args.run_folder)
+    run = place_of(args.run_folder)
     if run.exists() and not run.is_dir():
         raise ValueError(f"args.run_folder={run} is a file; set it to a folder")
     # The folder's own checkpoints count before those of a path, so that a restarted job continues.
@@ -215,10 +192,13 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
         return own
     if args.resume == "latest":
         raise ValueError(
-            f"args.resume=latest: args.run_folder={run} has no checkpoint; use args.resume=auto "
+            f"args.resume=latest: args.run_folder={args.run_folder} has no checkpoint; use args.resume=auto "
             "to start a new run in that case"
         )
-    checkpoint = None if args.resume in (None, "auto") else _named(Path(args.resume))[1]
+    checkpoint = None
+    if args.resume not in (None, "auto"):
+        is_own = place_of(args.resume).is_relative_to(run)  # and so downloaded, if it is in a store
+        checkpoint = _named(place_of(args.resume) if is_own else Path(copy_of(args.resume)))[1]
     if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
         return checkpoint
     problem = None
@@ -232,13 +212,21 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     elif (run / "metrics.jsonl").exists() and args.resume != "auto":
         problem = f"has a run without a checkpoint; start it again with {how}auto"
     if problem is not None:
-        raise ValueError(f"args.run_folder={run} {problem}, or set another folder")
+        raise ValueError(f"args.run_folder={args.run_folder} {problem}, or set another folder")
     return checkpoint
 
 
 def check_creatable(args: TrainArguments) -> None:
-    """Raise ValueError if the folder that the run writes into cannot be created. Creates nothing."""
+    """Raise ValueError if the folder that the run writes into cannot be created. Leaves nothing there."""
     key, folder = _given_folder(args)
+    if (url := url_of(folder)) is not None:
+        test = f"{url}/write_test"
+        try:
+            store.write(test, b"")
+            store.remove([test])
+        except OSError as error:
+            reason = str(error).removeprefix(f"{test}: ")
+            raise ValueError(f"args.{key}={url}: cannot be written: {reason}") from None
     above = folder
     while not os.path.exists(above):
         above = above.parent
@@ -265,7 +253,7 @@ def create_folder(args: TrainArguments) -> None:
 def _given_folder(args: TrainArguments) -> tuple[str, Path]:
     """Return the key that sets where the run is written, and its absolute path."""
     key = "run_folder" if args.run_folder is not None else "save"
-    return key, Path(getattr(args, key) or "runs").absolute()
+    return key, place_of(getattr(args, key) or "runs").absolute()
 
 
 def _not_creatable(args: TrainArguments, key: str, reason: str) -> ValueError:
@@ -321,20 +309,27 @@ def _find(
     save: Path, experiment: str, resume: str | None, creates: bool = True
 ) -> tuple[Path, Path | None]:
     if resume not in (None, "auto", "latest"):
-        return _named(Path(resume))
+        path = place_of(resume)
+        if url_of(path) is None:
+            return _named(path)
+        return (run_of(path) if is_in_run(path) else path), path
     if resume is not None:
+        stored, url = {}, url_of(save)
+        for file in () if url is None else store.find(url):
+            path = save / file[len(url or "") + 1 :]
+            if path.name == "manifest.json" and is_in_run(path.parent):
+                stored[run_of(path.parent)] = path.parent
         # The glob also finds experiments whose names begin with this one's.
-        runs = [
-            p for p in save.glob(f"{escape(experiment)}-*") if _STAMP.sub("", p.name) == experiment
-        ]
+        runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
+        runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
         # The names end in date and time, so the newest run comes first.
         for run in sorted(runs, reverse=True):
-            checkpoint = newest_checkpoint(run)
+            checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
             if checkpoint is not None:
                 return run, checkpoint
         if resume == "latest":
             raise ValueError(
-                f"args.resume=latest: no run of {experiment!r} with a checkpoint in {save}; "
+                f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; "
                 "use args.resume=auto to start a new run in that case"
             )
     while creates:
@@ -358,7 +353,7 @@ def _find(
 def _named(path: Path) -> tuple[Path, Path]:
     if not path.is_dir():
         raise ValueError(
-            f"args.resume={path}: no such folder; refusing to start from scratch; "
+            f"args.resume={name_of(path)}: no such folder; refusing to start from scratch; "
             "set it to the folder of a run or checkpoint, or to auto"
         )
     # A path such as `.` or `..` has no name of its own, which decides what it is.
@@ -366,7 +361,7 @@ def _named(path: Path) -> tuple[Path, Path]:
     checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
     if checkpoint is None:
         raise ValueError(
-            f"args.resume={path}: it has no checkpoint of cogfast; set it to the folder of a run"
+            f"args.resume={name_of(path)}: it has no checkpoint of cogfast; set it to the folder of a run"
         )
     return run_of(checkpoint), checkpoint
 
@@ -386,7 +381,7 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
         changes = [*changes[:_MOST_CHANGES], f"and {more} more keys"]
     if changes and not config.args.get("accept_changes"):
         raise ValueError(
-            f"args.resume={checkpoint}: the configuration differs from the checkpoint's: "
+            f"args.resume={name_of(checkpoint)}: the configuration differs from the checkpoint's: "
             f"{'; '.join(changes)}; change it back, or resume anyway with args.accept_changes=true"
         )
 
@@ -394,7 +389,7 @@ def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch
 def plain_sections(config: Config) -> dict:
     """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
     sections = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
-    return json.loads(json.dumps(sections), parse_constant=str)
+    return json.loads(json.dumps(with_urls(sections)), parse_constant=str)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from io import TextIOBase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
 from cogfast.config.values import counted
+from cogfast.core.mirror import Uploads, name_of
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -73,7 +74,6 @@ from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
-    check_lock,
     create_folder,
     describe_run,
     open_run_folder,
@@ -104,8 +104,13 @@ class Parts:
     learning_rate: by step, from 0. num_trained: parameters. num_steps: of the whole run.
     """
 
-    def __init__(self, config: Config, overrides: EncodeOverrides, log: RunLog) -> None:
-        """Check the configuration, start the processes, build the run, and load what it resumes from."""
+    def __init__(
+        self, config: Config, overrides: EncodeOverrides, log: RunLog, held: ExitStack
+    ) -> None:
+        """Check the configuration, start the processes, build the run, and load what it resumes from.
+
+        held: what the run holds until its log ends: the lock of its folder, uploads to a store.
+        """
         config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
         if not args.compile:
@@ -149,7 +154,7 @@ class Parts:
         learning_rate = build_learning_rate(args, num_steps)
         if groups.is_main:
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
-        folder, checkpoint, lock = open_run_folder(args, groups)
+        folder, checkpoint, lock = open_run_folder(args, groups, held)
         step, manifest = 0, {}
         if checkpoint is not None:
             adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
@@ -163,6 +168,9 @@ class Parts:
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
                 logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
+        # One rank of each machine uploads what its ranks write.
+        self.uploads = Uploads(folder if groups.local_rank == 0 else Path())
+        held.enter_context(self.uploads)
         describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
         groups.on_main(describe)
         if groups.is_main:
@@ -223,16 +231,16 @@ class Parts:
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
         writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
-        if isinstance(lock, TextIOBase):
-            writer.check_owner = partial(check_lock, lock)
+        if lock is not None:
+            writer.check_owner = lock.check
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
             _log_changes(manifest, args, order, len(datasets.train))
             # A run that ends before its first step need not save this one again.
             writer.saved_step, writer.saved = step, checkpoint
-            logger.info("resumed %s at step %d", checkpoint, step)
+            logger.info("resumed %s at step %d", name_of(checkpoint), step)
         self.config, self.args, self.groups, self.log = config, args, groups, log
-        self.folder, self.lock, self.step, self.num_steps = folder, lock, step, num_steps
+        self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps
         self.global_batch, self.num_trained = global_batch, num_trained
         self.attention_backend = backend
         self.diffusion, self.datasets, self.order = diffusion, datasets, order
@@ -246,20 +254,23 @@ class Parts:
         """Describe the last checkpoint and the command that resumes from it."""
         path, folder = self.writer.saved, self.folder
         if path is None:
-            return f"nothing is saved in {folder}; run the same command to start again"
+            return f"nothing is saved in {name_of(folder)}; run the same command to start again"
         # A run that continues another one in a folder of its own may not have saved yet.
         is_own = run_of(path).absolute() == folder.absolute()
-        resume = resume_words(self.config, folder if is_own else path)
-        return f"the last checkpoint is {path}; run the same command with {resume} to resume"
+        resume = resume_words(self.config, name_of(folder if is_own else path))
+        return (
+            f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"
+        )
 
 
 def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
     """Build a run. Its log ends with the error if that fails."""
-    log = RunLog()
+    log, held = RunLog(), ExitStack()
     try:
-        return Parts(config, overrides, log)
+        return Parts(config, overrides, log, held)
     except BaseException as error:
         log.end(error)
+        held.close()
         raise
 
 

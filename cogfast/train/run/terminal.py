@@ -44,23 +44,23 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
         logger.info("%s", ", ".join(parts))
 
 
-def resume_words(config: Config, folder: Path) -> str:
+def resume_words(config: Config, folder: str) -> str:
     """Return the option that resumes the run in `folder`, for the command that started it."""
     # cogfast finetune sets this key by its own option, and resumes by its own, too.
     is_finetune = config.origins.get("args.run_folder") == "--output_dir"
     option = "--resume_from_checkpoint" if is_finetune else "--resume"
-    return f"{option} {shlex.quote(str(folder))}"
+    return f"{option} {shlex.quote(folder)}"
 
 
 def log_commands(
-    config: Config, folder: Path, num_steps: int, is_lora: bool, shows_ema: bool
+    config: Config, folder: str, num_steps: int, is_lora: bool, shows_ema: bool
 ) -> None:
     """Log the commands that users need after a run, a line for each.
 
     num_steps: of the run; the command that resumes names twice as many. shows_ema: the run's samples are
     made with the averaged weights.
     """
-    run, epochs = shlex.quote(str(folder)), config.args.get("epochs")
+    run, epochs = shlex.quote(folder), config.args.get("epochs")
     key, value = ("train_iters", num_steps) if epochs is None else ("epochs", epochs)
     origin = config.origins.get(f"args.{key}", "")
     # cogfast finetune sets both by its own options, too.

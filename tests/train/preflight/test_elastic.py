@@ -10,7 +10,6 @@ import pytest
 
 from cogfast.config import Config, load_config
 from cogfast.train.preflight.elastic import Plan, divide, follow_world, plan_world
-from cogfast.train.run.folder import _lock, check_lock
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
 
@@ -83,7 +82,7 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
 
     words = [f"args.save={tmp_path}", "args.resume=auto", "args.train_iters=2"]
     trainer = Trainer(load_config([base], words))
-    check_lock(trainer.parts.lock)
+    trainer.writer.check_owner()
     (run / "run.lock").write_text("process 1 on another machine\n")
     with pytest.raises(RuntimeError, match="process 1 on another machine trains there now"):
         trainer.train()
@@ -95,8 +94,8 @@ def test_the_check_keeps_the_lock(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    lock = _lock(tmp_path)
-    check_lock(lock)
+    lock = RunLock(tmp_path)
+    lock.check()
     take = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     done = subprocess.run(
         [sys.executable, "-c", take, str(tmp_path / "run.lock")], capture_output=True, text=True

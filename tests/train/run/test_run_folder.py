@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def open_run_folder(
     save: str, experiment: str, resume: str | None, groups: ProcessGroups
 ) -> tuple[Path, Path | None]:
     args = TrainArguments(save=save, experiment_name=experiment, resume=resume)
-    return open_folder(args, groups)[:2]
+    return open_folder(args, groups, ExitStack())[:2]
 
 
 def make_run(save: Path, name: str, *steps: int) -> Path:
@@ -204,7 +205,7 @@ def test_a_rate_that_a_checkpoint_has_in_the_deepspeed_section_is_that_of_args(
 
 
 def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
-    return open_folder(TrainArguments(run_folder=str(run), **args), ALONE)[:2]
+    return open_folder(TrainArguments(run_folder=str(run), **args), ALONE, ExitStack())[:2]
 
 
 def make_finetune_run(run: Path, *steps: int) -> Path:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NotRequired
 from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_limited
 from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
+from cogfast.core import mirror
 from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
 
 FORMAT = "cogfast-checkpoint-3"
@@ -226,7 +227,7 @@ def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
 
 def refusal(path: Path, error: DamageError) -> str:
     """Return an error message about a damaged checkpoint that names the last good one."""
-    return f"{path}: cannot be read: {error}; {_last_good(path.parent, path)}"
+    return f"{mirror.name_of(path)}: cannot be read: {error}; {_last_good(path.parent, path)}"
 
 
 def _last_good(folder: Path, bad: Path | None) -> str:
@@ -236,10 +237,13 @@ def _last_good(folder: Path, bad: Path | None) -> str:
             continue
         try:
             manifest = _intact_manifest(other, RESUMABLE)
-            verify_files(other, manifest, manifest["checksums"])
+            # A checkpoint in a store would have to be downloaded.
+            if mirror.url_of(other) is None:
+                verify_files(other, manifest, manifest["checksums"])
         except DamageError:
             continue
-        return f"the last good one is that of step {step_of(other)}: --resume {other}"
+        named = f"--resume {mirror.name_of(other)}"
+        return f"the last good one is that of step {step_of(other)}: {named}"
     return "its folder has no other checkpoint"
 
 
@@ -247,9 +251,17 @@ def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     """Raise DamageError if the checksum of one of these files differs from the manifest's."""
     checksums = manifest["checksums"]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        checks = [pool.submit(check_checksum, folder / name, checksums[name]) for name in names]
-        for check in checks:
-            check.result()
+        check = lambda name: check_checksum(fetch(folder, name), checksums[name], name)
+        for checked in [pool.submit(check, name) for name in names]:
+            checked.result()
+
+
+def fetch(folder: Path, name: str) -> Path:
+    """Return a file of a checkpoint, which is downloaded if the folder stands for one in a store."""
+    try:
+        return mirror.fetch(folder / name)
+    except FileNotFoundError:
+        raise DamageError(f"{name} is missing") from None
 
 
 def _intact_manifest(path: Path, schema: dict) -> dict:
@@ -274,8 +286,12 @@ def _intact_manifest(path: Path, schema: dict) -> dict:
     except ValueError as error:
         raise DamageError(str(error).replace(str(file), file.name)) from None
     _check_consistent(manifest)
+    stored = mirror.sizes(path)
     for name, size in manifest["bytes"].items():
-        check_size(path / name, size)
+        if stored is None:
+            check_size(path / name, size)
+        elif stored.get(name) != size:
+            raise DamageError(f"{name} has {stored.get(name, 'no')} bytes instead of {size}")
     return manifest
 
 

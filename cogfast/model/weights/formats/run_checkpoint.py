@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
+from cogfast.core.mirror import name_of
+from cogfast.core.store import StoreError
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.formats.checkpoint_manifest import (
     config_of,
+    fetch,
     read_manifest,
     refusal,
     verify_files,
@@ -108,8 +111,10 @@ class RunFiles:
 
         try:
             if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
+                self._open[file] = safe_open(fetch(self.folder, file), framework="pt")
             found = self._open[file].get_slice(key)[low:high]
+        except StoreError:
+            raise
         except (SafetensorError, OSError) as error:
             raise DamageError(
                 f"{self.folder / file}: missing, truncated or damaged ({error})"
@@ -173,7 +178,7 @@ def open_run(
     trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
     which = "EMA weights" if ema else "weights"
     return WeightSource(
-        description=f"{which} of step {manifest['step']} in {checkpoint_dir}",
+        description=f"{which} of step {manifest['step']} in {name_of(checkpoint_dir)}",
         shapes=files.shapes,
         read=read,
         dtypes=dict.fromkeys(files.shapes, torch.float32),

@@ -18,10 +18,10 @@ import torch
 
 from cogfast.__main__ import _line
 from cogfast.config import load_config
+from cogfast.core import run_lock
+from cogfast.core.run_lock import RunLock
 from cogfast.distributed.stop_signals import StopSignals
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
-from cogfast.train.run import folder as folder_module
-from cogfast.train.run.folder import _lock
 from cogfast.train.trainer import Trainer
 from tests.support.kills import Kill, assert_same_run, run_with_kills
 from tests.support.tiny_run import (
@@ -196,8 +196,8 @@ def test_the_time_limit_saves_and_ends(
 HOLD = """
 import sys, time
 from pathlib import Path
-from cogfast.train.run.folder import _lock
-lock = _lock(Path(sys.argv[1]))
+from cogfast.core.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(120)
 """
@@ -207,7 +207,7 @@ def test_one_run_at_a_time_in_a_folder(
     tmp_path: Path, base: Path, short_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that another process trains is refused by name, until that process is gone."""
-    monkeypatch.setattr(folder_module, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     copy = tmp_path / short_run.name
     shutil.copytree(short_run, copy)
     holder = subprocess.Popen(
@@ -232,7 +232,7 @@ def test_one_run_at_a_time_in_a_folder(
     resume_copy(short_run, tmp_path, base, "args.resume=latest")
     assert (copy / "checkpoints" / "latest").read_text() == "00000012"
     # The end of a run ends its lock, also within one process.
-    with _lock(copy):
+    with RunLock(copy):
         pass
 
 

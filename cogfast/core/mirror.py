@@ -1,0 +1,219 @@
+"""Folders of this machine that stand for folders of an object store. Their paths contain the URL.
+
+    <local cache>/runs/s3:/bucket/key               a run that is written here and uploaded
+    <local cache>/folders/<process>/s3:/bucket/key  a copy that a command reads (`copy_of`)
+
+Files of checkpoints, which are large, are not there: `fetch` downloads one that is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cogfast.core import store
+from cogfast.core.files import UNFINISHED
+from cogfast.core.store import Stat
+
+logger = logging.getLogger(__name__)
+
+LOCK = "run.lock"
+_URL = re.compile(r"/(?:runs|folders/[^/]+)/([a-z][a-z0-9+.-]*):/(.+)")
+_HUB_ID = re.compile(r"hf://([\w.-]+/[\w.-]+)")
+_OF_RANK = re.compile(r"(.*)/rank-\d+[\w-]*\.safetensors")
+_SETTINGS = re.compile(r".*(\.json|\.yaml|/latest)")  # of a run, which sampling and converting read
+_THREADS = 8
+_SECONDS_AT_END = 60.0
+
+
+def url_of(path: Path | str) -> str | None:
+    """Return the URL that a path of this machine stands for; None if it is a path alone."""
+    match = _URL.search(str(path))
+    return None if match is None else f"{match[1]}://{'/' * (match[1] == 'file')}{match[2]}"
+
+
+def name_of(path: Path | str) -> str:
+    """Return the URL that a path stands for, or the path: what messages and other machines are given."""
+    return url_of(path) or str(path)
+
+
+def with_urls(node: Any) -> Any:
+    """Return plain values with URLs in place of the folders that stand for them, for files and other machines."""
+    if isinstance(node, dict):
+        return {key: with_urls(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [with_urls(value) for value in node]
+    return name_of(node) if isinstance(node, str) else node
+
+
+def place_of(name: str | Path) -> Path:
+    """Return the folder in which this machine writes what `name_of` names."""
+    return store.local_cache()[0] / "runs" / name if store.is_url(name) else Path(name)
+
+
+def is_of_rank(file: str) -> bool:
+    """Return whether a path or URL is that of a rank's file in a checkpoint."""
+    return _OF_RANK.fullmatch(file) is not None
+
+
+def fetch(path: Path) -> Path:
+    """Return the file `path`, or a local copy of the object that it stands for."""
+    url = url_of(path)
+    return path if url is None or path.exists() else store.local_copy(url)
+
+
+def sizes(folder: Path) -> dict[str, int] | None:
+    """Return {name: bytes} of the objects that a folder stands for; None for a folder of this machine."""
+    url = url_of(folder)
+    if url is None:
+        return None
+    return {name[len(url) + 1 :]: about.num_bytes for name, about in store.find(url).items()}
+
+
+@lru_cache
+def copy_of(name: str, is_whole: bool = False) -> str:
+    """Return a path of this machine for reading a path or URL of weights, a run or a checkpoint.
+
+    That of a folder on the hub, hf://OWNER/MODEL, is its id. is_whole: also what a run has logged and
+    sampled. FileNotFoundError or StoreError if it cannot be read.
+    """
+    if not store.is_url(name):
+        return name
+    if match := _HUB_ID.fullmatch(name):
+        return match[1]
+    url = name.rstrip("/")
+    found = store.find(url)
+    if [*found] == [url]:
+        return str(store.local_copy(url, found[url].version))
+    wanted = _without_checkpoint_files(found)
+    if not is_whole and len(wanted) < len(found):
+        wanted = {file: about for file, about in wanted.items() if _SETTINGS.fullmatch(file)}
+    return str(store.local_folder(url, wanted))
+
+
+def download_run(run: Path) -> None:
+    """Make a run's folder on this machine as it is in the store."""
+    url = url_of(run)
+    assert url is not None, "the caller asks"
+    empty(run)
+
+    def download(file: str) -> None:
+        path = run / file[len(url) + 1 :]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.read(file))  # no shared copy: the run appends to its files
+
+    wanted = _without_checkpoint_files(store.find(url))
+    wanted.pop(f"{url}/{LOCK}", None)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(download, file) for file in wanted]:
+            done.result()
+
+
+def empty(run: Path) -> None:
+    """Remove what an earlier run has left in a folder, except the lock that is held."""
+    for path in [*run.iterdir()] if run.is_dir() else []:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    run.mkdir(parents=True, exist_ok=True)
+
+
+class Uploads:
+    """Uploads what a run writes into its folder of this machine, except checkpoints, in a thread.
+
+    Without an effect if the folder is not that of a store.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.url = run, url_of(run)
+        self._sent = self._states()  # what the store has
+        self._asked, self._is_over = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        if self.url is not None:
+            self._thread.start()
+
+    def ask(self) -> None:
+        """Upload the files that have changed, soon."""
+        self._asked.set()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Upload the last changes, within a limit: the run may be about to be killed."""
+        self._is_over = True
+        self.ask()
+        if self.url is not None:
+            self._thread.join(_SECONDS_AT_END)
+            if self._thread.is_alive():
+                logger.warning(
+                    "%s: the last files are not all uploaded; they are in %s", self.url, self.run
+                )
+
+    def _work(self) -> None:
+        has_failed = False
+        while not self._is_over or self._asked.is_set():
+            self._asked.wait()
+            self._asked.clear()
+            try:
+                self._upload()
+                has_failed = False
+            except OSError as error:
+                if not has_failed:
+                    text = "%s; training continues, and the next upload tries again"
+                    logger.warning(text, error)
+                has_failed = True
+
+    def _upload(self) -> None:
+        now = self._states()
+        for name in [name for name in self._sent if name not in now]:
+            store.remove([f"{self.url}/{name}"])
+            del self._sent[name]
+        for name, state in now.items():
+            if self._sent.get(name) != state:
+                # The run may append to it meanwhile: then it has another state the next time.
+                with suppress(FileNotFoundError):
+                    store.write(f"{self.url}/{name}", (self.run / name).read_bytes())
+                    self._sent[name] = state
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Return size and time of change of each file, by its name in the folder."""
+        found = {}
+        for path in [] if self.url is None else sorted(self.run.rglob("*")):
+            name = path.relative_to(self.run)
+            is_left_out = name.parts[0] in ("checkpoints", "latest", LOCK) or UNFINISHED in str(
+                name
+            )
+            if not is_left_out and not name.parts[0].startswith("checkpoint-"):
+                with suppress(FileNotFoundError):
+                    about = path.stat()
+                    if stat.S_ISREG(about.st_mode):
+                        found[str(name)] = about.st_size, about.st_mtime_ns
+        return found
+
+
+def _without_checkpoint_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Return the objects without those of checkpoints, of which the manifests stay."""
+    checkpoints = {match[1] for file in found if (match := _OF_RANK.fullmatch(file))}
+    is_inside = lambda file: any(str(above) in checkpoints for above in _folders(file))
+    return {
+        file: about
+        for file, about in found.items()
+        if not is_inside(file)
+        or file.rpartition("/")[::2] in {(c, "manifest.json") for c in checkpoints}
+    }
+
+
+def _folders(file: str) -> list[str]:
+    parts = file.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]

@@ -1,0 +1,170 @@
+"""The right to write into a run's folder, which one process has at a time.
+
+On a disk it is the lock of the file run.lock, which ends with its process. In a store it is an object of
+that name, too, which its holder writes again every few seconds: if it stays the same for a minute, the
+holder is gone. One that was killed on this machine is known to be gone at once, since its file's lock is
+free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from cogfast.core import store
+from cogfast.core.mirror import LOCK, name_of, url_of
+
+logger = logging.getLogger(__name__)
+
+# Time that ranks need to end after their torchrun was killed; see distributed/lost_ranks.py.
+_PATIENCE = 15.0  # seconds
+_LEASE, _BETWEEN_RENEWALS = 60.0, 10.0  # seconds
+_SETTLING = 1.0  # seconds in which another process may write the object, too
+_MOST_BYTES = 255
+
+
+class RunLock:
+    """Lets no other run train in a folder until `close`, or until this process ends.
+
+    ValueError if another process does; it names the process and its machine.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.path = run, run / LOCK
+        self.url, self._is_over = url_of(self.path), threading.Event()
+        # A random part, since a process may lock a folder again.
+        self._holder = f"process {os.getpid()} on {platform.node()} {os.urandom(8).hex()}"
+        try:
+            # "w" would erase the line of another run before the lock shows that it is running.
+            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: cannot be written ({error.strerror}); set args.run_folder to another folder"
+            ) from None
+        self._renewing = threading.Thread(target=self._renew, name="run lock", daemon=True)
+        try:
+            before = self._lock_file()
+            if self.url is not None:
+                self._take_object(self.url, before)
+                self._renewing.start()
+        except BaseException:
+            self._file.close()
+            raise
+        with suppress(OSError):  # a full disk, of which writing the run's description tells more
+            self._file.truncate(0)
+            self._file.write(f"{self._holder}\n")
+            self._file.flush()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let other runs train in the folder."""
+        if self.url is not None:
+            try:
+                self.check()
+                self._is_over.set()
+                self._renewing.join()
+                store.remove([self.url])
+            except (OSError, RuntimeError) as error:
+                logger.warning("%s", error)
+        self._is_over.set()
+        self._file.close()
+
+    def check(self) -> None:
+        """Raise RuntimeError if another process has taken the folder meanwhile.
+
+        A machine that was frozen or cut off may have lost its lock, and wake when the run continues elsewhere.
+        """
+        text = ""
+        if self._is_over.is_set():
+            return
+        if self.url is None:
+            # Closing a second descriptor of the file would end the lock.
+            text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
+        else:
+            with suppress(FileNotFoundError):
+                text = store.read(self.url)[:_MOST_BYTES].decode(errors="replace")
+        if text.strip() and not text.startswith(self._holder):
+            raise RuntimeError(
+                f"{self.url or self.path}: {_brief(text)} trains there now, so this process ends without "
+                "writing more"
+            )
+
+    def _lock_file(self) -> str:
+        """Lock the file, and return who had it before."""
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                # Not flock, whose lock the processes that read data would inherit.
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > end:
+                    raise self._refusal(self._read_file()) from None
+                time.sleep(0.2)
+            except OSError as error:  # the file system has no locks
+                logger.warning("%s cannot be locked (%s)", self.path, error.strerror)
+                return ""
+        return self._read_file()
+
+    def _read_file(self) -> str:
+        self._file.seek(0)
+        return self._file.read(_MOST_BYTES).strip()
+
+    def _take_object(self, url: str, dead: str) -> None:
+        """Write the object, once no other process does. dead: a holder that is known to have ended."""
+        mine, start, first = self._content(), time.monotonic(), ""
+        while True:
+            try:
+                found = store.read(url).decode(errors="replace")
+            except FileNotFoundError:
+                if store.create(url, mine):
+                    return
+                continue
+            if first and found != first:
+                raise self._refusal(found)
+            seconds = _LEASE + start - time.monotonic()
+            if seconds < 0 or (dead and found.startswith(dead)):
+                store.write(url, mine)
+                time.sleep(_SETTLING)
+                # Another process may have waited, too: the last one to write has it.
+                if (found := store.read(url).decode(errors="replace")) != mine.decode():
+                    raise self._refusal(found)
+                return
+            if not first:
+                text = "%s: %s has trained in it; waiting up to %.0f s to see whether it still does"
+                logger.info(text, name_of(self.run), _brief(found), seconds)
+            first = found
+            time.sleep(_SETTLING)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(_BETWEEN_RENEWALS):
+            try:
+                self.check()
+                store.write(self.url or "", self._content())
+            except OSError as error:
+                logger.warning("%s", error)
+            except RuntimeError:
+                return  # `check` says so when the run writes
+
+    def _content(self) -> bytes:
+        return f"{self._holder} {time.time():.3f}\n".encode()
+
+    def _refusal(self, holder: str) -> ValueError:
+        return ValueError(
+            f"{name_of(self.run)}: {_brief(holder) or 'another process'} is training in it; wait for that run, "
+            "end it, or set args.run_folder to another folder"
+        )
+
+
+def _brief(holder: str) -> str:
+    """Return the process and machine of a line of the lock."""
+    text = " ".join(holder.split()[:4])
+    return "".join(c if c.isprintable() else "?" for c in text)

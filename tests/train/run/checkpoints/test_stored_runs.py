@@ -1,0 +1,258 @@
+"""Runs in an object store: a real S3 server, faults that are planted, and kills within uploads."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.core import run_lock, store
+from cogfast.core.mirror import copy_of, place_of, url_of
+from cogfast.core.run_lock import RunLock
+from cogfast.model.weights.open import open_source
+from cogfast.train.trainer import Trainer
+from tests.support.kills import assert_same_run
+from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.tiny_run import run, start, write_clips, write_config
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def running():
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for key, value in running.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_PATIENCE", 1.0)
+    yield running
+    running.faults, running.watch = [], lambda method, path: None
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    data = write_clips(folder / "data")
+    given = {"train_iters": STEPS, "save_interval": 2, "keep_last": 2}
+    return write_config(folder / "base.yaml", data, **given)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """An uninterrupted run on a disk."""
+    save = tmp_path_factory.mktemp("whole")
+    train(base, save)
+    return save
+
+
+def train(base: Path, save: Path | str, *words: str) -> None:
+    Trainer(load_config([base], [f"args.save={save}", *words])).train()
+
+
+def read_weights(url: str) -> dict[str, torch.Tensor]:
+    copy_of.cache_clear()
+    source = open_source(Path(copy_of(url)))
+    return {name: source.read(name, None) for name in source.shapes}
+
+
+def names(url: str) -> set[str]:
+    return {name[len(url) + 1 :] for name in store.find(url)}
+
+
+def run_url(save: str) -> str:
+    (name,) = {name.partition("/")[0] for name in names(save)}
+    return f"{save}/{name}"
+
+
+def download(save: str, folder: Path) -> Path:
+    """A whole copy of what is in the store, made file by file."""
+    for name in names(save):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(store.read(f"{save}/{name}"))
+    return folder
+
+
+def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplog, monkeypatch):
+    """An upload that fails for good, of step 2, costs that checkpoint alone; other errors pass."""
+    caplog.set_level("INFO", "cogfast")
+    monkeypatch.setattr(store, "_PATIENCE", 0.3)
+    save = f"{server.url}/runs"
+    server.faults = [
+        Fault(503, "PUT", "00000002/manifest"),
+        Fault("cut", "PUT", "00000004", times=1),
+        Fault(503, "PUT", "log.txt", times=1),
+    ]
+    train(base, save, "args.exit_interval=4", "args.export=all")
+    url = run_url(save)
+    assert "checkpoint of step 2 failed: s3://" in caplog.text
+    # What was left of it is gone after the next save.
+    assert not any("00000002" in name for name in names(url))
+    assert "run.lock" not in names(url)
+    # Another machine: nothing of the run is here.
+    shutil.rmtree(tmp_path / "cache")
+    train(base, save, "args.resume=latest")
+    found = names(url)
+    kept = {name.split("/")[1] for name in found if name.startswith("checkpoints/")}
+    assert kept == {"00000004", "00000006", "latest"}
+    assert {"log.txt", "metrics.jsonl", "training_config.yaml"} <= found
+    assert any(name.startswith("tensorboard/") for name in found)
+    assert any(name.startswith("checkpoints/00000004/transformer/") for name in found)
+    assert store.read(f"{url}/checkpoints/latest") == b"00000006"
+    assert "resumed s3://" in store.read(f"{url}/log.txt").decode()
+    assert f"--resume {url}" in caplog.text
+    assert_same_run(whole, Path(download(save, tmp_path / "all")), STEPS)
+    # This machine keeps no weights.
+    assert not [*(tmp_path / "cache" / "runs").rglob("rank-*")]
+
+
+@pytest.mark.soak
+def test_a_step_that_is_saved_again_stays_whole_until_its_manifest_is_replaced(
+    server, base, tmp_path
+):
+    save = f"{server.url}/again"
+    train(base, save, "args.train_iters=4")
+    url = run_url(save)
+    before = names(f"{url}/checkpoints/00000004")
+    weights = read_weights(f"{url}/checkpoints/00000004")
+    # As a run that is killed before the manifest: the new file lies beside the old one.
+    server.faults = [Fault(403, "PUT", "00000004/manifest")]
+    words = [f"args.resume={url}/checkpoints/00000002", "args.train_iters=4"]
+    with pytest.raises(RuntimeError, match="step 4 could not be saved"):
+        train(base, save, *words)
+    assert names(f"{url}/checkpoints/00000004") > before
+    found = read_weights(f"{url}/checkpoints/00000004")
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    server.faults = []
+    train(base, save, *words)
+    assert len(names(f"{url}/checkpoints/00000004")) == 2
+
+
+def test_damage_is_found_by_checksums_and_sizes(server):
+    url = run_url(f"{server.url}/runs")
+    file = f"{url}/checkpoints/00000006/rank-00000.safetensors"
+    content = bytearray(store.read(file))
+    content[-5] ^= 1
+    store.write(file, bytes(content))
+    with pytest.raises(ValueError, match="is damaged.*last good one.*--resume s3://.*/00000004"):
+        read_weights(url)
+    store.write(file, bytes(content[:-1]))
+    with pytest.raises(ValueError, match=r"has \d+ bytes instead of"):
+        read_weights(url)
+
+
+def test_places_that_cannot_be_written_are_named_first(server, base):
+    for save, text in (
+        ("s3://no-such-bucket/x", "args.save=s3://no-such-bucket/x: cannot be written: no such"),
+        ("none://x/y", "args.save=none://x/y: cannot be written: .*install the package"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            train(base, save)
+    server.faults = [Fault(403, "PUT")]
+    with pytest.raises(ValueError, match="args.save=.*access denied.*check the credentials"):
+        train(base, f"{server.url}/x")
+    server.faults = []
+    for words in (["args.resume=latest"], [f"args.resume={server.url}/none"]):
+        with pytest.raises(ValueError, match="no run of 'tiny'|has no checkpoint of cogfast"):
+            train(base, f"{server.url}/none", *words)
+
+
+def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_LEASE", 1.0)
+    monkeypatch.setattr(run_lock, "_BETWEEN_RENEWALS", 0.2)
+    monkeypatch.setattr(run_lock, "_SETTLING", 0.3)
+    run = place_of(f"{server.url}/locked")
+    other = tmp_path / "other" / "runs" / f"{server.url}/locked"  # as on another machine
+    for folder in (run, other):
+        folder.mkdir(parents=True)
+    with RunLock(run) as lock:
+        with pytest.raises(
+            ValueError, match=r"s3://.*/locked: process \d+ on .* is training in it"
+        ):
+            RunLock(other)
+        lock.check()
+    assert names(str(url_of(run))) == set()
+    # The holder on another machine is gone: its object stays the same.
+    store.write(f"{url_of(run)}/run.lock", b"process 1 on elsewhere 00 1.0\n")
+    with RunLock(run) as lock:
+        lock.check()
+        store.write(f"{url_of(run)}/run.lock", b"process 1 on elsewhere 00 2.0\n")
+        with pytest.raises(RuntimeError, match="process 1 on elsewhere trains there now"):
+            lock.check()
+    assert names(str(url_of(run))) == {"run.lock"}
+    # One that was killed on this machine is known to be gone.
+    monkeypatch.setattr(run_lock, "_LEASE", 60.0)
+    (run / "run.lock").write_text("process 1 on elsewhere 00\n")
+    start = time.monotonic()
+    with RunLock(run):
+        assert time.monotonic() - start < 30
+
+
+def kill_at(
+    server: S3Server, process: list, is_wanted: Callable[[str, str], bool], number: int
+) -> None:
+    """Kill the launcher and all ranks when the server gets the wanted request of that number."""
+    count, lock = [0], threading.Lock()
+
+    def watch(method: str, path: str) -> None:
+        if not process or not is_wanted(method, path):
+            return
+        with lock:
+            count[0] += 1
+            if count[0] != number:
+                return
+            launcher = psutil.Process(process[0].pid)
+            for each in (launcher, *launcher.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    server.watch = watch
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_kills_within_uploads_change_nothing(server, base, tmp_path, monkeypatch, first):
+    """SIGKILL of two ranks at the n-th PUT of a checkpoint's files, 5 times in a run; 20 in all."""
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.delenv(store.CACHE_VARIABLE)
+    rng = random.Random(first)
+    words = ["train", "--base", str(base), "deepspeed.train_micro_batch_size_per_gpu=2"]
+    words += ["args.train_iters=16"]
+    disk, save = tmp_path / "disk", f"{server.url}/kills-{first}"
+    assert run([*words, f"args.save={disk}"], 2).returncode == 0
+    words += [f"args.save={save}", "--resume", "auto"]
+    is_part = lambda method, path: (
+        method in ("PUT", "POST") and f"kills-{first}/" in path and ("/checkpoints/" in path)
+    )
+    for i in range(5):
+        # Every second machine is a new one.
+        monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"machine-{i // 2}"))
+        before, process = set(names(save)), []
+        kill_at(server, process, is_part, rng.randint(1, 8))
+        process.append(start(words, 2, is_fresh=True))
+        output, _ = process[0].communicate(timeout=300)
+        assert process[0].returncode != 0, output
+        saved = [name for name in before if name.endswith("/latest")]
+        # The newest checkpoint before is still whole.
+        for name in saved:
+            folder = f"{save}/{name}".rpartition("/")[0]
+            newest = store.read(f"{save}/{name}").decode()
+            assert f"{folder}/{newest}/manifest.json" in store.find(folder)
+    server.watch = lambda method, path: None
+    done = run(words, 2, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert_same_run(disk, download(save, tmp_path / "all"), 16)
