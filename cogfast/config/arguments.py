@@ -85,7 +85,7 @@ class TrainArguments:
     """linears that get adapters: q, k, v, out (attention), fc1, fc2 (the MLP), or their names in
     target_modules; null: q, k, v and out"""
     save: str | None = None
-    """folder in which run folders are created; null: runs"""
+    """folder in which run folders are created, or its address, such as s3://bucket/runs; null: runs"""
     run_folder: str | None = None
     """the run folder itself, in place of one with a date below args.save"""
     folder_layout: FolderLayout = "cogfast"

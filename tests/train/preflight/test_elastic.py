@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.config import Config, load_config
+from cogfast.core.run_lock import RunLock
 from cogfast.train.preflight.elastic import Plan, divide, follow_world, plan_world
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
@@ -83,8 +84,8 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
     words = [f"args.save={tmp_path}", "args.resume=auto", "args.train_iters=2"]
     trainer = Trainer(load_config([base], words))
     trainer.writer.check_owner()
-    (run / "run.lock").write_text("process 1 on another machine\n")
-    with pytest.raises(RuntimeError, match="process 1 on another machine trains there now"):
+    (run / "run.lock").write_text("process 1 on another-machine\n")
+    with pytest.raises(RuntimeError, match="process 1 on another-machine trains there now"):
         trainer.train()
     assert (run / "checkpoints" / "latest").read_text() == "00000001"
     assert [path.name for path in (run / "checkpoints").glob("0*")] == ["00000001"]

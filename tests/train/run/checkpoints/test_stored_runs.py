@@ -40,6 +40,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_PATIENCE", 1.0)
+    monkeypatch.setattr(store, "_PART_TRIES", 1)
     yield running
     running.faults, running.watch = [], lambda method, path: None
 
@@ -100,7 +101,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     train(base, save, "args.exit_interval=4", "args.export=all")
     url = run_url(save)
     assert "checkpoint of step 2 failed: s3://" in caplog.text
-    # What was left of it is gone after the next save.
+    # The next save has removed what was left of it.
     assert not any("00000002" in name for name in names(url))
     assert "run.lock" not in names(url)
     # Another machine: nothing of the run is here.
@@ -129,7 +130,7 @@ def test_a_step_that_is_saved_again_stays_whole_until_its_manifest_is_replaced(
     url = run_url(save)
     before = names(f"{url}/checkpoints/00000004")
     weights = read_weights(f"{url}/checkpoints/00000004")
-    # As a run that is killed before the manifest: the new file lies beside the old one.
+    # Like a kill before the manifest: the new file lies beside the old one.
     server.faults = [Fault(403, "PUT", "00000004/manifest")]
     words = [f"args.resume={url}/checkpoints/00000002", "args.train_iters=4"]
     with pytest.raises(RuntimeError, match="step 4 could not be saved"):
@@ -157,7 +158,10 @@ def test_damage_is_found_by_checksums_and_sizes(server):
 
 def test_places_that_cannot_be_written_are_named_first(server, base):
     for save, text in (
-        ("s3://no-such-bucket/x", "args.save=s3://no-such-bucket/x: cannot be written: no such"),
+        (
+            "s3://no-such-bucket/x",
+            "args.save=s3://no-such-bucket/x: cannot be written: no such bucket; create it",
+        ),
         ("none://x/y", "args.save=none://x/y: cannot be written: .*install the package"),
     ):
         with pytest.raises(ValueError, match=text):
