@@ -209,7 +209,7 @@ class _MicroBatches(Reads):
     def read(self, step: int, slots: list[int], first: int = 0) -> Batch:
         """Read slots, from the candidate `first` of each on."""
         dataset = self._dataset
-        if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
+        if isinstance(dataset, CaptionedVideos):
             dataset.fetch([self._order.index(step, slot, first) for slot in slots])
         items: list[dict] = []
         bad: list[tuple[str, str]] = []

@@ -122,17 +122,17 @@ class Entries:
 
         # safetensors has no checksums: a flipped bit would train on a wrong latent unseen.
         content = save(dict(tensors), metadata={"checksum": _checksum(key, tensors)})
-        store.write(self._path(key, _ENTRY), content)
+        store.write(self.path(key), content)
 
     def write_bad(self, key: str, reason: str) -> None:
-        store.write(self._path(key, _BAD), reason.encode("utf-8", "backslashreplace"))
+        store.write(self.path(key, _BAD), reason.encode("utf-8", "backslashreplace"))
 
     def read(self, key: str) -> dict[str, Tensor]:
         """Read an entry: {name: tensor}. FileNotFoundError if there is none; BadEntry if it is a bad
         sample or damaged."""
         from safetensors import SafetensorError, safe_open
 
-        path = copy = self._path(key, _ENTRY)
+        path = copy = self.path(key)
         try:
             copy = store.local_copy(path, "-")
             with safe_open(copy, framework="pt") as file:
@@ -157,10 +157,10 @@ class Entries:
 
     def reason(self, key: str) -> str:
         """Why a sample is bad; FileNotFoundError if there is no entry for it."""
-        with open(store.local_copy(self._path(key, _BAD), "-"), "rb") as file:
+        with open(store.local_copy(self.path(key, _BAD), "-"), "rb") as file:
             return file.read(_MOST_REASON).decode(errors="replace")
 
-    def _path(self, key: str, kind: str) -> str:
+    def path(self, key: str, kind: str = _ENTRY) -> str:
         return f"{self.folder}/{key[:2]}/{key}{kind}"
 
 
@@ -278,6 +278,17 @@ class CachedVideos(CaptionedVideos):
             **{name: clip[name].item() for name in NUMBERS},
             "path": self.name(index),
         }
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        def copy(url: str) -> None:
+            with suppress(OSError):
+                store.local_copy(url, "-")
+
+        if is_url(self.entries["video"].folder):
+            # Controls have entries of "video", too.
+            urls = [self.entries["video"].path(k[i]) for k in self.keys.values() for i in indices]
+            urls += [self.entries["text"].path(hash_text(self.captions[i])) for i in indices]
+            list(store.in_threads(copy, urls))
 
     def first_frame(self, index: int) -> Tensor:
         """Read a sample's conditioning image from its source files, uint8 [3, H, W]."""

@@ -322,7 +322,7 @@ class _CacheRun:
 
         encode = self._encode_captions if what == "caption" else self._encode_clips
         with _Writing() as writing:
-            for found in encode(work, left()):
+            for found in encode(work, _one_ahead(left())):
                 for key, entry in found.items():
                     if isinstance(entry, BadSample):
                         writing.start(work.entries.write_bad, key, entry.reason)
@@ -441,6 +441,15 @@ class _CacheRun:
             len(self.bad.reasons),
             self.folder,
         )
+
+
+def _one_ahead(items: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Yield the items; a thread makes the next one, whose listing may take a while, meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
 
 
 class _Writing:
