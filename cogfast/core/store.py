@@ -146,14 +146,12 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
 
 def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
     """Yield call(item) of each item, in order, from several threads if the first calls show that it takes long."""
-    done, spent = 0, 0.0
-    while done < len(items) and spent < _TRIAL:
-        start = time.monotonic()
-        result = call(items[done])
-        done, spent = done + 1, spent + time.monotonic() - start
-        yield result
+    start, done = time.monotonic(), 0
+    while done < len(items) and time.monotonic() - start < _TRIAL:
+        yield call(items[done])
+        done += 1
     items = items[done:]
-    if spent < _BRIEF * done:  # on a disk threads would only wait for each other
+    if time.monotonic() - start < _BRIEF * done:  # on a disk threads would only wait for each other
         yield from map(call, items)
         return
     with ThreadPoolExecutor(_MANY_THREADS) as pool:

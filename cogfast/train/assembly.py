@@ -24,7 +24,7 @@ from cogfast.config.values import counted
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
-from cogfast.data.sources.clip_list import FindOnce, finding
+from cogfast.data.sources.clip_list import FIND, FindOnce
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
 from cogfast.diffusion.given_frames import GivenFrames
@@ -303,9 +303,9 @@ def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOn
     twice = next((source for source in sources if sources.count(source) > 1), None)
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
+    before = FIND.set(find_once)
     try:
-        with finding(find_once):
-            made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
+        made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
         inputs = ModelArguments.from_config(config).inputs
         is_masked = select(config.model, "loss_fn_config.params.masked") is not None
         return _with_others(made, key, inputs, is_masked)
@@ -316,6 +316,8 @@ def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOn
         if isinstance(cause, SourceError):
             refuse(config, key, f"{key}={cause}")
         raise
+    finally:
+        FIND.reset(before)
 
 
 def _with_others(

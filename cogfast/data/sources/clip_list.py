@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -190,16 +189,7 @@ def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
     return {name: getattr(clips, name) for name in names}
 
 
+# Data sets call it to list their samples. It may be ProcessGroups.on_main while one is made, so that one
+# rank lists the files for all.
 FindOnce = Callable[[Callable[[], list[ClipList]]], list[ClipList]]
 FIND: ContextVar[FindOnce] = ContextVar("find", default=lambda find: find())
-
-
-@contextmanager
-def finding(find_once: FindOnce) -> Iterator[None]:
-    """Let data sets that are made inside call `find` by `find_once`, such as ProcessGroups.on_main, so that one
-    rank lists the files for all."""
-    token = FIND.set(find_once)
-    try:
-        yield
-    finally:
-        FIND.reset(token)

@@ -114,14 +114,9 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def user_index(kind: str, names: Iterable[str]) -> FileIndex:
-    """Open the index of `names` in the user's cache folder."""
-    return FileIndex(user_file(kind, names))
-
-
-def user_file(kind: str, names: Iterable[str]) -> Path:
-    """Return the file about `names` in the user's cache folder (XDG_CACHE_HOME or ~/.cache)."""
+def user_index(kind: str, names: Iterable[str], further: Path | None = None) -> FileIndex:
+    """Open the index of `names` in the user's cache folder (XDG_CACHE_HOME or ~/.cache). further: as FileIndex."""
     # surrogatepass: file names need not be valid UTF-8.
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b("\n".join(names).encode("utf-8", "surrogatepass"), digest_size=10)
-    return Path(folder) / "cogfast" / f"{kind}-{digest.hexdigest()}.jsonl"
+    return FileIndex(Path(folder) / "cogfast" / f"{kind}-{digest.hexdigest()}.jsonl", further)

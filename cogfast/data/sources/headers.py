@@ -21,7 +21,7 @@ from cogfast.core import store
 from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.file_index import FileIndex, user_file
+from cogfast.data.sources.file_index import FileIndex, user_index
 from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
     MAX_FRAMES,
@@ -67,8 +67,7 @@ class HeaderScan:
 
     def __init__(self, clips: ClipList, samples: range, trust_index: bool = False) -> None:
         self._clips, self._samples, self._trusts = clips, samples, trust_index
-        folder = deepest_folder(clips)
-        self.index = index_in(folder)
+        self.index, folder = _index_of(clips)
         self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
         self.todo: dict[str, tuple[int, str]] = {}
         self._found: dict[str, Header] = {}
@@ -98,7 +97,7 @@ class HeaderScan:
         try:
             num_frames, fps, height, width, reason = values or ()
             is_one = 0 < num_frames <= MAX_FRAMES and 0 < height <= _MAX_SIDE >= width > 0
-            is_one &= reason == "" and (0 < fps < math.inf or num_frames == 1)
+            is_one &= reason == "" and (0 < fps < math.inf or num_frames == 1 and fps == 0)
             key = int(num_frames), float(fps), int(height), int(width)
         except (TypeError, ValueError, OverflowError):
             return False
@@ -136,19 +135,15 @@ def read_headers(
     return scan.headers
 
 
-def deepest_folder(clips: ClipList) -> str:
-    """Return the deepest folder that holds all files of a data set."""
+def _index_of(clips: ClipList) -> tuple[FileIndex, str]:
+    """Open the index in the deepest folder that holds all files of a data set, or the one about it in the
+    user's cache folder if it is read-only; return it with the folder."""
     # The least and the greatest are enough. What follows the last slash may be a part of a name.
     ends = [end(filter(None, clips.files), default="") for end in (min, max)]
-    return os.path.commonprefix(ends).partition(MEMBER)[0].rpartition("/")[0]
-
-
-def index_in(folder: str) -> FileIndex:
-    """Open the index in a folder of data, or that about it in the user's cache folder if it is read-only."""
+    folder = os.path.commonprefix(ends).partition(MEMBER)[0].rpartition("/")[0]
     beside = Path(folder) / _INDEX
-    if not store.is_url(folder) and os.access(folder or ".", os.W_OK):
-        return FileIndex(beside)
-    return FileIndex(user_file("headers", [folder]), beside)
+    is_own = not store.is_url(folder) and os.access(folder or ".", os.W_OK)
+    return FileIndex(beside) if is_own else user_index("headers", [folder], beside), folder
 
 
 def _place(clips: ClipList, index: int) -> tuple[int, int] | None:

@@ -31,8 +31,8 @@ def survey_datasets(
 ) -> tuple[Datasets, dict[str, str]]:
     """Return the data sets with buckets assigned, and {name: reason} of unusable samples.
 
-    Each rank reads the headers of its share of the samples. ValueError if more than args.max_bad_fraction are unreadable, or if ranks
-    have found different samples.
+    Each rank reads the headers of its share of the samples. ValueError if more than
+    args.max_bad_fraction are unreadable, or if ranks have found different samples.
     """
     train, valid = datasets.train, datasets.valid
     _check_same(train, "args.train_data", groups)
@@ -75,13 +75,9 @@ def survey_datasets(
 
 def _survey_on_all(dataset: CaptionedVideos, groups: ProcessGroups) -> Survey:
     """Survey a data set; all ranks have the same result."""
-    first, last = (
-        len(dataset) * number // groups.world_size for number in (groups.rank, groups.rank + 1)
-    )
-    read = partial(_read_on_all, groups)
-    return join_surveys(
-        groups.gather(groups.on_all(lambda: survey(dataset, range(first, last), read)))
-    )
+    ends = (len(dataset) * r // groups.world_size for r in (groups.rank, groups.rank + 1))
+    own = groups.on_all(lambda: survey(dataset, range(*ends), partial(_read_on_all, groups)))
+    return join_surveys(groups.gather(own))
 
 
 def _read_on_all(
@@ -120,15 +116,11 @@ def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:
     """Raise ValueError on all ranks if they have found different samples: a data set of a user's own
     is built by each, and what it finds decides the order of the samples and the number of steps."""
-    if dataset is None or groups.world_size == 1:
-        return
-    found = groups.gather(len(dataset))
-    other = next((rank for rank, of_rank in enumerate(found) if of_rank != found[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"{key}: rank 0 finds {counted(found[0], 'sample')}, and rank {other} finds {found[other]}; give "
-            "all ranks the same samples"
-        )
+    numbers = groups.gather(0 if dataset is None else len(dataset))
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            text = f"{key}: rank 0 finds {counted(numbers[0], 'sample')}, and rank {rank} finds {number}"
+            raise ValueError(f"{text}; give all ranks the same samples")
 
 
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
