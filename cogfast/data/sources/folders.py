@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -122,13 +123,14 @@ def sat_label(path: str) -> str:
 
 
 def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | None:
-    """Find the label file of a video; None if there is none. files: those of a store.
+    """Find the label file of a video; None if there is none. files: those of the folder.
 
     Tries SAT's path first, then the path with only the last videos/ replaced.
     """
-    is_there = files.__contains__ if store.is_url(path) else os.path.exists
-    if is_there(sat_label(path)):
-        return sat_label(path)
+    is_url = store.is_url(path)
+    is_there = lambda name: name in files or (not is_url and os.path.exists(name))
+    if is_there(label := sat_label(path)):
+        return label
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
     below = path[len(folder.rstrip("/")) + 1 :]
     parts = list(PurePosixPath(below).with_suffix(".txt").parts)
@@ -181,11 +183,12 @@ def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> s
     """Read a UTF-8 file; ValueError if it cannot be read. about: that of a URL whose content is kept in the
     local cache."""
     try:
-        is_other = not store.is_url(file) and os.path.exists(file)
-        if is_other and not (os.path.isfile(file) or os.path.isdir(file)):
+        local = None if store.is_url(file) else os.stat(file)
+        if local and not (stat.S_ISREG(local.st_mode) or stat.S_ISDIR(local.st_mode)):
             raise OSError(errno.ESPIPE, "a pipe or device")  # reading it might never end
         if is_caption:
-            check_caption_size((about or store.stat(file)).num_bytes, file)
+            size = local.st_size if local else (about or store.stat(file)).num_bytes
+            check_caption_size(size, file)
         given = {} if about is None else {"version": about.version, "num_bytes": about.num_bytes}
         data = store.read(str(store.local_copy(file, **given)) if given else file)
     except OSError as error:
