@@ -142,7 +142,8 @@ def _index_of(clips: ClipList) -> tuple[FileIndex, str]:
     ends = [end(filter(None, clips.files), default="") for end in (min, max)]
     folder = os.path.commonprefix(ends).partition(MEMBER)[0].rpartition("/")[0]
     beside = Path(folder) / _INDEX
-    is_own = not store.is_url(folder) and os.access(folder or ".", os.W_OK)
+    # Files on a disk and in a store have no folder in common.
+    is_own = folder and not store.is_url(folder) and os.access(folder, os.W_OK)
     return FileIndex(beside) if is_own else user_index("headers", [folder], beside), folder
 
 

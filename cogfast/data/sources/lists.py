@@ -70,10 +70,7 @@ def _read(key: str, file: str) -> list[str]:
     if store.exists(file):
         return text_lines(file)
     folder, name = store.parent(file), os.path.basename(file)
-    if store.is_url(folder):
-        found = sorted(os.path.basename(url) for url in store.list_folder(folder))
-    else:
-        found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     ending = os.path.splitext(name)[1]
     hint = nearest(name, [other for other in found if other.endswith(ending)])
     hint = hint or table_hint(folder)

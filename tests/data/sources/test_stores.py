@@ -225,7 +225,7 @@ def test_a_run_of_two_ranks_is_that_of_a_disk(bucket, tmp_path):
     store.write(f"{server.url}/run/labels/0.txt", b"changed")
     server.faults = [Fault(403, path="labels/")]
     ended = run([*words, *given], processes=2)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("cogfast: ")]
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("cogfast: command")]
     assert (
         len({*lines}) == 1 and "args.train_data=s3://" in lines[0] and "access denied" in lines[0]
     )
