@@ -306,7 +306,7 @@ def test_a_cache_is_made_by_dali(tmp_path):
     """An interrupted cache has the same files; training from it, even with another reader
     configured, gets what training from DALI's pixels gets."""
     folder = write_clips(tmp_path / "d", 10)
-    for path in (folder / "videos").iterdir():
+    for path in (folder / "videos").glob("*.mp4"):
         _vp9(path, constant_rate(9 + int(path.stem), 8), size=(2 * SIDE, 2 * SIDE))
     (folder / "videos/7.mp4").write_text("not a video")
     args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2}

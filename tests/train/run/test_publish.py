@@ -244,7 +244,7 @@ def test_only_files_of_the_run_are_published(
 
 
 def test_the_card_of_a_control_model_names_no_other_base(tmp_path: Path, data: Path) -> None:
-    clips = [str(path) for path in sorted((data / "videos").iterdir())]
+    clips = [str(path) for path in sorted((data / "videos").glob("*.mp4"))]
     rows = zip(clips, clips[1:] + clips[:1], strict=True)
     lines = [json.dumps({"path": a, "caption": "a", "control": b}) + "\n" for a, b in rows]
     (tmp_path / "metadata.jsonl").write_text("".join(lines))
