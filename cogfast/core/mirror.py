@@ -22,7 +22,7 @@ from typing import Any
 
 from cogfast.core import store
 from cogfast.core.files import UNFINISHED
-from cogfast.core.store import Stat
+from cogfast.core.store import Stat, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def copy_of(name: str, is_whole: bool = False) -> str:
     """Return a path of this machine for reading a path or URL of weights, a run or a checkpoint.
 
     That of a folder on the hub, hf://OWNER/MODEL, is its id. is_whole: also what a run has logged and
-    sampled. FileNotFoundError or StoreError if it cannot be read.
+    sampled. StoreError if it cannot be read.
     """
     if not store.is_url(name):
         return name
@@ -92,6 +92,8 @@ def copy_of(name: str, is_whole: bool = False) -> str:
         return match[1]
     url = name.rstrip("/")
     found = store.find(url)
+    if not found:
+        raise StoreError(f"{url}: no such folder or file; correct the address")
     if [*found] == [url]:
         return str(store.local_copy(url, found[url].version))
     wanted = _without_checkpoint_files(found)

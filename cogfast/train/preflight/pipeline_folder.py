@@ -246,8 +246,7 @@ def _with_copies(config: Config) -> Config:
         try:
             path = copy_of(value)
         except OSError as error:
-            fix = "" if ";" in str(error) else "; correct it"
-            refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}{fix}")
+            refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}")
         name, _, inner = key.partition(".")
         OmegaConf.update(sections[name], inner, path)
     model, args = sections["model"], sections["args"]

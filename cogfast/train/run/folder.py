@@ -169,12 +169,9 @@ def checkpoint_to_resume(args: TrainArguments) -> Path | None:
         found: Path | None = place_of(args.run_folder)
     else:
         found = _find(place_of(args.save or "runs"), args.experiment_name, args.resume, False)[1]
-    if found is None or url_of(found) is None:
+    if found is None or (url := url_of(found)) is None:
         return found
-    try:
-        return find_run_checkpoint(Path(copy_of(name_of(found))))
-    except FileNotFoundError:
-        return None
+    return find_run_checkpoint(Path(copy_of(url))) if store.find(url) else None
 
 
 def resumed_in_run_folder(args: TrainArguments) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.core.mirror import name_of
 from cogfast.sample.flags import input_words, sampled_tensors
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
             step = f" (step {line['step']})" if key == "valid_loss" else ""
             parts.append(f"{name} {line[key]:.4f}{step}")
     if samples is not None:
-        parts.append(f"videos: {samples}")
+        parts.append(f"videos: {name_of(samples)}")
     if parts:
         logger.info("%s", ", ".join(parts))
 

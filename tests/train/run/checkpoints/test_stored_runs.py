@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.core import run_lock, store
 from cogfast.core.mirror import copy_of, place_of, url_of
@@ -143,8 +144,18 @@ def test_a_step_that_is_saved_again_stays_whole_until_its_manifest_is_replaced(
     assert len(names(f"{url}/checkpoints/00000004")) == 2
 
 
-def test_damage_is_found_by_checksums_and_sizes(server):
+def test_commands_read_a_run_in_a_store_and_find_damage_by_checksums_and_sizes(
+    server, tmp_path, capsys
+):
     url = run_url(f"{server.url}/runs")
+    assert main(["convert", url, str(tmp_path / "out"), "--to", "diffusers"]) == 0
+    written = open_source(tmp_path / "out")
+    assert torch.equal(
+        written.read("patch_embedding.weight", None), read_weights(url)["patch_embedding.weight"]
+    )
+    assert main(["convert", f"{url}x", str(tmp_path / "none"), "--to", "peft"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"cogfast: {url}x: no such folder or file; correct the address"
     file = f"{url}/checkpoints/00000006/rank-00000.safetensors"
     content = bytearray(store.read(file))
     content[-5] ^= 1
