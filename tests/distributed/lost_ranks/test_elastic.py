@@ -31,7 +31,7 @@ from tests.support.tiny_run import (
 pytestmark = pytest.mark.soak
 
 # The settings that docs/launch.md recommends
-SETTINGS = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5"
+SETTINGS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
 STORE = """
 import signal, sys
 from torch.distributed import TCPStore
