@@ -172,9 +172,7 @@ def test_the_command_that_continues_a_run_has_the_options_of_this_command(option
     caplog.set_level("INFO", logger="cogfast")
     for given, words in (({"train_steps": 7}, "--train_steps 14"), ({}, "--train_epochs 20")):
         caplog.clear()
-        log_commands(
-            translate(Args(**options(**given))), Path("a run"), 7, is_lora=True, shows_ema=False
-        )
+        log_commands(translate(Args(**options(**given))), "a run", 7, is_lora=True, shows_ema=False)
         assert caplog.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {words}")
         assert caplog.messages[-2].endswith(" --to peft")
 

@@ -165,7 +165,7 @@ def test_the_commands_of_the_run_name_them(
 ) -> None:
     folder = world.trainer.folder
     with caplog.at_level(logging.INFO):
-        log_commands(world.trainer.config, folder, 3, is_lora=False, shows_ema=False)
+        log_commands(world.trainer.config, str(folder), 3, is_lora=False, shows_ema=False)
     page = Page(page_of([read_run(folder)], folder / "index.html"))
     logged = next(line for line in caplog.messages if line.startswith("to sample")).split("  ")[-1]
     shown = next(line for line in page.code if line.startswith("cogfast sample"))
@@ -180,7 +180,7 @@ def test_the_commands_of_the_run_name_them(
     config.model.trainable_modules = ["fuser"]
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        log_commands(config, folder, 3, is_lora=False, shows_ema=False)
+        log_commands(config, str(folder), 3, is_lora=False, shows_ema=False)
     assert not any(line.startswith("to convert") for line in caplog.messages), "it has no others"
 
 

@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "model.latent_input=true": (
         "command line: model.latent_input=true, but data_video.SFTDataset returns pixels; set "
-        "model.latent_input=false"
+        "it to false"
     ),
     "args.load=nowhere": "args.load=nowhere does not exist; set it to the folder of the",
     "args.train_data=[nowhere]": "args.train_data: folder nowhere does not exist; set it to",
