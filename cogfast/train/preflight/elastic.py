@@ -20,7 +20,6 @@ from cogfast.distributed.process_groups import OtherRankError
 from cogfast.model.weights.formats.checkpoint_manifest import (
     RESUMABLE,
     is_in_run,
-    newest_checkpoint,
     read_manifest,
 )
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume
@@ -152,7 +151,8 @@ def _resume(config: Config, args: TrainArguments) -> str:
         return args.resume or "auto"
     if args.run_folder is not None:
         # A path is where the run began: the checkpoints in its own folder are newer.
-        return args.resume if newest_checkpoint(Path(args.run_folder)) is None else "auto"
+        own = checkpoint_to_resume(replace(args, resume="auto"))
+        return args.resume if own is None else "auto"
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "
