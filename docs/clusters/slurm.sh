@@ -11,6 +11,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # args.elastic needs a new store aft
 export TRITON_CACHE_DIR="/tmp/triton-$USER" # on a disk of the machine
 srun --no-kill --kill-on-bad-exit=0 torchrun --nnodes="1:$SLURM_NNODES" --nproc_per_node=8 --max-restarts=20 \
     --rdzv_backend=c10d --rdzv_endpoint="$head:29500" --rdzv_id="$SLURM_JOB_ID" \
+    --rdzv_conf=keep_alive_interval=2,keep_alive_max_attempt=3 \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --no-python cogfast train --base cogvideox_5b.yaml sft.yaml --seed 1 --resume auto \
     args.elastic=shrink deepspeed.train_batch_size=32 args.experiment_name=my-run args.save=/shared/runs \
