@@ -342,12 +342,12 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
     """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
     folder, colon, size = text.rpartition(":")
     if not colon:
-        return Path(text), None
+        return Path(text).absolute(), None
     match = _SIZE.fullmatch(size)
     number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if not folder or number <= 0:
         raise ValueError(f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB")
-    return Path(folder), number
+    return Path(folder).absolute(), number
 
 
 def _is_used(copy: Path) -> bool:

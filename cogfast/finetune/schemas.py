@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -206,6 +206,12 @@ class Args(BaseModel):
     """predict memory and step time on a GPU (h100-80, 4090 or another name, or GiB), and stop"""
 
     def __init__(self, **given: Any) -> None:
+        for name, value in given.items():
+            field = type(self).model_fields.get(name)
+            is_path = field is not None and Path in (field.annotation, *get_args(field.annotation))
+            if is_path and ":/" in str(value):  # pathlib shortens ://
+                text = "must be a path of this machine; give one, or use cogfast train, which takes addresses"
+                raise ValueError(f"--{name} {value}: {text}")
         try:
             super().__init__(**given)
         except ValidationError as error:

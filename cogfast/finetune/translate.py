@@ -220,9 +220,6 @@ def _training_settings(args: Args) -> Settings:
 
 
 def _run_settings(args: Args) -> Settings:
-    if ":/" in str(args.output_dir):  # pathlib has shortened ://
-        text = "must be a folder of this machine; cogfast train writes to object stores"
-        raise ValueError(f"--output_dir {args.output_dir}: {text}")
     settings: Settings = {
         "args.experiment_name": (f"{args.model_name}-{args.training_type}", "--model_name"),
         "args.run_folder": (str(args.output_dir), "--output_dir"),

@@ -160,6 +160,9 @@ def test_sizes_of_local_caches():
     assert parse_cache("/nvme:500GB") == (Path("/nvme"), 500 * 10**9)
     assert parse_cache("/nvme:1.5T") == (Path("/nvme"), 15 * 10**11)
     assert parse_cache("/nvme") == (Path("/nvme"), None)
+    # core/mirror.py reads the URL of a run from the folder's whole path.
+    assert parse_cache(".") == (Path.cwd(), None)
+    assert parse_cache(".:1GB") == (Path.cwd(), 10**9)
     for text in ("/nvme:", "/nvme:0", "/nvme:5X", ":5G"):
         with pytest.raises(ValueError, match="must be FOLDER or FOLDER:SIZE"):
             parse_cache(text)

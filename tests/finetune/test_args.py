@@ -145,6 +145,18 @@ def test_python_gives_values_or_text():
     assert Args(**few).output_dir.parent == Path("train_results")
 
 
+def test_paths_are_of_this_machine():
+    for name in (
+        "model_path",
+        "data_root",
+        "output_dir",
+        "resume_from_checkpoint",
+        "validation_dir",
+    ):
+        with pytest.raises(ValueError, match=f"--{name} s3://b/x: must be a path of this machine"):
+            Args(**NEEDED | {name: "s3://b/x"})
+
+
 @pytest.mark.parametrize("name", [name for name, row in SHELL.items() if row[0] is bool])
 def test_boolean_options_read_true_and_false(name):
     """Upstream's type=bool takes every word for true."""
