@@ -276,7 +276,7 @@ class TrainArguments:
     eval_at_end: bool = False
     """evaluate once more after the last step"""
     eval_iters: Count = 1
-    """batches per evaluation"""
+    """batches per evaluation; with args.elastic global batches, which do not depend on the ranks"""
     eval_batch_size: Batch | None = None
     """samples per rank when evaluating; null: batch_size"""
     strict_eval: bool = False

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,9 +42,10 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _BETWEEN_BEATS = 5.0  # seconds
+_BETWEEN_QUESTIONS = 1.0  # seconds, of an idle rank
 # Far longer than a thread waits for Python's lock while its rank compiles, encodes, reads or writes.
 _SILENCE = timedelta(seconds=60)
-_PATIENCE = timedelta(seconds=10)  # for rank 0 to end first
+_PATIENCE = timedelta(seconds=10)  # for another rank to end first
 _START_TIMEOUT = timedelta(minutes=5)  # in which all ranks of a launch must have their imports
 _SECONDS_TO_FAIL = 15.0  # for the main thread to notice a closed connection itself
 
@@ -122,23 +122,15 @@ class Heartbeat:
     its rank does, so that work which takes long ends no run.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], store: Any = None) -> None:
-        """Start the thread, with a gloo group of its own. Each of `ranks` must call it.
-
-        store: of ranks that are not those of torch.distributed: one of them that is lost ends no other.
-        """
+    def __init__(self, rank: int) -> None:
+        """Start the thread, with a gloo group of its own. Each rank must call it."""
         import torch
         import torch.distributed as dist
 
         # The thread imports nothing and reads no state of torch.distributed, which the main thread changes.
-        if store is None:
-            self._group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
-        else:
-            store = dist.PrefixStore("heartbeat", store)
-            self._group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), _SILENCE)
-        self.rank, self._ranks, self.is_of_idle = rank, ranks, store is not None
+        self._group: Any = dist.new_group(backend="gloo", timeout=_SILENCE)
+        self.rank, self._leaves = rank, False
         self._count, self._is_over = torch.zeros((), dtype=torch.int64), threading.Event()
-        self._leaves, self.is_complete = False, False  # is_complete: all ranks have called `stop`
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         # A thread that is in a collective when Python ends would abort the process.
@@ -162,24 +154,23 @@ class Heartbeat:
             if self._leaves:
                 return
             try:
-                self.is_complete = self._meet(is_over)
-                if self.is_complete:
+                if self._meet(is_over):
                     return
             except RuntimeError as error:
                 if "timed out" in str(error).lower() and not self._leaves:
                     found = re.search(r"Rank (\d+) failed to pass", str(error))
-                    lost = self._ranks[0 if found is None else int(found[1])]
+                    lost = 0 if found is None else int(found[1])
                     self._end(f"rank {lost} has stopped: no sign of it for {_SILENCE.seconds} s")
                 # Any other error is a closed connection, which ends this rank's collectives, too. But NCCL
                 # may not notice a rank that has ended.
-                if not self.is_of_idle and not self._is_over.wait(_SECONDS_TO_FAIL):
+                if not self._is_over.wait(_SECONDS_TO_FAIL):
                     self._end(OTHER_RANK)
                 return
 
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
         # The first rank waits for each rank and can name the one that has stopped; the others wait for it.
-        limit = _SILENCE if self.rank == self._ranks[0] else _SILENCE + _PATIENCE
+        limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
         self._group.monitored_barrier(limit)
         self._count.fill_(int(is_over))
         self._group.allreduce(self._count).wait()
@@ -210,16 +201,34 @@ class Launch:
         found = rendezvous("env://", rank, num_ranks, timeout=_START_TIMEOUT)
         return cls(rank, num_ranks, next(found)[0])
 
-    def idle(self, num_training: int) -> bool:
-        """Wait for the ranks that train. Return whether their run is over; they may also have failed."""
-        heartbeat = self._heartbeat(num_training)
-        heartbeat.stop()
-        return heartbeat.is_complete
+    def idle(self) -> bool:
+        """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.
 
-    def watch_idle(self, num_training: int) -> tuple[Heartbeat, ...]:
-        """Return what tells the idle ranks that this one lives: on rank 0, if there are any."""
-        has_idle = self.rank == 0 and num_training < self.num_ranks
-        return (self._heartbeat(num_training),) if has_idle else ()
+        Its process serves the store, so each answer is a sign of it. A call to a process that has
+        stopped never returns.
+        """
+        is_over, last_answer = False, time.monotonic()
 
-    def _heartbeat(self, num_training: int) -> Heartbeat:
-        return Heartbeat(self.rank, [0, *range(num_training, self.num_ranks)], self.store)
+        def ask() -> None:
+            nonlocal is_over, last_answer
+            with contextlib.suppress(RuntimeError):  # a closed connection
+                while not is_over:
+                    time.sleep(_BETWEEN_QUESTIONS)
+                    is_over, last_answer = self.store.check(["over"]), time.monotonic()
+                self.store.add("left", 1)
+
+        thread = threading.Thread(target=ask, name="idle", daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < last_answer + _SILENCE.total_seconds():
+            thread.join(_BETWEEN_QUESTIONS)
+        return is_over
+
+    def end_idle(self, num_training: int) -> None:
+        """On rank 0: let the idle ranks end, and serve the store until they have."""
+        if self.rank == 0:
+            self.store.set("over", "")
+            end = time.monotonic() + _PATIENCE.total_seconds()  # for ranks that were lost
+            while self.store.add("left", 0) < self.num_ranks - num_training:
+                if time.monotonic() > end:
+                    return
+                time.sleep(_BETWEEN_QUESTIONS / 10)

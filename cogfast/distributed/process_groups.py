@@ -70,7 +70,7 @@ class ProcessGroups:
     context-parallel group (None: this rank alone). model, model_control: the ranks that work on the
     same samples, for tensors, and their gloo group for decisions (None: this rank alone). replicas:
     the ranks with the same shard of the weights, between which ZeRO shards them (None: all ranks).
-    heartbeats: notice ranks that stop.
+    heartbeat: notices ranks that stop. launch: with the idle ranks that end with this run.
     """
 
     rank: int
@@ -79,7 +79,8 @@ class ProcessGroups:
     device: torch.device
     control: dist.ProcessGroup | None
     is_owner: bool  # whether this object created the default group, and so destroys it
-    heartbeats: tuple[Heartbeat, ...] = ()
+    heartbeat: Heartbeat | None = None
+    launch: Launch | None = None
     tensor: ParallelGroup | None = None
     context: ParallelGroup | None = None
     model: ParallelGroup | None = None
@@ -290,9 +291,10 @@ class ProcessGroups:
         if self.world_size > 1:
             # With gloo, a rank that leaves early makes the others fail.
             dist.barrier(group=self.control)
-        for heartbeat in self.heartbeats:
-            if ends_idle or not heartbeat.is_of_idle:
-                heartbeat.stop()
+        if ends_idle and self.launch is not None:
+            self.launch.end_idle(self.world_size)
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         if self.world_size > 1:
             dist.destroy_process_group()
 
@@ -384,10 +386,10 @@ def start_processes(
             # torch warns of a group that still exists at the end of the process.
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None
-    heartbeats = () if launch is None else launch.watch_idle(world_size)
-    if world_size > 1 and is_owner:
-        heartbeats += (Heartbeat(rank, range(world_size)),)
-    groups = ProcessGroups(rank, world_size, local_rank, device, control, is_owner, heartbeats)
+    heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
+    groups = ProcessGroups(
+        rank, world_size, local_rank, device, control, is_owner, heartbeat, launch
+    )
     if device.type == "cpu":
         _take_cpu_kernels(groups)
     if tensor_size * context_size == 1:

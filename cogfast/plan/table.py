@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cogfast.config import Config, with_words
 from cogfast.config.arguments import TrainArguments
@@ -17,6 +17,7 @@ from cogfast.plan.memory import GIB, MemoryPlan, Setup, plan_memory, rules_of, s
 from cogfast.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
 from cogfast.plan.text import attention_of, checked, find_card, model_line
 from cogfast.plan.trace import Traces
+from cogfast.plan.zero import lasting_state
 from cogfast.train.preflight.mesh import check_mesh
 from cogfast.train.preflight.sparse_attention import check_sparse
 
@@ -66,10 +67,14 @@ class Layout:
 
 def predict_saving(setup: Setup, gpu: Gpu, step: float, failures: float) -> Saving:
     """Predict what checkpoints and failures cost. step: seconds. failures: per 1,000 GPUs and day."""
-    state, world = setup.state, setup.world_size
-    of_rank = state.master + state.moments + (state.host_ema or state.ema)
+    world = setup.world_size
+    # The files have float32 moments.
+    of_files = lasting_state(setup.transformer, replace(setup.rules, has_8bit_moments=False))
+    copied, of_rank = (
+        s.master + s.moments + (s.host_ema or s.ema) for s in (setup.state, of_files)
+    )
     of_machine = of_rank * min(world, GPUS_PER_MACHINE)
-    copy = of_rank / (gpu.shares.link * gpu.host_gb_per_s * 1e9)
+    copy = copied / (gpu.shares.link * gpu.host_gb_per_s * 1e9)
     disk, store, apart = of_machine / DISK, of_machine / STORE, 86_400_000 / (failures * world)
     # A save waits for the one before it, which is written to a disk and then sent to the store.
     interval = max(math.sqrt(2 * copy * apart), disk + store, step)

@@ -51,6 +51,7 @@ from cogfast.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.sample.sizes import read_image
 from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
+from cogfast.train.preflight.elastic import divide
 from cogfast.train.run.folder import samples_place
 from cogfast.train.video_size import LatentSize
 
@@ -87,7 +88,11 @@ class Evaluator:
         self.engine, self.diffusion, self.encoder = engine, diffusion, encoder
         self.dataset, self.args, self.groups, self.folder = dataset, args, groups, folder
         self.resize: Resize = resize
-        self.batch_size = args.eval_batch_size or args.batch_size
+        self.batch_size, self.accumulation = args.eval_batch_size or args.batch_size, 1
+        if args.elastic != "off":
+            # Held-out losses before and after a restart compare: both are of the same samples.
+            of_rank = args.batch_size * args.gradient_accumulation_steps
+            _, self.batch_size, self.accumulation = divide(of_rank, self.batch_size, 1)
         self.given = given_prompts(args) if args.has_evaluation else []
         self.samples: Path | None = None  # folder of the last videos
         self.sampled_step: int | None = None  # of the last videos
@@ -162,10 +167,11 @@ class Evaluator:
         order = self._order()
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         groups, encoder = self.groups, self.encoder
+        num_batches = num_steps * self.accumulation
         with groups.on_all(lambda: self._batches(num_steps)) as batches:
-            for number in range(num_steps):
+            for number in range(num_batches):
                 if groups.decide(self.is_asked_to_stop()):
-                    left = counted(num_steps - number, "batch", "batches")
+                    left = counted(num_batches - number, "batch", "batches")
                     raise EvaluationStopped(f"left out {left}")
                 batch = groups.on_all(partial(next, batches), groups.model_control)
                 # Before `choose`, which has collectives: building an encoder may fail on one rank.
@@ -201,13 +207,15 @@ class Evaluator:
         return self.dataset
 
     def _order(self) -> GlobalOrder:
-        return assemble_order(self._held_out, _SEED, self.batch_size * self.groups.data_size)
+        of_rank = self.batch_size * self.accumulation
+        return assemble_order(self._held_out, _SEED, of_rank * self.groups.data_size)
 
     def _batches(self, num_steps: int) -> ModelBatches:
         args, size = self.args, self.batch_size
         # The workers of training stay alive meanwhile.
         given = {"seed": _SEED, "num_workers": min(1, args.num_workers)}
-        args = replace(args, batch_size=size, gradient_accumulation_steps=1, **given)
+        given["gradient_accumulation_steps"] = self.accumulation
+        args = replace(args, batch_size=size, **given)
         name = "bad_samples_valid.jsonl"
         return assemble_batches(
             self._held_out, args, self.groups, self.folder, num_steps=num_steps, list_name=name

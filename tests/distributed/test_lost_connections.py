@@ -183,3 +183,37 @@ def test_a_rank_that_does_not_notice_a_lost_one_ends(tmp_path: Path) -> None:
         rank.join(30)
     assert [rank.exitcode for rank in ranks] == [1, 7], output.read_text()
     assert "cogfast: rank 0 ends: another rank failed" in output.read_text()
+
+
+TWO_IDLE = """
+import os, signal, sys, time
+from datetime import timedelta
+from cogfast.distributed import lost_ranks
+from cogfast.distributed.process_groups import start_processes
+lost_ranks._BETWEEN_BEATS = lost_ranks._BETWEEN_QUESTIONS = 0.1
+lost_ranks._SILENCE = lost_ranks._PATIENCE = timedelta(seconds=1)
+launch = lost_ranks.Launch.join()
+os.environ["WORLD_SIZE"] = "2"  # ranks 2 and 3 idle
+groups = start_processes(launch=launch) if launch.rank < 2 else None
+if launch.rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+if groups is None:
+    sys.exit(0 if launch.idle() else 7)
+time.sleep(1.5)  # longer than a sign of a rank may take
+groups.close()
+"""
+
+
+@pytest.mark.parametrize("rank", [3, pytest.param(0, marks=pytest.mark.soak)])
+def test_idle_ranks_end_with_rank_0_alone(tmp_path: Path, rank: int) -> None:
+    """An idle rank that has stopped ends neither the run nor the other idle rank."""
+    output = tmp_path / "output"
+    output.touch()
+    ranks = start_ranks(["-c", TWO_IDLE, str(rank)], 4, free_port(), str(output))
+    others = [each for number, each in enumerate(ranks) if number != rank]
+    for each in others:
+        each.join(30)
+    ranks[rank].kill()
+    ranks[rank].join()
+    wanted = [0, 0, 0] if rank == 3 else [1, 7, 7]
+    assert [each.exitcode for each in others] == wanted, output.read_text()

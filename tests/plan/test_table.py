@@ -85,6 +85,11 @@ def test_checkpoints_and_failures_by_hand() -> None:
     saving = predict_saving(layout.plan.setup, H100, layout.step.seconds, rate)
     # Weights, two moments and the EMA in float32; half of the checkpoint is of each machine.
     assert saving.num_bytes == pytest.approx(16 * trained, rel=1e-6)
+    # The files have float32 moments, also where the optimizer has 8-bit ones.
+    rules = replace(layout.plan.setup.rules, has_8bit_moments=True)
+    coded = predict_saving(replace(layout.plan.setup, rules=rules), H100, layout.step.seconds, rate)
+    assert coded.num_bytes == saving.num_bytes and coded.disk == saving.disk
+    assert coded.copy == pytest.approx(10 / 16 * saving.copy, rel=0.01)
     copy = trained / (0.8 * 64e9)
     assert saving.copy == pytest.approx(copy, rel=1e-6)
     assert saving.disk == saving.store == pytest.approx(8 * trained / 4e9, rel=1e-6)

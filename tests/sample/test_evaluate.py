@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,14 @@ def test_held_out_loss_is_the_formula_at_band_middles(
     assert found["valid_loss"] == pytest.approx(sum(wanted) / 4, rel=1e-5)
     assert trainer.evaluator(7, trainer.size.latents) == found
     assert transformer.training
+    if (
+        family == "5b"
+    ):  # with args.elastic the samples are those of any division of the global batch
+        args = replace(trainer.args, elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
+        of_run = (trainer.engine, trainer.diffusion, trainer.encoder, trainer.datasets.valid)
+        divided = Evaluator(*of_run, args, trainer.groups, trainer.folder)
+        again = divided(0, trainer.size.latents)
+        assert again == pytest.approx(found, rel=1e-5)
 
 
 def test_strict_evaluation_takes_every_sample_once(tmp_path: Path, data: Path) -> None:

@@ -77,9 +77,9 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
             _BETWEEN_LINES
         )  # until torchrun ends this rank, because another machine has come
     if launch.rank >= plan.num_ranks:
-        if launch.idle(plan.num_ranks):
+        if launch.idle():
             raise SystemExit(0)
-        raise OtherRankError("the ranks that train have ended before the run did")
+        raise OtherRankError("rank 0 has ended or stopped, and its run was not over")
     os.environ["WORLD_SIZE"] = str(plan.num_ranks)
     words = [f"args.batch_size={plan.batch_size}", f"args.resume={plan.resume}"]
     words.append(f"args.gradient_accumulation_steps={plan.accumulation}")

@@ -166,9 +166,16 @@ def checkpoint_to_resume(args: TrainArguments) -> Path | None:
     if args.run_folder is not None and not store.is_url(args.run_folder):
         return resumed_in_run_folder(args)
     if args.run_folder is not None:
-        found: Path | None = place_of(args.run_folder)
-    else:
-        found = _find(place_of(args.save or "runs"), args.experiment_name, args.resume, False)[1]
+        own = _copied(place_of(args.run_folder))
+        if own is not None or args.resume in (None, "auto", "latest"):
+            return own
+    return _copied(
+        _find(place_of(args.save or "runs"), args.experiment_name, args.resume, False)[1]
+    )
+
+
+def _copied(found: Path | None) -> Path | None:
+    """Return a run's or checkpoint's own path, or the checkpoint in a copy of what is in a store, if any."""
     if found is None or (url := url_of(found)) is None:
         return found
     return find_run_checkpoint(Path(copy_of(url))) if store.find(url) else None

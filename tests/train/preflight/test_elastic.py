@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,13 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
     with pytest.raises(ValueError, match=r"each restart would return to it"):
         plan_world(named, 4)
     assert plan_world(configured(base, *words, f"args.resume={run}"), 4).resume == str(run)
+    # A run in a store begins from this one, and its own checkpoints count from then on.
+    stored = [f"args.run_folder=file://{tmp_path}/stored", f"args.resume={run}", words[1]]
+    plan = plan_world(configured(base, *stored), 4)
+    assert (plan.resume, plan.num_ranks, plan.batch_size) == (str(run), 4, 1)
+    shutil.copytree(run, tmp_path / "stored")
+    plan = plan_world(configured(base, *stored), 4)
+    assert (plan.resume, plan.num_ranks, plan.batch_size) == ("auto", 4, 1)
 
     words = [f"args.save={tmp_path}", "args.resume=auto", "args.train_iters=2"]
     trainer = Trainer(load_config([base], words))
