@@ -47,7 +47,7 @@ class Config:
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = to_dict(section)
+            plain = with_urls(to_dict(section))
             rows += [("  " + text, origin) for text, origin in self._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]

@@ -1,6 +1,7 @@
 """Folders of this machine that stand for folders of an object store. Their paths contain the URL.
 
     <local cache>/runs/s3:/bucket/key               a run that is written here and uploaded
+    <local cache>/rank-8/runs/s3:/bucket/key        the same on another machine, by its first rank
     <local cache>/folders/<process>/s3:/bucket/key  a copy that a command reads (`copy_of`)
 
 Files of checkpoints, which are large, are not there: `fetch` downloads one that is read.
@@ -13,7 +14,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -133,11 +134,12 @@ def empty(run: Path) -> None:
 class Uploads:
     """Uploads what a run writes into its folder of this machine, except checkpoints, in a thread.
 
-    Without an effect if the folder is not that of a store.
+    Without an effect if the folder is not that of a store. check_owner: raises RuntimeError if the run
+    is another process's now, after which nothing is uploaded.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.run, self.url = run, url_of(run)
+    def __init__(self, run: Path, check_owner: Callable[[], None] = lambda: None) -> None:
+        self.run, self.url, self.check_owner = run, url_of(run), check_owner
         self._sent = self._states()  # what the store has
         self._asked, self._is_over = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -168,8 +170,12 @@ class Uploads:
             self._asked.wait()
             self._asked.clear()
             try:
+                self.check_owner()
                 self._upload()
                 has_failed = False
+            except RuntimeError as error:
+                logger.warning("%s", error)
+                return
             except OSError as error:
                 if not has_failed:
                     text = "%s; training continues, and the next upload tries again"

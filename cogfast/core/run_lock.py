@@ -32,10 +32,11 @@ _MOST_BYTES = 255
 class RunLock:
     """Lets no other run train in a folder until `close`, or until this process ends.
 
-    ValueError if another process does; it names the process and its machine.
+    ValueError if another process does; it names the process and its machine. is_new: no run has been
+    there, and FileExistsError at once if another process has begun one.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, is_new: bool = False) -> None:
         self.run, self.path = run, run / LOCK
         self.url, self._is_over = url_of(self.path), threading.Event()
         # A random part, since a process may lock a folder again.
@@ -51,7 +52,7 @@ class RunLock:
         try:
             before = self._lock_file()
             if self.url is not None:
-                self._take_object(self.url, before)
+                self._take_object(self.url, before, is_new)
                 self._renewing.start()
         except BaseException:
             self._file.close()
@@ -89,12 +90,14 @@ class RunLock:
             # Closing a second descriptor of the file would end the lock.
             text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
         else:
-            with suppress(FileNotFoundError):
+            try:
                 text = store.read(self.url)[:_MOST_BYTES].decode(errors="replace")
+            except FileNotFoundError:  # a run that took the folder has removed it at its end
+                text = "another process"
         if text.strip() and not text.startswith(self._holder):
             raise RuntimeError(
-                f"{self.url or self.path}: {_brief(text)} trains there now, so this process ends without "
-                "writing more"
+                f"{self.url or self.path}: {_brief(text)} has taken the folder, so this process ends "
+                "without writing more"
             )
 
     def _lock_file(self) -> str:
@@ -118,7 +121,7 @@ class RunLock:
         self._file.seek(0)
         return self._file.read(_MOST_BYTES).strip()
 
-    def _take_object(self, url: str, dead: str) -> None:
+    def _take_object(self, url: str, dead: str, is_new: bool) -> None:
         """Write the object, once no other process does. dead: a holder that is known to have ended."""
         mine, start, first = self._content(), time.monotonic(), ""
         while True:
@@ -128,6 +131,8 @@ class RunLock:
                 if store.create(url, mine):
                     return
                 continue
+            if is_new:
+                raise FileExistsError(f"{url}: another process has it")
             if first and found != first:
                 raise self._refusal(found)
             seconds = _LEASE + start - time.monotonic()

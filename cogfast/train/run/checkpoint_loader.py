@@ -141,8 +141,8 @@ def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
     missing = sorted({*engine.state_kinds()} - files.kinds)
     if isinstance(engine.optimizer, FusedEmaAdam) and missing:
         raise ValueError(
-            f"args.resume={path}: the checkpoint has no {', '.join(missing)} of "
-            f"{type(engine.optimizer).__name__}; resume from another one, or start a new run from its weights with args.load={path}"
+            f"args.resume={mirror.name_of(path)}: the checkpoint has no {', '.join(missing)} of "
+            f"{type(engine.optimizer).__name__}; resume from another one, or start a new run from its weights with args.load={mirror.name_of(path)}"
         )
 
 
@@ -150,9 +150,9 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
     optimizer = type(engine.optimizer).__name__
     if manifest.get("optimizer", optimizer) != optimizer:
         raise ValueError(
-            f"args.resume={path}: its optimizer is {manifest['optimizer']}, whose state does not "
+            f"args.resume={mirror.name_of(path)}: its optimizer is {manifest['optimizer']}, whose state does not "
             f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
-            f"args.load={path}"
+            f"args.load={mirror.name_of(path)}"
         )
     parameters = engine.transformer.named_parameters()
     have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
@@ -162,7 +162,7 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
         return
     differ = sorted(n for n in have.keys() | saved.keys() if have.get(n) != saved.get(n))
     raise ValueError(
-        f"args.resume={path}: the checkpoint is of another model: {len(differ)} trained parameters "
+        f"args.resume={mirror.name_of(path)}: the checkpoint is of another model: {len(differ)} trained parameters "
         f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint "
         f"{saved.get(differ[0])}); resume with the config of that run"
     )

@@ -502,8 +502,11 @@ def _prune_stored(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], 
     limit = steps[newest]
     gone = _outdated({p: s for p, s in steps.items() if s <= limit}, keep_last, kept)
     store.remove([manifests[path] for path in gone])  # first: the rest is no checkpoint
-    left_over = [path for path in held if path not in steps]
-    files = [file for path in (*gone, *left_over) for file in held[path]]
+    # In the layout `finetune`, other trainers write such folders, too.
+    is_ours = lambda file: layout_of(newest) == "cogfast" or is_of_rank(file)
+    left_over = [path for path in held if path not in steps and any(map(is_ours, held[path]))]
+    files = [file for path in gone for file in held[path]]
+    files += [file for path in left_over for file in held[path] if is_ours(file)]
     # A checkpoint of the same step may have had other files.
     names = read_manifest(newest)["bytes"]
     files += [f for f in held[newest] if is_of_rank(f) and f.rpartition("/")[2] not in names]

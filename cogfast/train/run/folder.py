@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
@@ -98,23 +99,29 @@ def open_run_folder(
     the path of a run or checkpoint, which continues in its run's folder or in args.run_folder.
     """
     locks: list[RunLock] = []
+    opened: list[Path] = []  # on rank 0, where the checkpoint may be a copy of that of another run
 
     def open_on_main() -> list[str]:
-        run, checkpoint = _open(args, locks, held)
-        return [name_of(path) for path in (run, checkpoint) if path is not None]
+        opened.extend(path for path in _open(args, locks, held) if path is not None)
+        return [name_of(path) for path in opened]
 
     # Other machines may have their caches elsewhere.
-    run, *checkpoints = map(place_of, groups.on_main(open_on_main))
-    if url_of(run) is not None and groups.local_rank == 0 and not groups.is_main:
-        empty(run)
-    return run, next(iter(checkpoints), None), next(iter(locks), None)
+    names = groups.on_main(open_on_main)
+    run, *checkpoints = opened or map(place_of, names)
+    first = groups.rank - groups.local_rank  # on this machine
+    if first > 0 and url_of(run) is not None:
+        # Machines may share a local cache, and each of them uploads its folder.
+        run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
+        if groups.local_rank == 0:
+            empty(run)
+    return run, next(iter(checkpoints), None), next(reversed(locks), None)
 
 
 def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
     """Find or create the run's folder and lock it. The lock goes into `locks`."""
 
-    def lock(run: Path) -> None:
-        locks.append(held.enter_context(RunLock(run)))
+    def lock(run: Path, is_new: bool = False) -> None:
+        locks.append(held.enter_context(RunLock(run, is_new)))
         if url_of(run) is not None:
             download_run(run)
 
@@ -128,16 +135,15 @@ def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[
         checkpoint = resumed_in_run_folder(args)
     else:
         save, name = place_of(args.save or "runs"), args.experiment_name
-        run, checkpoint = _find(save, name, args.resume)
-        is_stored = url_of(run) is not None
-        if is_stored:
+        run, checkpoint = _find(save, name, args.resume, lock)
+        if checkpoint is not None and url_of(run) is not None:
             run.mkdir(parents=True, exist_ok=True)
             lock(run)
-            if checkpoint is not None and args.resume not in ("auto", "latest"):
+            if args.resume not in ("auto", "latest"):
                 checkpoint = _named(checkpoint)[1]
         if checkpoint is not None and adapters_to_resume(checkpoint) is not None:
             # CogVideo's trainer gives weights to start from, and no run to continue.
-            run, _ = _find(save, name, None)
+            run, _ = _find(save, name, None, lock)
         elif checkpoint is not None and not (
             checkpoint.parent.name == "checkpoints" or (run / _CONFIG).is_file()
         ):
@@ -146,7 +152,7 @@ def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[
                 f"args.resume={args.resume}: it is not in the folder of its run, as RUN/checkpoints/STEP; "
                 "set args.run_folder to the folder in which the run continues"
             )
-        if not is_stored:
+        if not locks:
             lock(run)
         if checkpoint is not None and args.resume in ("auto", "latest"):
             checkpoint = newest_checkpoint(run)
@@ -169,9 +175,10 @@ def checkpoint_to_resume(args: TrainArguments) -> Path | None:
         own = _copied(place_of(args.run_folder))
         if own is not None or args.resume in (None, "auto", "latest"):
             return own
-    return _copied(
-        _find(place_of(args.save or "runs"), args.experiment_name, args.resume, False)[1]
-    )
+    run, found = _find(place_of(args.save or "runs"), args.experiment_name, args.resume)
+    # In a store, the run's `latest` says which of its checkpoints it is.
+    is_newest = found is not None and args.resume in ("auto", "latest") and url_of(run) is not None
+    return _copied(run if is_newest else found)
 
 
 def _copied(found: Path | None) -> Path | None:
@@ -278,7 +285,7 @@ def adapters_to_resume(checkpoint: Path) -> Path | None:
         return file
     if any(checkpoint.glob("*/*_states.pt")):
         raise ValueError(
-            f"args.resume={checkpoint}: its weights are in DeepSpeed's pickle files, which are not read; "
+            f"args.resume={name_of(checkpoint)}: its weights are in DeepSpeed's pickle files, which are not read; "
             "make a diffusers folder of them with its zero_to_fp32.py, and start a new run with "
             "args.load=FOLDER"
         )
@@ -310,13 +317,18 @@ def samples_place(run: Path, step: int, layout: FolderLayout) -> tuple[Path, str
 
 
 def _find(
-    save: Path, experiment: str, resume: str | None, creates: bool = True
+    save: Path,
+    experiment: str,
+    resume: str | None,
+    lock: Callable[[Path, bool], None] | None = None,
 ) -> tuple[Path, Path | None]:
+    """Return a run's folder and the checkpoint to resume. lock: locks a new folder; None: none is created."""
     if resume not in (None, "auto", "latest"):
         path = place_of(resume)
         if url_of(path) is None:
             return _named(path)
-        return (run_of(path) if is_in_run(path) else path), path
+        run = path.parent if path.name == "checkpoints" else path
+        return (run_of(path) if is_in_run(path) else run), path
     if resume is not None:
         stored, url = {}, url_of(save)
         for file in () if url is None else store.find(url):
@@ -336,17 +348,18 @@ def _find(
                 f"args.resume=latest: no run of {experiment!r} with a checkpoint in {name_of(save)}; "
                 "use args.resume=auto to start a new run in that case"
             )
-    while creates:
+    while lock is not None:
         stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
-            # Creating the folder also reserves its name against runs that start now.
+            # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
             run.mkdir(parents=True)
+            lock(run, True)
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
             raise ValueError(
-                f"args.save={save}: cannot create a run's folder there ({error.strerror}); set "
+                f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error}); set "
                 "it to another folder"
             ) from None
         else:

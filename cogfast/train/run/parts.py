@@ -169,7 +169,8 @@ class Parts:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
                 logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
         # One rank of each machine uploads what its ranks write.
-        self.uploads = Uploads(folder if groups.local_rank == 0 else Path())
+        check_owner = lock.check if lock is not None else lambda: None
+        self.uploads = Uploads(folder if groups.local_rank == 0 else Path(), check_owner)
         held.enter_context(self.uploads)
         describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
         groups.on_main(describe)
@@ -231,8 +232,7 @@ class Parts:
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
         writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
-        if lock is not None:
-            writer.check_owner = lock.check
+        writer.check_owner = check_owner
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
             _log_changes(manifest, args, order, len(datasets.train))

@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
     trainer = Trainer(load_config([base], words))
     trainer.writer.check_owner()
     (run / "run.lock").write_text("process 1 on another-machine\n")
-    with pytest.raises(RuntimeError, match="process 1 on another-machine trains there now"):
+    with pytest.raises(RuntimeError, match="process 1 on another-machine has taken the folder"):
         trainer.train()
     assert (run / "checkpoints" / "latest").read_text() == "00000001"
     assert [path.name for path in (run / "checkpoints").glob("0*")] == ["00000001"]

@@ -122,13 +122,14 @@ def newest_checkpoint(run: Path) -> Path | None:
         # it is unknown which one `latest` named.
         found = _complete(folder)
         if len(found) > 1:
-            raise ValueError(f"{latest}: missing; {_last_good(folder, None)}")
+            raise ValueError(f"{mirror.name_of(latest)}: missing; {_last_good(folder, None)}")
         return found[0] if found else None
     try:
         name = read_limited(latest, 64).decode("ascii").strip()
     except ValueError:  # includes UnicodeDecodeError
         name = ""
     if not _STEP.fullmatch(name):
+        latest = mirror.name_of(latest)
         raise ValueError(f"{latest}: damaged, it names no step; {_last_good(folder, None)}")
     checkpoint = folder / name
     replaced = replaced_name(checkpoint)

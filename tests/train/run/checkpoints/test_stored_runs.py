@@ -8,8 +8,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,16 +19,23 @@ import torch
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
 from cogfast.core import run_lock, store
-from cogfast.core.mirror import copy_of, place_of, url_of
+from cogfast.core.mirror import Uploads, copy_of, place_of, url_of
 from cogfast.core.run_lock import RunLock
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.model.weights.open import open_source
+from cogfast.train.run import folder
+from cogfast.train.run.checkpoint_writer import _prune
+from cogfast.train.run.folder import checkpoint_to_resume, open_run_folder
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
 from tests.support.s3_server import Fault, S3Server, s3_server
 from tests.support.tiny_run import run, start, write_clips, write_config
 
 STEPS = 6
+ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +53,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(store, "_PART_TRIES", 1)
     yield running
     running.faults, running.watch = [], lambda method, path: None
+    copy_of.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +175,8 @@ def test_commands_read_a_run_in_a_store_and_find_damage_by_checksums_and_sizes(
     store.write(file, bytes(content[:-1]))
     with pytest.raises(ValueError, match=r"has \d+ bytes instead of"):
         read_weights(url)
+    content[-5] ^= 1
+    store.write(file, bytes(content))
 
 
 def test_places_that_cannot_be_written_are_named_first(server, base):
@@ -192,8 +204,8 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_SETTLING", 0.3)
     run = place_of(f"{server.url}/locked")
     other = tmp_path / "other" / "runs" / f"{server.url}/locked"  # as on another machine
-    for folder in (run, other):
-        folder.mkdir(parents=True)
+    for place in (run, other):
+        place.mkdir(parents=True)
     with RunLock(run) as lock:
         with pytest.raises(
             ValueError, match=r"s3://.*/locked: process \d+ on .* is training in it"
@@ -206,15 +218,88 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     with RunLock(run) as lock:
         lock.check()
         store.write(f"{url_of(run)}/run.lock", b"process 1 on elsewhere 00 2.0\n")
-        with pytest.raises(RuntimeError, match="process 1 on elsewhere trains there now"):
+        with pytest.raises(RuntimeError, match="process 1 on elsewhere has taken the folder"):
             lock.check()
     assert names(str(url_of(run))) == {"run.lock"}
     # One that was killed on this machine is known to be gone.
     monkeypatch.setattr(run_lock, "_LEASE", 60.0)
     (run / "run.lock").write_text("process 1 on elsewhere 00\n")
     start = time.monotonic()
-    with RunLock(run):
+    with RunLock(run) as lock:
         assert time.monotonic() - start < 30
+        # A run that took the folder has ended since.
+        store.remove([f"{url_of(run)}/run.lock"])
+        with pytest.raises(RuntimeError, match="another process has taken the folder"):
+            lock.check()
+
+
+def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
+    run = place_of(f"{server.url}/fenced")
+    run.mkdir(parents=True)
+    with RunLock(run) as lock:
+        for holder in (None, b"process 7 on elsewhere 00 1.0\n"):
+            if holder is not None:
+                store.write(f"{server.url}/fenced/run.lock", holder)
+            with Uploads(run, lock.check):
+                (run / f"file-{holder is None}").write_text("x")
+    assert names(f"{server.url}/fenced") == {"run.lock", "file-True"}
+    assert "process 7 on elsewhere has taken the folder" in caplog.text
+
+
+def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
+    server, base, tmp_path, monkeypatch
+):
+    """The first test has written the run. New runs of one second have two names."""
+    url = run_url(f"{server.url}/runs")
+
+    def opened(**given: str) -> tuple[Path, Path | None]:
+        with ExitStack() as held:
+            return open_run_folder(TrainArguments(**given), ALONE, held)[:2]
+
+    # Its checkpoints are read where another run continues from them.
+    for target in (f"{server.url}/two", str(tmp_path / "two")):
+        run, checkpoint = opened(run_folder=target, resume=url)
+        assert run == place_of(target) and read_manifest(checkpoint)["step"] == STEPS
+    run, checkpoint = opened(save=f"{server.url}/other", resume=f"{url}/checkpoints")
+    assert run == place_of(url) and checkpoint == run / "checkpoints" / "00000006"
+
+    # A machine that shares the cache of the first one leaves its files alone.
+    class OnSecond(ProcessGroups):
+        def on_main(self, make):
+            return [url, f"{url}/checkpoints/00000006"]
+
+    second = OnSecond(1, 2, 0, torch.device("cpu"), None, False)
+    theirs = open_run_folder(TrainArguments(), second, ExitStack())[0]
+    assert url_of(theirs) == url and theirs != run and (run / "metrics.jsonl").is_file()
+    text = load_config([base], [f"args.load={url}"]).describe()
+    assert f"load: {url} " in text and "/folders/" not in text
+
+    times = iter([datetime(2026, 1, 1), datetime(2026, 1, 1), datetime(2026, 1, 2)])
+    monkeypatch.setattr(folder, "datetime", SimpleNamespace(now=lambda: next(times)))
+    with ExitStack() as held:
+        for day in (1, 2):
+            monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"machine-{day}"))
+            args = TrainArguments(save=f"{server.url}/new", experiment_name="a")
+            run, _, lock = open_run_folder(args, ALONE, held)
+            assert run.name == f"a-2026-01-0{day}-00-00-00" and lock.run == run
+
+
+def test_checkpoints_of_other_trainers_stay_in_the_layout_finetune(server):
+    source = f"{run_url(f'{server.url}/runs')}/checkpoints/00000006"
+    url = f"{server.url}/finetune/a-2026-01-01-00-00-00"
+    for step in (8, 10):
+        for name in names(source):
+            store.write(f"{url}/checkpoint-{step}/{name}", store.read(f"{source}/{name}"))
+    store.write(f"{url}/latest", b"checkpoint-10")
+    args = TrainArguments(save=f"{server.url}/finetune", experiment_name="a", resume="auto")
+    newest = checkpoint_to_resume(args)
+    assert newest.name == "checkpoint-10"
+    for name in ("3/lora", "4/lora", "4/rank-00000.safetensors"):
+        store.write(f"{url}/checkpoint-{name}", b"x")
+    _prune(newest, 1, lambda _: set())
+    left = {name.partition("/")[0] for name in names(url)}
+    assert left == {"checkpoint-3", "checkpoint-4", "checkpoint-10", "latest"}
+    assert names(f"{url}/checkpoint-4") == {"lora"}
 
 
 def kill_at(
