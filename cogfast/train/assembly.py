@@ -261,7 +261,7 @@ def assemble_datasets(
 ) -> Datasets:
     """Build the training and validation data sets, of videos.
 
-    Rank 0 of `groups` lists their files for all; data sets of a user's own that are no ListedVideos are built by
+    Rank 0 of `groups` lists their files for all; data sets with a `find` of a user's own list them on
     each rank. Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
     the training data (args.split).
     """
@@ -303,7 +303,10 @@ def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOn
     twice = next((source for source in sources if sources.count(source) > 1), None)
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
-    before = FIND.set(find_once)
+    target, _ = resolve(config.data, config.allow_import)
+    # A `find` of a user's own may build data sets of cogfast's, or keep values in its own.
+    is_own = getattr(getattr(target, "find", None), "__module__", "") == ListedVideos.__module__
+    before = FIND.set(find_once if is_own else lambda find: find())
     try:
         made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
         inputs = ModelArguments.from_config(config).inputs

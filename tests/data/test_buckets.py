@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import choose, in_buckets, join_surveys, kept_share, survey, table
 from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.sources import headers as video_headers
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Bucket, ClipSettings
 from tests.data.sources.test_tar_shards import _tar
@@ -199,6 +201,45 @@ def test_an_index_that_is_no_file_or_cannot_be_written(folder, monkeypatch, capl
     assert read_headers(data.clips) == first and not file.exists()
     monkeypatch.setattr(video_headers, "_probe", lambda *_: video_headers.Header(reason="opened"))
     assert read_headers(data.clips)[:16] == first[:16]  # the last one is no video
+
+
+def test_an_index_of_another_user_is_read(folder, monkeypatch):
+    data = VideoFolder(folder, **SMALL)
+    file = folder / "videos/.cogfast-index"
+    first, before = read_headers(data.clips), file.read_text()
+    write_clip(folder / "videos/05a.mp4", constant_rate(9, 8), size=(32, 48))
+    (folder / "labels/05a.txt").write_text("new")
+    data = VideoFolder(folder, **SMALL)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != file)
+    probed, real = [], video_headers._probe
+    monkeypatch.setattr(video_headers, "_probe", lambda *given: (probed.append(1), real(*given))[1])
+    for number in (2, 1):  # the new one, and the one that is no video, which is always opened
+        probed.clear()
+        assert [one for i, one in enumerate(read_headers(data.clips)) if i != 6] == first
+        assert len(probed) == number
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("/data1/a", "/data2/b"), ("/data/a", "s3://b/a"), ("s3://a/x", "s3://b/x"), ("a", "b")],
+)
+def test_data_without_a_common_folder_leave_none_in_the_current_one(names, tmp_path, monkeypatch):
+    found = []
+    for folder in ("one", "two"):
+        planted = tmp_path / folder / ".cogfast-index"
+        planted.parent.mkdir()
+        planted.write_text('["planted", "version", 1]')
+        monkeypatch.chdir(planted.parent)
+        packed = PackedStrings(names)
+        index, common = video_headers._index_of(ClipList(files=packed, captions=packed))
+        assert index.last("planted") is None
+        index.add([("name", "version", 1)])
+        assert not names[0].startswith("/") or common == ""
+        found.append(index.path)
+    assert "name" not in "".join(file.read_text() for file in tmp_path.glob("*/*"))
+    # Only relative names are those of other files there.
+    assert (found[0] == found[1]) == (names[0] != "a")
 
 
 def test_headers_in_shards(folder, tmp_path):

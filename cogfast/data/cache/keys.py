@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +93,7 @@ class Sources:
 
     def __init__(self, folder: str | Path) -> None:
         is_in_store = is_url(folder)
-        self._folder = f"{folder}/sources" if is_in_store else None
+        self._folder = store.join(str(folder), "sources") if is_in_store else None
         self._objects: list[str] = []  # those that were read or written
         self._stale: dict[str, str] | None = None  # {name: version} of what `changed` has found
         self._index = FileIndex(None if is_in_store else Path(folder) / "sources.jsonl")
@@ -112,19 +110,25 @@ class Sources:
             self._index.add(row for row in rows if stale is None or stale.get(row[0]) == row[1])
             self._objects += [] if copy is None else [url]
 
-    def changed(self, files: Files) -> list[str]:
-        """Forget and return the files that are new, or changed since they were hashed."""
+    def changed(self, files: Files, trust_index: bool = False) -> list[str]:
+        """Forget and return the files that are new, or changed since they were hashed. trust_index: only new ones."""
         self._stale = None
         self._refresh()
-        there = store.stats(_file_of(name, part) for name, part in files.items())
-        # Many members of a tar shard share its version.
-        version = cache(lambda file: there[file].version if file in there else version_of(file))
+        file_of = {
+            name: _file_of(name, part)
+            for name, part in files.items()
+            if not (trust_index and self._index.last(_absolute(name)))
+        }
+        there = store.stats(file_of.values())
+        every = [*dict.fromkeys(file_of.values())]  # many members of a tar shard share its version
+        version = lambda file: there[file].version if file in there else _version(file)
+        versions = dict(zip(every, store.in_threads(version, every), strict=True))
         found, self._stale = [], {}
-        for name, part in files.items():
-            own, present = _absolute(name), version(_file_of(name, part))
-            if not self._index.get(own, present):
+        for name, file in file_of.items():
+            own = _absolute(name)
+            if not self._index.get(own, versions[file]):
                 self._index.forget(own)
-                self._stale[own] = present
+                self._stale[own] = versions[file]
                 found.append(name)
         return found
 
@@ -151,7 +155,15 @@ class Sources:
         is_many = len(self._objects) >= _MOST_OBJECTS
         # A name that sorts behind all earlier ones: the last line of a file counts.
         url = f"{self._folder}/{time.time_ns():020}-{os.urandom(4).hex()}.jsonl"
-        store.write(url, to_lines(self._index.rows() if is_many else found))
+        rows = iter(found)
+        if is_many:
+            # All rows: other workers may read other files, or other versions of them.
+            merged = FileIndex(None)
+            for copy in store.in_threads(_copy_or_none, sorted(self._objects)):
+                merged.add(FileIndex(copy).rows())
+            merged.add(found)
+            rows = merged.rows()
+        store.write(url, to_lines(rows))
         if is_many:
             with suppress(StoreError):  # without the right to remove, they stay
                 store.remove(self._objects)
@@ -218,8 +230,12 @@ def version_of(file: str) -> str:
 
     Reading a pipe would block.
     """
+    return _version(file) if is_url(file) or os.path.isfile(file) else ""
+
+
+def _version(file: str) -> str:
+    """A text that changes with the file; "" if there is none."""
     try:
-        is_file = is_url(file) or stat.S_ISREG(os.stat(file).st_mode)
-        return store.stat(file).version if is_file else ""
+        return store.stat(file).version
     except OSError:
         return ""

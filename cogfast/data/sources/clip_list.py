@@ -30,6 +30,11 @@ class PackedStrings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all strings, and where each begins and ends."""
+        return self._bytes, self._ends
+
     def __iter__(self) -> Iterator[str]:
         view = memoryview(self._bytes)
         for start, end in pairwise(self._ends.tolist()):

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 # A line as `to_lines` writes it, to the end of the name
-_LINE = re.compile(rb'^(\[".*?)", "', re.MULTILINE)
+_LINE = re.compile(rb'(\[".*?)", "')
+_LINE_BYTES = 512  # of most lines
+_FILE = 2**48  # above the size of a file
 
 
 def to_lines(rows: Iterable[Sequence[Any]]) -> bytes:
@@ -31,7 +34,7 @@ class FileIndex:
     """JSON lines [name, version, values...], to which any number of processes append.
 
     The last line of a name counts; one that is malformed, such as that of a killed process, says nothing. Lines
-    stay as they are in the file until they are asked for, which takes 16 bytes more for each.
+    stay in the file until they are asked for: 16 bytes of memory for each.
 
     further: a file whose lines come before those of `path`; nothing is added to it.
     """
@@ -39,11 +42,22 @@ class FileIndex:
     def __init__(self, path: Path | None, further: Path | None = None) -> None:
         """path: None keeps the rows in memory alone."""
         self.path = path
-        self._data = b"\n".join([*(_read(file) for file in (further, path) if file), b""])
-        found = ((hash(line[1]), line.start()) for line in _LINE.finditer(self._data))
-        lines = np.fromiter(found, np.dtype([("hash", np.int64), ("start", np.int64)]))
+        files = (_open(file) for file in (further, path) if file)
+        self._files = [file for file in files if file is not None]
+        found = ((hash(line), place) for line, place in self._names())
+        lines = np.fromiter(found, np.dtype([("hash", np.int64), ("place", np.int64)]))
         self._lines = lines[np.argsort(lines["hash"], kind="stable")]
         self._new: dict[str, list] = {}  # the rows that this process has added
+
+    def _names(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the beginning of each line that has one, with the number of its file and the place in it."""
+        for number, file in enumerate(self._files):
+            place = number * _FILE
+            weakref.finalize(self, os.close, file)
+            for line in open(file, "rb", closefd=False):  # noqa: SIM115
+                if found := _LINE.match(line):
+                    yield found[1], place
+                place += len(line)
 
     def get(self, name: str, version: str) -> list | None:
         """Return the values of a name; None if there are none for this version of its file."""
@@ -63,14 +77,20 @@ class FileIndex:
             return self._new[name]
         key = hash(b"[" + json.dumps(name).encode()[:-1])
         place = int(self._lines["hash"].searchsorted(key, side="right")) - 1
-        row = self._row_at(int(self._lines["start"][place])) if place >= 0 else []
+        row = self._row_at(int(self._lines["place"][place])) if place >= 0 else []
         return row if row[:1] == [name] else []
 
-    def _row_at(self, start: int) -> list:
-        """Return the row whose line begins at `start`; [] if it is malformed."""
+    def _row_at(self, place: int) -> list:
+        """Return the row whose line begins at a place; [] if it is malformed."""
+        number, start = divmod(place, _FILE)
+        size = _LINE_BYTES
         try:
-            row = json.loads(self._data[start : self._data.find(b"\n", start)].decode())
-        except (ValueError, RecursionError):
+            while b"\n" not in (data := os.pread(self._files[number], size, start)):
+                if len(data) < size:
+                    break
+                size *= 8
+            row = json.loads(data.partition(b"\n")[0].decode())
+        except (OSError, ValueError, RecursionError):
             return []
         return row if len(row) > 1 else []
 
@@ -93,8 +113,10 @@ class FileIndex:
 
     def rows(self) -> Iterator[Sequence[Any]]:
         """Yield the last row of each name."""
-        lines = map(self._row_at, np.sort(self._lines["start"]).tolist())
-        return filter(None, ({row[0]: row for row in lines if row} | self._new).values())
+        _, last = np.unique(self._lines["hash"][::-1], return_index=True)
+        places = np.sort(self._lines["place"][::-1][last]).tolist()
+        yield from (row for row in map(self._row_at, places) if row and row[0] not in self._new)
+        yield from filter(None, self._new.values())
 
     def keep(self, rows: Iterable[Sequence[Any]]) -> None:
         """Add rows, if there are any; log a warning if the file cannot be written."""
@@ -105,13 +127,16 @@ class FileIndex:
             logger.warning(text, self.path, error)
 
 
-def _read(path: Path) -> bytes:
+def _open(path: Path) -> int | None:
     try:
         # A folder may come from elsewhere: its file could be a pipe or a link to a device.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-            return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return b""
+        return None
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    return None
 
 
 def user_index(kind: str, names: Iterable[str], further: Path | None = None) -> FileIndex:

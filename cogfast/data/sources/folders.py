@@ -6,7 +6,9 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from cogfast.config.values import counted
@@ -117,9 +119,10 @@ def in_place_of_videos(files: Iterable[str]) -> str:
 
 
 def sat_label(path: str) -> str:
-    """The path at which SAT looks for the caption of a video."""
-    stem, _ = os.path.splitext(path)
-    return (stem.replace(".mp4", ".txt") + ".txt").replace("videos", "labels")
+    """The path at which SAT looks for the caption of a video. In a store, it is in the same bucket."""
+    start = path.find("/", path.find("://") + 3) if store.is_url(path) else 0
+    stem, _ = os.path.splitext(path[start:])
+    return path[:start] + (stem.replace(".mp4", ".txt") + ".txt").replace("videos", "labels")
 
 
 def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | None:
@@ -146,8 +149,13 @@ def read_labels(
     videos: Sequence[str], folder: str, files: Mapping[str, Stat | None]
 ) -> Iterator[tuple[str | None, str, bool]]:
     """Yield the label file of each video (None: there is none), its first line, and whether more text follows."""
-    if store.is_url(folder) and folder.endswith("/videos"):
-        files = files | store.find(store.join(store.parent(folder), "labels"))
+    if store.is_url(folder):
+        beside = {store.parent(sat_label(f"{folder}/x")), folder}
+        beside |= (
+            {store.join(store.parent(folder), "labels")} if folder.endswith("/videos") else set()
+        )
+        for other in beside - {folder}:
+            files = files | store.find(other)
 
     def read(video: str) -> tuple[str | None, str, bool]:
         label = label_of(video, folder, files)
@@ -211,6 +219,22 @@ def text_lines(file: str) -> list[str]:
     # Blank lines at the end are dropped; those between stay, so that lines can be compared by number.
     text = text_of(file).rstrip()
     return [line.strip() for line in _LINE_END.split(text)] if text else []
+
+
+def are_missing(paths: Iterable[str], found: Collection[str]) -> list[bool]:
+    """Return for each path whether no file has it. found: the URLs that are there.
+
+    Folders are listed: a call for each file would take long.
+    """
+
+    @cache
+    def files_of(folder: str) -> Collection[str]:
+        with suppress(OSError):
+            return {*os.listdir(folder or ".")}
+        return ()
+
+    split = ((path, *os.path.split(path)) for path in paths)
+    return [p not in found and name not in files_of(folder) for p, folder, name in split]
 
 
 def refuse_samples(

@@ -12,7 +12,9 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from cogfast.core import store
 from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.file_index import FileIndex, user_index
+from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
 from cogfast.data.sources.tar_shards import MEMBER, Member
 from cogfast.data.video.file import (
     MAX_FRAMES,
@@ -67,7 +69,12 @@ class HeaderScan:
 
     def __init__(self, clips: ClipList, samples: range, trust_index: bool = False) -> None:
         self._clips, self._samples, self._trusts = clips, samples, trust_index
-        self.index, folder = _index_of(clips)
+        self._index, folder = _index_of(clips)
+        self.is_beside = self._index.path == Path(folder, _INDEX)
+        # On hf:// each write is a commit in the data set's history.
+        can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
+        self._shared = store.join(folder, _INDEX) if can_be_written else None
+        self._has_new = False
         self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
         self.todo: dict[str, tuple[int, str]] = {}
         self._found: dict[str, Header] = {}
@@ -80,7 +87,7 @@ class HeaderScan:
     def _look_up(self, sample: int) -> None:
         name, place = self._clips.files[sample], _place(self._clips, sample)
         known_as = name[self._known_as]
-        if not name or (self._trusts and self._take(name, self.index.last(known_as))):
+        if not name or (self._trusts and self._take(name, self._index.last(known_as))):
             return
         shard = self._version(name.partition(MEMBER)[0]) if place else None
         stamp = shard or _version(self._clips, name)
@@ -89,7 +96,7 @@ class HeaderScan:
             return
         # Members of a shard share its version; the offset tells them apart.
         stamp += f"-{place[0]}" if place else ""
-        if not self._take(name, self.index.get(known_as, stamp)):
+        if not self._take(name, self._index.get(known_as, stamp)):
             self.todo[name] = sample, stamp
 
     def _take(self, name: str, values: list | None) -> bool:
@@ -119,6 +126,17 @@ class HeaderScan:
                         rows.append((name[self._known_as], stamp, *header))
         return rows
 
+    def keep(self, rows: Sequence[tuple]) -> None:
+        """Add rows to the index."""
+        self._has_new |= bool(rows)
+        self._index.keep(rows)
+
+    def share(self) -> None:
+        """Write the index of data in a store beside them, if it has new rows, for other machines."""
+        if self._shared and self._has_new:
+            with suppress(StoreError):  # a place that is read-only
+                store.write(self._shared, to_lines(self._index.rows()))
+
     @property
     def headers(self) -> list[Header | None]:
         """The header of each of the samples; None for one without a file."""
@@ -131,20 +149,30 @@ def read_headers(
     """Return the header of each sample's file, or of some samples, read by this process alone."""
     scan = HeaderScan(clips, range(len(clips)) if samples is None else samples, trust_index)
     while scan.todo:
-        scan.index.keep(scan.read(SECONDS))
+        scan.keep(scan.read(SECONDS))
+    scan.share()
     return scan.headers
 
 
 def _index_of(clips: ClipList) -> tuple[FileIndex, str]:
     """Open the index in the deepest folder that holds all files of a data set, or the one about it in the
-    user's cache folder if it is read-only; return it with the folder."""
+    user's cache folder if it is read-only or in a store; return it with the folder."""
     # The least and the greatest are enough. What follows the last slash may be a part of a name.
     ends = [end(filter(None, clips.files), default="") for end in (min, max)]
     folder = os.path.commonprefix(ends).partition(MEMBER)[0].rpartition("/")[0]
-    beside = Path(folder) / _INDEX
-    # Files on a disk and in a store have no folder in common.
-    is_own = folder and not store.is_url(folder) and os.access(folder, os.W_OK)
-    return FileIndex(beside) if is_own else user_index("headers", [folder], beside), folder
+    if store.is_url(folder):
+        shared = None
+        with suppress(OSError):  # there is none yet, or it cannot be read
+            shared = store.local_copy(store.join(folder, _INDEX))
+        return user_index("headers", [folder], shared), folder
+    # Relative names would be those of other files in another folder.
+    root = [] if store.is_url(ends[0]) or os.path.isabs(ends[0]) else [os.getcwd()]
+    # Two buckets, or a disk and a store, have no folder in common.
+    if not folder or store.is_url(f"{folder}/"):
+        return user_index("headers", [*root, folder]), folder
+    beside = Path(folder, _INDEX)
+    is_own = os.access(beside if beside.exists() else folder, os.W_OK)
+    return FileIndex(beside) if is_own else user_index("headers", [*root, folder], beside), folder
 
 
 def _place(clips: ClipList, index: int) -> tuple[int, int] | None:

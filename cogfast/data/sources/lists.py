@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from cogfast.config.values import nearest
 from cogfast.core import store
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
-from cogfast.data.sources.folders import text_lines
+from cogfast.data.sources.folders import are_missing, text_lines
 from cogfast.data.sources.manifest import table_hint
 
 _WHAT = {
@@ -101,7 +101,9 @@ def _refuse_missing(
     file: str, lines: Sequence[str], paths: Sequence[str], found: Collection[str]
 ) -> None:
     """Raise ValueError if a listed file does not exist. found: the URLs that do."""
-    missing = [path for path in paths if path not in found and not os.path.isfile(path)]
+    missing = [
+        path for path, is_gone in zip(paths, are_missing(paths, found), strict=True) if is_gone
+    ]
     if missing:
         at = paths.index(missing[0])
         number = [i for i, line in enumerate(lines, 1) if line][at]

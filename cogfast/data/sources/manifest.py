@@ -19,8 +19,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from cogfast.data.sources.clip_list import (
 from cogfast.data.sources.folders import (
     ADD_BUCKET,
     SourceError,
+    are_missing,
     check_caption_size,
     refuse_samples,
     text_of,
@@ -130,12 +130,6 @@ def read_manifest(
         every = ((n, x) for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys)
         return dict(every)
 
-    @cache
-    def files_of(folder: str) -> Collection[str]:
-        with suppress(OSError):
-            return {*os.listdir(folder or ".")}
-        return ()
-
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
         kind = str(row.get("type")).strip().lower()
@@ -186,11 +180,7 @@ def read_manifest(
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     found = store.stats(itertools.chain.from_iterable(texts[n] for n in texts if n != "caption"))
-    local = map(os.path.split, texts["path"])
-    is_gone = [
-        path not in found and name not in files_of(folder)
-        for path, (folder, name) in zip(texts["path"], local, strict=True)
-    ]
+    is_gone = are_missing(texts["path"], found)
     if any(is_gone):
         first = is_gone.index(True)
         first = f"{places[first]}: {texts['path'][first]}"

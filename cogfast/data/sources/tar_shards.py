@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -105,9 +105,14 @@ def shards_of(source: str) -> list[str]:
     return expand_braces(source)
 
 
-def _beside(shard: str, name: str) -> bytes:
-    """Read a file in the shard's folder; b"" if there is none."""
-    file = store.join(store.parent(shard), name)
+def _meta_file(shard: str) -> str:
+    name = shard.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
+    return store.join(store.parent(shard), name)
+
+
+def _read_meta(shard: str) -> bytes:
+    """Read SHARD.meta.jsonl beside the shard; b"" if there is none."""
+    file = _meta_file(shard)
     if not store.is_url(file) and os.path.exists(file) and not os.path.isfile(file):
         raise ValueError(
             f"{file}: not a file but a folder, pipe or device; put the file of captions there, or "
@@ -173,12 +178,8 @@ def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> 
     for url in shards:
         if MEMBER in url:
             raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
-    found = store.stats(shards)
-
-    def list_one(url: str) -> ClipList:
-        about = found.get(url) if store.is_url(url) else None
-        return list_shard(url, caption_key, has_pictures, about)
-
+    found = store.stats([*shards, *map(_meta_file, shards)])
+    list_one = lambda url: list_shard(url, caption_key, has_pictures, found)
     # Their headers are read by many small requests.
     each = store.in_threads if found else map
     listed = join([*each(list_one, shards)])
@@ -186,28 +187,31 @@ def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> 
 
 
 def list_shard(
-    url: str, caption_key: str, has_pictures: bool = False, about: Stat | None = None
+    url: str, caption_key: str, has_pictures: bool = False, found: Mapping[str, Stat] = {}
 ) -> ClipList:
     """List the samples of a shard in its order; the caption is "" if there is none. has_pictures:
-    samples without a video may have a picture. about: that of a URL.
+    samples without a video may have a picture. found: the URLs that are there.
 
-    The list is read from the index in the user's cache folder if the shard has not changed.
+    The list is read from the index in the user's cache folder if the shard and its .meta.jsonl have not changed.
     """
+    meta = _meta_file(url)
     try:
         if not store.is_url(url) and Path(url).exists() and not Path(url).is_file():
             raise IsADirectoryError("not a file but a folder, pipe or device")
-        about = about or store.stat(url)
+        about = found.get(url) or store.stat(url)
+        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
     except OSError as error:
         raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     index = user_index("shard", [url, caption_key])
-    kept = index.get(url, about.version)
+    version = about.version + (f"-{of_meta.version}" if of_meta else "")
+    kept = index.get(url, version)
     if kept is None:
         try:
             kept = _rows(url, about.num_bytes, caption_key)
         except OSError as error:
             raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        index.keep([(url, about.version, *kept)])
+        index.keep([(url, version, *kept)])
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:
@@ -389,8 +393,7 @@ def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]
 
 def _meta(shard: str, caption_key: str) -> dict[str, str]:
     """Read {key: caption} from SAT's .meta.jsonl beside the shard; {} if there is none."""
-    name = shard.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
-    data = _beside(shard, name)
+    name, data = os.path.basename(_meta_file(shard)), _read_meta(shard)
     captions: dict[str, str] = {}
     # splitlines would also split at U+2028, which JSON text may hold.
     for number, line in enumerate(decoded(data, name).split("\n"), 1):

@@ -39,7 +39,7 @@ def cache_specs(
     clip["data.params.video_size"] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
-    for name in ("keep_decoded_mib", "buckets", "bucket_batch", *of_buckets):
+    for name in ("keep_decoded_mib", "buckets", "bucket_batch", "trust_index", *of_buckets):
         del clip[f"data.params.{name}"]
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader

@@ -57,7 +57,11 @@ def _find(
     folder = args.latent_cache
     sources = Sources(folder)
     specs = cache_specs(config, args, every[0].settings, overrides)
-    changed = [name for v in every for name in sources.changed(source_files(v, used_samples(v)))]
+    changed = [
+        name
+        for v in every
+        for name in sources.changed(source_files(v, used_samples(v)), v.settings.trust_index)
+    ]
     keys = [
         {
             name: PackedStrings(sample_key(one, i, sources) for i in range(len(v)))

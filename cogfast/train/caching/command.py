@@ -204,7 +204,10 @@ class _CacheRun:
         for videos in self.datasets:
             files |= source_files(videos, used_samples(videos))
         # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
-        stale = self.groups.on_main(lambda: [*sources.changed(files), *sources.unreadable(files)])
+        trusts = self.datasets[0].settings.trust_index
+        stale = self.groups.on_main(
+            lambda: [*sources.changed(files, trusts), *sources.unreadable(files)]
+        )
         random.Random(turn).shuffle(stale)
         if stale:
             logger.info("hashing %s", counted(len(stale), "new or changed video"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -89,12 +90,14 @@ def _read_on_all(
     start = time.monotonic()
     while num_left:
         rows = groups.gather(groups.on_all(lambda: scan.read(SECONDS)))
-        # Appends of several machines would overwrite each other on a network file system.
-        groups.on_main(lambda: scan.index.keep(chain(*rows)))  # noqa: B023
+        # Appends of several machines to one file would overwrite each other on a network file system.
+        if groups.is_main or (groups.local_rank == 0 and not scan.is_beside):
+            scan.keep([*chain(*rows)])
         num_left = sum(groups.gather(len(scan.todo)))
         if num_left and groups.is_main:
             done, seconds = total - num_left, time.monotonic() - start
             logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
+    groups.on_main(scan.share)
     return scan.headers
 
 
@@ -115,12 +118,19 @@ def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
 
 def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -> None:
     """Raise ValueError on all ranks if they have found different samples: a data set of a user's own
-    is built by each, and what it finds decides the order of the samples and the number of steps."""
-    numbers = groups.gather(0 if dataset is None else len(dataset))
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
-            text = f"{key}: rank 0 finds {counted(numbers[0], 'sample')}, and rank {rank} finds {number}"
-            raise ValueError(f"{text}; give all ranks the same samples")
+    lists files itself on each, and what it finds decides the order of the samples and the number of steps."""
+    digest = hashlib.blake2b(digest_size=8)
+    if isinstance(dataset, CaptionedVideos):
+        clips = dataset.clips
+        columns = [clips.files, clips.captions, *(other.files for other in clips.others.values())]
+        arrays = [array for column in columns for array in column.arrays]
+        for array in arrays if clips.spans is None else [*arrays, clips.spans]:
+            digest.update(array.tobytes())
+    found = groups.gather((0 if dataset is None else len(dataset), digest.hexdigest()))
+    for rank, (number, _) in enumerate(found):
+        if found[rank] != found[0]:
+            text = f"{key}: rank 0 finds {counted(found[0][0], 'sample')}, and rank {rank} finds {number}"
+            raise ValueError(f"{text}, or others; give all ranks the same files and captions")
 
 
 def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:

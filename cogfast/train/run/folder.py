@@ -78,6 +78,7 @@ _FREE = (
     "*.checkpoint_activations",
     "model.en_and_decode_n_samples_a_time",
     "data.params.keep_decoded_mib",
+    "data.params.trust_index",
     "model.denoiser_config.params.weighting_config.*",
 )
 _MOST_NAME_BYTES = 255  # of a file or folder, on Linux

@@ -136,3 +136,24 @@ def test_workers_share_the_hashes_of_videos_in_a_store(
     (tmp_path / "3.mp4").write_bytes(b"changed")
     assert late.recorded(urls[3]) == hash_file(str(tmp_path / "3.mp4"))
     assert Sources(cache).changed(files) == []
+
+
+def test_merged_hashes_keep_those_of_other_workers(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers with other data sets, or other versions of a file, share a cache, with or without a slash."""
+    monkeypatch.setattr(keys_module, "_MOST_OBJECTS", 3)
+    cache = f"{server.url}/shared"
+    mine, theirs = ({f"{server.url}/of/{name}.mp4": ()} for name in "ab")
+    for url in (*mine, *theirs):
+        store.write(url, url.encode())
+    one, other = Sources(cache), Sources(f"{cache}/")
+    assert one.changed(mine) == [*mine]
+    other.add(hash_files(other.changed(theirs), theirs))
+    assert one.left([*mine]) == [*mine]  # it has seen the object of the other
+    rows = hash_files([*mine], mine)
+    for _ in range(4):
+        one.add(rows)
+    assert len(store.find(f"{cache}/sources")) == 2
+    for files in (mine, theirs):
+        assert Sources(cache).changed(files) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -34,6 +35,7 @@ from cogfast.data.cache.keys import (
 )
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.file_index import FileIndex
 from cogfast.data.video.clip import ClipSettings
 
 VIDEO, TEXT = {"VAE": "v1", "data.params.fps": 8}, {"text encoder": "t1"}
@@ -280,3 +282,35 @@ def test_keys_follow_content_parts_rates_and_images(tmp_path: Path) -> None:
     keys = [sample_key(videos, i, sources) for i in range(number)]
     assert keys[0] == keys[5] and keys[1] == keys[6]
     assert len(set(keys)) == 5  # a part, a rate, and an image of its own have others
+
+
+def test_a_start_asks_once_for_each_file_and_not_at_all_with_a_trusted_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [str(tmp_path / f"{i}.mp4") for i in range(5)]
+    for name in names:
+        Path(name).write_text(name)
+    everything(Sources(tmp_path), dict.fromkeys(names[:4], ()))
+    Path(names[0]).write_text("changed")
+    asked, real = [], os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda name, **given: (asked.append(name), real(name, **given))[1]
+    )
+    for trusts, changed in ((False, [names[0], names[4]]), (True, [names[4]])):
+        asked.clear()
+        assert Sources(tmp_path).changed(dict.fromkeys(names, ()), trusts) == changed
+        assert [name for name in asked if name in names] == (names[4:] if trusts else names)
+
+
+def test_an_index_stays_in_its_file(tmp_path: Path) -> None:
+    """Each process of a machine opens it, with a line for each of millions of videos."""
+    rows = [(f"/videos/{i:09}.mp4", "1-2", i, "x" * 100) for i in range(5000)]
+    rows[7] = (*rows[7][:3], "x" * 10**5)
+    FileIndex(tmp_path / "i.jsonl").add(rows)
+    tracemalloc.start()
+    index = FileIndex(tmp_path / "i.jsonl")
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 20 * len(rows) + 20_000 and most < 70 * len(rows) + 400_000
+    assert [index.get(row[0], "1-2") for row in rows] == [list(row[2:]) for row in rows]
+    assert index.get("/videos/0", "1-2") is None and index.get(rows[0][0], "1-3") is None

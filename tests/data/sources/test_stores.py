@@ -16,6 +16,7 @@ from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
+from cogfast.data.sources import headers
 from cogfast.data.sources.headers import read_headers
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.s3_server import Fault, s3_server
@@ -229,3 +230,33 @@ def test_a_run_of_two_ranks_is_that_of_a_disk(bucket, tmp_path):
     assert (
         len({*lines}) == 1 and "args.train_data=s3://" in lines[0] and "access denied" in lines[0]
     )
+
+
+def test_an_index_of_headers_lies_beside_the_data(bucket, monkeypatch, tmp_path):
+    """Machines that have no disk in common, or come one after the other, read headers once."""
+    folder, server = bucket
+    data = VideoFolder([f"{server.url}/sat/b"], **CLIP)
+    for is_read_only in (True, False):
+        server.faults = [Fault(403, method="PUT")] if is_read_only else []
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"home-{is_read_only}"))
+        first = read_headers(data.clips)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"home-{is_read_only or 'another'}"))
+        with monkeypatch.context() as patch:
+            patch.setattr(headers, "_probe", lambda *_: headers.Header(reason="opened"))
+            assert read_headers(data.clips) == first
+    assert first == read_headers(VideoFolder([f"{folder}/sat/b"], **CLIP).clips)
+
+
+def test_labels_beside_a_folder_of_videos_are_found(bucket):
+    _, server = bucket
+    for name in (
+        "videos/sub/1.mp4",
+        "labels/sub/1.txt",
+        "x/videos/sub/2.mp4",
+        "x/labels/sub/2.txt",
+    ):
+        store.write(f"{server.url}/deep/{name}", name.encode())
+    for name in ("videos/sub/1.mp4", "x/videos/sub/2.mp4"):
+        data = VideoFolder([store.parent(f"{server.url}/deep/{name}")], **CLIP)
+        label = name.replace("videos", "labels").replace("mp4", "txt")
+        assert [*data.captions] == [label]

@@ -179,6 +179,9 @@ def test_refused(shards, tmp_path):
         source = name if name.startswith(";") else str(tmp_path / name)
         with pytest.raises(ValueError, match=message):
             VideoShards([source], **CLIP)
+    for caption in ("old", "new text"):  # the shard stays as it is, and its index too
+        (tmp_path / "m.meta.jsonl").write_text(f'{{"key": "a", "caption": "{caption}"}}')
+        assert list(VideoShards([str(tmp_path / "m.tar")], **CLIP).captions) == [caption]
     (tmp_path / "m.meta.jsonl").unlink()
     with pytest.raises(ValueError, match=r"1/1 samples without a caption .*m.tar::a.mp4; add them"):
         VideoShards([str(tmp_path / "m.tar")], **CLIP)

@@ -18,6 +18,7 @@ from cogfast.config import Config, load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.cache.keys import hash_file, hash_text
+from cogfast.data.video.clip import ClipSettings
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.stop_signals import Interrupted, StopSignals
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
@@ -72,6 +73,28 @@ def few(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_clips(tmp_path_factory.mktemp("few"), 4)
     shutil.copytree(data / "vae", folder / "vae")
     return folder
+
+
+def test_existing_caches_stay_valid(data: Path, tmp_path: Path) -> None:
+    """Another entry of a spec would make all entries of users useless."""
+    config = load_config([write_config(tmp_path / "base.yaml", data)])
+    args = TrainArguments.from_config(config)
+    settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
+    for given in (settings, replace(settings, trust_index=True, keep_decoded_mib=9)):
+        spec = cache_key.cache_specs(config, args, given, NO_OVERRIDES)["video"]
+        del spec["VAE"]
+        assert spec == {
+            "precision": "fp32",
+            "first frames kept": False,
+            "data.params.video_size": [32, 48],
+            "data.params.fps": 8,
+            "data.params.max_num_frames": 9,
+            "data.params.skip_frms_num": 0.0,
+            "data.params.frame_selection": "timestamp",
+            "data.params.short_clips": "skip",
+            "data.params.resize": "crop",
+            "data.params.video_backend": "pyav",
+        }
 
 
 def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object) -> Path:

@@ -158,6 +158,7 @@ def test_accepted_and_free_changes_resume(
     free = (
         f"model.first_stage_config.params.ckpt_path={wavelet}",
         "model.sampler_config.params.num_steps=2",
+        "data.params.trust_index=true",
         "args.log_interval=2",
         "deepspeed.zero_optimization.stage=1",
         "deepspeed.train_micro_batch_size_per_gpu=2",

@@ -1,0 +1,91 @@
+"""Two ranks list and survey data sets. They are threads that exchange values, as processes do with gloo."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, get_ident
+
+import pytest
+import torch
+
+from cogfast.config import load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.data.datasets import DataDir, ListedVideos, VideoFolder
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.train.assembly import Datasets, assemble_datasets
+from cogfast.train.preflight.header_scan import survey_datasets
+from tests.support.video_files import sat_folder
+
+CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+MAIN: list[int] = []  # the thread that stands for rank 0
+LISTED: list[int] = []  # the threads that listed files
+
+
+class Ranks(ProcessGroups):
+    values: dict[int, object] = {}  # noqa: RUF012
+    barrier = Barrier(2, timeout=60)
+
+    def gather(self, value: object) -> list:
+        self.barrier.wait()
+        self.values[self.rank] = value
+        self.barrier.wait()
+        return [self.values[0], self.values[1]]
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+
+class Keeps(VideoFolder):
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        LISTED.append(get_ident())
+        self.tags = ["a tag"]
+        return super().find(data_dir, allow_empty_captions)
+
+
+class Wraps(ListedVideos):
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        LISTED.append(get_ident())
+        return [VideoFolder([one], **CLIP).clips for one in data_dir]  # pyright: ignore
+
+
+class Differs(ListedVideos):
+    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
+        captions = PackedStrings(["a", "b" if get_ident() in MAIN else "c"])
+        return [ClipList(files=PackedStrings(["a.mp4", "b.mp4"]), captions=captions)]
+
+
+def on_ranks(name: str, sources: list[str]) -> list[Datasets]:
+    settings = {f"data.params.{key}": (value, "default") for key, value in CLIP.items()}
+    settings |= {"data.target": (name, "default"), "args.train_data": (sources, "default")}
+    config = load_config([], settings=settings, allow_import=["tests"])
+    args = TrainArguments.from_config(config)
+
+    def of_rank(rank: int) -> Datasets:
+        if rank == 0:
+            MAIN[:] = [get_ident()]
+        groups = Ranks(rank, 2, rank, torch.device("cpu"), None, False)
+        found = assemble_datasets(config, args, groups)
+        return survey_datasets(found, args, groups, 2)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(of_rank, range(2)))
+
+
+@pytest.mark.parametrize("name", ["Keeps", "Wraps"])
+def test_a_find_of_a_users_own_is_called_on_each_rank(name: str, tmp_path: Path) -> None:
+    """It may keep something in its data set, and build others of cogfast's."""
+    LISTED.clear()
+    sources = [str(sat_folder(tmp_path / part, 2)) for part in "ab"]
+    found = [each.train for each in on_ranks(f"{__name__}.{name}", sources)]
+    assert list(found[0].paths) == list(found[1].paths)
+    assert [path.split("/")[-3] for path in found[0].paths] == ["a", "a", "b", "b"]
+    assert len(set(LISTED)) == 2
+    assert name == "Wraps" or [data.tags for data in found] == [["a tag"]] * 2
+
+
+def test_ranks_that_find_other_captions_are_refused() -> None:
+    match = "args.train_data: rank 0 finds 2 samples, and rank 1 finds 2, or others; give all ranks"
+    with pytest.raises(ValueError, match=match):
+        on_ranks(f"{__name__}.Differs", ["x"])
