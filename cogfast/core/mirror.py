@@ -142,6 +142,7 @@ class Uploads:
         self.run, self.url, self.check_owner = run, url_of(run), check_owner
         self._sent = self._states()  # what the store has
         self._asked, self._is_over = threading.Event(), False
+        self._passes, self._has_failed = threading.Lock(), False
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         if self.url is not None:
             self._thread.start()
@@ -157,42 +158,51 @@ class Uploads:
         """Upload the last changes, within a limit: the run may be about to be killed."""
         self._is_over = True
         self.ask()
-        if self.url is not None:
-            self._thread.join(_SECONDS_AT_END)
-            if self._thread.is_alive():
-                logger.warning(
-                    "%s: the last files are not all uploaded; they are in %s", self.url, self.run
-                )
+        if self.url is None:
+            return
+        self._thread.join(_SECONDS_AT_END)
+        states, sent = self._states(), {**self._sent}
+        if left := [name for name, state in states.items() if sent.get(name) != state]:
+            text = "%s: the last files are not all uploaded (first: %s); they are in %s, from which the next "
+            text += "start of the run removes them; copy them to the store before"
+            logger.warning(text, self.url, left[0], self.run)
 
     def _work(self) -> None:
-        has_failed = False
         while not self._is_over or self._asked.is_set():
             self._asked.wait()
             self._asked.clear()
             try:
-                self.check_owner()
-                self._upload()
-                has_failed = False
+                self.upload()
+            except OSError as error:
+                logger.warning("%s; training continues, and the next upload tries again", error)
             except RuntimeError as error:
                 logger.warning("%s", error)
-                return
-            except OSError as error:
-                if not has_failed:
-                    text = "%s; training continues, and the next upload tries again"
-                    logger.warning(text, error)
-                has_failed = True
+                self.url = None  # uploads nothing more
 
-    def _upload(self) -> None:
-        now = self._states()
-        for name in [name for name in self._sent if name not in now]:
-            store.remove([f"{self.url}/{name}"])
-            del self._sent[name]
-        for name, state in now.items():
-            if self._sent.get(name) != state:
-                # The run may append to it meanwhile: then it has another state the next time.
-                with suppress(FileNotFoundError):
-                    store.write(f"{self.url}/{name}", (self.run / name).read_bytes())
-                    self._sent[name] = state
+    def upload(self) -> None:
+        """Upload the files that have changed, those of folders, such as videos, last. Their errors are logged."""
+        if self.url is None:
+            return
+        # A writer of checkpoints calls this, too: an older content must not replace a newer one.
+        with self._passes:
+            self.check_owner()
+            now, failed = self._states(), None
+            for name in [*(self._sent.keys() - now.keys()), *sorted(now, key=_comes_last)]:
+                try:
+                    if name not in now:
+                        store.remove([f"{self.url}/{name}"])
+                        del self._sent[name]
+                    elif self._sent.get(name) != now[name]:
+                        # The run may append to it meanwhile: then it has another state the next time.
+                        with suppress(FileNotFoundError):
+                            store.write(f"{self.url}/{name}", (self.run / name).read_bytes())
+                            self._sent[name] = now[name]
+                except OSError as error:
+                    failed = error
+            if failed is not None and not self._has_failed:
+                text = "%s; training continues, and the next upload tries again"
+                logger.warning(text, failed)
+            self._has_failed = failed is not None
 
     def _states(self) -> dict[str, tuple[int, int]]:
         """Return size and time of change of each file, by its name in the folder."""
@@ -208,6 +218,10 @@ class Uploads:
                     if stat.S_ISREG(about.st_mode):
                         found[str(name)] = about.st_size, about.st_mtime_ns
         return found
+
+
+def _comes_last(name: str) -> tuple[bool, str]:
+    return "/" in name, name
 
 
 def _without_checkpoint_files(found: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -90,6 +90,8 @@ class CheckpointWriter:
         self.kept: Callable[[Sequence[int]], set[int]] = lambda _: set()
         # Raises an error if the folder is another run's now. Rank 0's thread calls it before it writes.
         self.check_owner: Callable[[], None] = lambda: None
+        # Uploads what the run has logged until now: a resumed run continues it. The same thread calls it.
+        self.upload_logs: Callable[[], None] = lambda: None
         self.url = url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
@@ -227,6 +229,7 @@ class CheckpointWriter:
         if self.url is None:
             _publish(draft, self.path(about["step"]))
         else:
+            self.upload_logs()
             _upload(draft, manifest["bytes"].keys())
         _prune(self.path(about["step"]), self.keep_last, self.kept)
 

@@ -232,7 +232,7 @@ class Parts:
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
         writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
-        writer.check_owner = check_owner
+        writer.check_owner, writer.upload_logs = check_owner, self.uploads.upload
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
             _log_changes(manifest, args, order, len(datasets.train))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -109,7 +110,20 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
         Fault("cut", "PUT", "00000004", times=1),
         Fault(503, "PUT", "log.txt", times=1),
     ]
-    train(base, save, "args.exit_interval=4", "args.export=all")
+    lines, step = {}, "args.log_interval=1"
+
+    def watch(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("/latest"):
+            url = f"s3:/{path.rpartition('/checkpoints')[0]}"
+            text = store.read(f"{url}/metrics.jsonl").decode()
+            lines[len(lines)] = [json.loads(line)["step"] for line in text.splitlines()]
+
+    server.watch = watch
+    # The thread that uploads comes late.
+    monkeypatch.setattr(Uploads, "ask", lambda self: self._is_over and self._asked.set())
+    train(base, save, "args.exit_interval=4", "args.export=all", step)
+    # The store has the lines up to step 4 before it has that checkpoint.
+    assert lines[0][:4] == [1, 2, 3, 4]
     url = run_url(save)
     assert "checkpoint of step 2 failed: s3://" in caplog.text
     # The next save has removed what was left of it.
@@ -117,7 +131,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     assert "run.lock" not in names(url)
     # Another machine: nothing of the run is here.
     shutil.rmtree(tmp_path / "cache")
-    train(base, save, "args.resume=latest")
+    train(base, save, "args.resume=latest", step)
     found = names(url)
     kept = {name.split("/")[1] for name in found if name.startswith("checkpoints/")}
     assert kept == {"00000004", "00000006", "latest"}
@@ -196,6 +210,23 @@ def test_places_that_cannot_be_written_are_named_first(server, base):
     for words in (["args.resume=latest"], [f"args.resume={server.url}/none"]):
         with pytest.raises(ValueError, match="no run of 'tiny'|has no checkpoint of cogfast"):
             train(base, f"{server.url}/none", *words)
+
+
+def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
+    server, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(store, "_PATIENCE", 0.1)
+    run = place_of(f"{server.url}/left")
+    run.mkdir(parents=True)
+    server.faults = [Fault(503, "PUT", "/log.txt")]
+    with Uploads(run):
+        for name in ("a/video.mp4", "log.txt", "metrics.jsonl"):
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_text(name)
+    assert names(str(url_of(run))) == {"a/video.mp4", "metrics.jsonl"}
+    puts = [path.rpartition("/")[2] for method, path in server.requests if method == "PUT"]
+    assert puts[-2:] == ["metrics.jsonl", "video.mp4"]  # a video waits for what is small
+    assert f"not all uploaded (first: log.txt); they are in {run}" in caplog.text
 
 
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
