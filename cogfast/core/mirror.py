@@ -9,7 +9,10 @@ Files of checkpoints, which are large, are not there: `fetch` downloads one that
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import logging
+import os
 import re
 import shutil
 import stat
@@ -96,11 +99,44 @@ def copy_of(name: str, is_whole: bool = False) -> str:
     if not found:
         raise StoreError(f"{url}: no such folder or file; correct the address")
     if [*found] == [url]:
-        return str(store.local_copy(url, found[url].version))
+        folder, _, file = url.rpartition("/")
+        return str(_local_folder(folder, found) / file)
     wanted = _without_checkpoint_files(found)
     if not is_whole and len(wanted) < len(found):
         wanted = {file: about for file, about in wanted.items() if _SETTINGS.fullmatch(file)}
-    return str(store.local_folder(url, wanted))
+    return str(_local_folder(url, wanted))
+
+
+def _local_folder(url: str, found: Mapping[str, Stat]) -> Path:
+    """Return a folder of this machine with the objects `found` below a URL, until this process ends."""
+    cache = store.local_cache()[0]
+    with store.writing_cache(cache):
+        place = _folder_of_process(cache) / url  # the path tells `url_of` the URL
+    start = len(url.rstrip("/")) + 1
+    for name, about in found.items():
+        link = place / name[start:]
+        if not link.resolve().is_relative_to(place.resolve()):
+            raise StoreError(f"{name}: has .. in its name; rename it")
+        copy = store.local_copy(name, about.version, num_bytes=about.num_bytes)
+        with store.writing_cache(cache):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(copy, link)  # stays when the copy is removed from the cache
+    return place
+
+
+def _folder_of_process(cache: Path) -> Path:
+    """Return a new folder that ends with this process, and remove those of killed processes."""
+    with store.locked(cache / "locks" / "folders"):
+        for root in (cache / "folders").glob("*"):
+            with suppress(OSError), open(root / "lock", "a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(root)
+        root = cache / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
+        root.mkdir(parents=True)
+        held = os.open(root / "lock", os.O_CREAT | os.O_RDWR, 0o666)  # closed when the process ends
+        fcntl.flock(held, fcntl.LOCK_EX)
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
 
 
 def download_run(run: Path) -> None:

@@ -6,7 +6,6 @@ pass (429, 503, a cut or slow answer); what is left is a StoreError with one lin
 
 from __future__ import annotations
 
-import atexit
 import errno
 import fcntl
 import hashlib
@@ -25,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cogfast.core.files import UNFINISHED, WriteError, write_whole
+from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, write_whole
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -48,12 +47,18 @@ _MANY_THREADS = 32  # requests of small objects at once
 _FEW = 8  # objects of a folder from which on a listing is fewer requests
 _PART_TRIES = 5  # of each part of a long upload
 _NUM_LOCKS = 4096
-_IN_USE = 30.0  # seconds after its last use for which a local copy is not removed
+_IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
+_IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
-_VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "mtime", "created")
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "Last-Modified")
+_VERSIONS += ("modify", "mtime", "created")
+# The user of a web address, or user and password of another one: some stores have a bucket before the @.
+_USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
+_UNCHANGING = "-"  # the version of objects that never change under their name
+_WEB = ("http://", "https://")  # servers without listings
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint")
 
 
@@ -94,7 +99,7 @@ def stat(name: str) -> Stat:
     about = _call(name, lambda fs, path: fs.info(path))
     if about["type"] != "file":
         raise FileNotFoundError(f"{name}: not an object but a folder")
-    return _stat_of(about)
+    return _stat_of(name, about)
 
 
 class Versions:
@@ -130,17 +135,19 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
     for name in dict.fromkeys(filter(is_url, names)):
         folders.setdefault(parent(name), []).append(name)
 
-    def of_folder(names: list[str]) -> Mapping[str, Stat | None]:
-        # A web server has no listings.
-        if len(names) >= _FEW and not names[0].startswith("http"):
-            return list_folder(parent(names[0]))
-        found = {}
-        for name in names:
-            with suppress(FileNotFoundError):
-                found[name] = stat(name)
-        return found
+    groups: list[list[str]] = []
+    for found in folders.values():
+        is_listed = len(found) >= _FEW and not found[0].startswith(_WEB)
+        groups += [found] if is_listed else [[name] for name in found]
 
-    each = zip(folders.values(), in_threads(of_folder, [*folders.values()]), strict=True)
+    def of_group(names: list[str]) -> Mapping[str, Stat | None]:
+        if len(names) > 1:
+            return list_folder(parent(names[0]))
+        with suppress(FileNotFoundError):
+            return {names[0]: stat(names[0])}
+        return {}
+
+    each = zip(groups, in_threads(of_group, groups), strict=True)
     return {name: about for names, found in each for name in names if (about := found.get(name))}
 
 
@@ -165,19 +172,24 @@ def list_folder(folder: str) -> dict[str, Stat | None]:
         found = _call(folder, lambda fs, path: fs.ls(path.rstrip("/"), detail=True))
     except FileNotFoundError:
         return {}
+    each = {_address(folder, about["name"]): about for about in found}
     return {
-        _address(folder, about["name"]): _stat_of(about) if about["type"] == "file" else None
-        for about in found
+        url: _stat_of(url, about) if about["type"] == "file" else None
+        for url, about in each.items()
+        if not url.endswith("/")  # an object that stands for a folder, as consoles write them
     }
 
 
 def find(folder: str) -> dict[str, Stat]:
     """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
+    if folder.startswith(_WEB):
+        return stats([folder])
     try:
         found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
     except FileNotFoundError:
         return {}
-    return {_address(folder, name): _stat_of(found[name]) for name in sorted(found)}
+    each = {_address(folder, name): about for name, about in sorted(found.items())}
+    return {url: _stat_of(url, about) for url, about in each.items() if not url.endswith("/")}
 
 
 def _address(folder: str, name: str) -> str:
@@ -243,9 +255,9 @@ def create(name: str, data: bytes) -> bool:
 
 def upload(file: Path, url: str) -> None:
     """Write a file of this machine to an object, in parts if it is large. Readers see all of it or nothing."""
+    size = file.stat().st_size
     _put(url, lambda fs, path: fs.put_file(str(file), path), is_long=True)
-    size, there = file.stat().st_size, stat(url).num_bytes
-    if size != there:
+    if (there := stat(url).num_bytes) != size:
         raise StoreError(f"{url}: has {there} bytes after {size} were written; write it again")
 
 
@@ -258,9 +270,13 @@ def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) ->
 
 def remove(urls: list[str]) -> None:
     """Remove objects; those that are gone already are no error."""
-    if urls:
+
+    def remove_one(url: str) -> None:
         with suppress(FileNotFoundError):
-            _call(urls[0], lambda fs, _: fs.rm([fs._strip_protocol(url) for url in urls]))
+            # Not rm, which takes * ? and [ for patterns.
+            _call(url, lambda fs, path: fs.rm_file(path))
+
+    list(in_threads(remove_one, urls))
 
 
 def local_copy(
@@ -281,61 +297,52 @@ def local_copy(
     if not is_url(name):
         return Path(name)
     folder, limit = local_cache()
-    asked = stat(name).version if version is None else version
-    key = hashlib.blake2b(f"{name}\0{asked}\0{part}".encode(), digest_size=16).hexdigest()
+    if version is None:
+        found = stat(name)
+        version, num_bytes = found.version, found.num_bytes
+    key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
     copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
     if _is_used(copy):
         return copy
     # One process downloads, while the others of this machine wait for it.
-    with _locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
+    with writing_cache(folder), locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
         if _is_used(copy):
             return copy
+        whole = stat(name).num_bytes if num_bytes is None else num_bytes
+        start, size = part or (0, whole)
+        size = max(0, min(size, whole - start))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
         try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
-            try:
-                _download(name, draft, part, asked, num_bytes)
-                _make_place(folder, limit, draft.stat().st_size)
-                draft.replace(copy)
-            finally:
-                draft.unlink(missing_ok=True)
-        except OSError as error:
-            if error.errno is None:  # an error of the store
-                raise
-            raise _full(folder, f"cannot hold {name} ({error.strerror})") from None
+            for is_full in (False, True):
+                _make_place(folder, limit, size, is_full)
+                try:
+                    _download(name, draft, start, size, part is None, version)
+                    break
+                except OSError as error:
+                    # Other files of the disk may leave less than the limit.
+                    if is_full or not is_disk_full(error):
+                        raise
+            draft.replace(copy)
+        finally:
+            draft.unlink(missing_ok=True)
     return copy
-
-
-def local_folder(url: str, found: Mapping[str, Stat] | None = None) -> Path:
-    """Return a folder of this machine with the objects below a URL, for as long as this process lives.
-
-    found: those of the objects that are wanted, as `find` lists them; None: all.
-    """
-    found = find(url) if found is None else found
-    if not found:
-        raise FileNotFoundError(f"{url}: no such folder, or it is empty")
-    root = local_cache()[0] / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    place = root / url  # the path tells core/mirror.py the URL
-    start = len(url.rstrip("/")) + 1
-    for name, about in found.items():
-        link = place / name[start:]
-        if not link.resolve().is_relative_to(place.resolve()):
-            raise StoreError(f"{name}: has .. in its name; rename it")
-        link.parent.mkdir(parents=True, exist_ok=True)
-        # Removing the copy from the cache leaves the link.
-        os.link(local_copy(name, about.version), link)
-    return place
 
 
 def local_cache() -> tuple[Path, int]:
     """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
-    default = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogfast" / "objects"
-    )
-    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or str(default))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder, limit or shutil.disk_usage(folder).total // 2
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{home}/cogfast/objects")
+    with writing_cache(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder, limit or shutil.disk_usage(folder).total // 2
+
+
+def check_local_cache() -> None:
+    """Raise StoreError if this process cannot write into the local cache."""
+    folder, _ = local_cache()
+    with writing_cache(folder), locked(folder / "size"):
+        pass
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:
@@ -354,42 +361,60 @@ def _is_used(copy: Path) -> bool:
     """Return whether a local copy is there, and note its use."""
     try:
         os.utime(copy)
+    except PermissionError:  # the copy of another user
+        return os.access(copy, os.R_OK)
     except OSError:
         return False
     return True
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[BinaryIO]:
+def writing_cache(cache: Path) -> Iterator[None]:
+    """Name the local cache and the fix in errors of its disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # an error of the store
+            raise
+        raise StoreError(
+            f"{cache}: the local cache cannot be written ({error.strerror}); set args.local_cache=FOLDER:SIZE "
+            "to a folder that you may write, with enough space"
+        ) from None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[io.FileIO]:
     """Hold the lock of a file between the processes and threads of this machine."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a+b") as lock:
+    with open(file, "a+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock
+        try:
+            yield lock
+        finally:
+            # Closing alone leaves the lock to processes that were forked meanwhile.
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _make_place(folder: Path, limit: int, num_bytes: int) -> None:
-    """Count a new copy, and remove the least recently used copies if there are too many bytes."""
+def _make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
+    """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
     if num_bytes > limit:
-        raise _full(folder, f"{num_bytes} bytes are more than its {limit}")
-    with _locked(folder / "size") as file:
+        raise StoreError(
+            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
+            "set args.local_cache=FOLDER:SIZE to a folder with more space"
+        )
+    with locked(folder / "size") as file:
         file.seek(0)
         text = file.read().strip()
         # Killed processes leave the count too low or too high; it is right after each removal.
         used = num_bytes + (int(text) if text.isdigit() else limit + 1)
-        if used > limit:
-            used = _remove_oldest(folder, int(_KEPT * limit))
+        if is_full or used > limit:
+            used = num_bytes + _remove_oldest(folder, limit, num_bytes)
         file.truncate(0)
         file.write(b"%d" % used)
 
 
-def _full(folder: Path, why: str) -> StoreError:
-    fix = "set args.local_cache=FOLDER:SIZE to a folder with more space"
-    return StoreError(f"{folder}: the local cache is too small: {why}; {fix}")
-
-
-def _remove_oldest(folder: Path, limit: int) -> int:
-    """Remove the copies that were used least recently until `limit` bytes are left; return what is left."""
+def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
+    """Remove the copies that were used least recently to have `num_bytes` free; return what is left."""
     found, now = [], time.time()
     for part in folder.glob("[0-9a-f][0-9a-f]"):
         for entry in os.scandir(part):
@@ -397,42 +422,37 @@ def _remove_oldest(folder: Path, limit: int) -> int:
                 about = entry.stat()
                 found.append((about.st_mtime, about.st_size, entry.path))
     used = sum(size for _, size, _ in found)
+    limit = int(_KEPT * min(limit, used)) - num_bytes
     for last, size, path in sorted(found):
-        # A process may be about to open a copy that it was just given.
-        if used <= limit or now - last < _IN_USE:
+        if used <= max(0, limit):
             break
+        # A process may be about to open a copy that it was just given.
+        if now - last < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
+            continue
         with suppress(FileNotFoundError):
             os.unlink(path)
         used -= size
     return used
 
 
-def _download(
-    url: str, file: Path, part: tuple[int, int] | None, version: str, num_bytes: int | None
-) -> None:
-    """Write an object, or (start, bytes) of it, to a file, in several requests at once."""
-    whole = stat(url).num_bytes if num_bytes is None else num_bytes
-    start, size = (0, whole) if part is None else part
-    size = max(0, min(size, whole - start))
+def _download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
+    """Write `size` bytes of an object from `start` to a file, in several requests at once if they are many."""
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
-        out.truncate(size)
 
         def copy(at: int) -> None:
-            # Small objects are read without a range: one that is shorter by now is found to be changed.
-            is_whole = part is None and size <= _PIECE
-            end = start + min(at + _PIECE, size)
-            os.pwrite(out.fileno(), read(url) if is_whole else _range(url, start + at, end), at)
+            data = _range(url, start + at, start + min(at + _PIECE, size))
+            os.pwrite(out.fileno(), data, at)
 
-        for done in [pool.submit(copy, at) for at in range(0, size, _PIECE)]:
-            done.result()
+        if is_whole and size <= _PIECE:
+            out.write(read(url))  # without a range; its size may have changed
+        else:
+            for done in [pool.submit(copy, at) for at in range(0, size, _PIECE)]:
+                done.result()
     # Asked after it is read: a change before the last byte came shows.
     if version != _UNCHANGING and stat(url).version != version:
         raise StoreError(
             f"{url}: changed since it was listed; start again, with files that stay as they are"
         )
-
-
-_UNCHANGING = "-"  # the version of objects that never change under their name
 
 
 def _range(url: str, start: int, end: int) -> bytes:
@@ -506,6 +526,11 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
 def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     import fsspec
 
+    if (shown := _USER.sub(r"\1", url)) != url:
+        fix = "leave it out; the environment and ~/.config/fsspec hold credentials"
+        raise StoreError(f"{shown}: was given with a user or password; {fix}")
+    if not url.partition("://")[2].strip("/"):
+        raise StoreError(f"{url}: names no bucket or file; correct the address")
     # Some file systems that fsspec puts on top of others run code that their files contain.
     if "::" in url:
         raise StoreError(f"{url}: has :: in it; use addresses of one scheme")
@@ -543,9 +568,14 @@ def _diagnosis(error: Exception) -> tuple[str, str]:
         )
     if isinstance(error, PermissionError):
         return f"access denied ({text})", "check the credentials, their rights and the region"
-    if getattr(error, "errno", None) == errno.EINVAL or name == "ParamValidationError":
-        return text, "correct the address"
-    if isinstance(error, (NotImplementedError, TypeError, IsADirectoryError, FileExistsError)):
+    code = getattr(error, "errno", None)
+    # S3 answers to HEAD without a text, also if a token has expired.
+    if code == errno.EINVAL or name == "ParamValidationError":
+        return text, "correct the address, or renew the credentials if they have expired"
+    if isinstance(error, ImportError):
+        return text, "install the package"
+    odd = (NotImplementedError, TypeError, IsADirectoryError, FileExistsError)
+    if isinstance(error, odd) or code == errno.ENOSYS:
         return text, "use another store or address"
     return text, ""
 
@@ -554,7 +584,12 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _stat_of(about: Mapping[str, Any]) -> Stat:
-    found = next((str(about[key]) for key in _VERSIONS if about.get(key)), "")
+def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
+    found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
+    if about["size"] is None or found is None:
+        raise StoreError(
+            f"{url}: its server does not tell its {'size' if found else 'size or version'}; use a server that sends "
+            "Content-Length, and ETag or Last-Modified"
+        )
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
-    return Stat(int(about["size"] or 0), hashlib.blake2b(version, digest_size=8).hexdigest())
+    return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

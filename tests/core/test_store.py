@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from cogfast.core import store
+from cogfast.core.files import UNFINISHED
+from cogfast.core.mirror import copy_of, url_of
 from cogfast.core.store import StoreError, local_copy, parse_cache
 from tests.support.s3_server import Fault, S3Server, s3_server
 
@@ -28,7 +36,8 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for key, value in running.environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_PATIENCE", 1.0)
+    monkeypatch.setattr(store, "_PATIENCE", 0.2)
+    monkeypatch.setattr(store, "_FIRST_PAUSE", 0.02)
     running.faults, running.requests = [], []
     yield running
     running.faults = []
@@ -62,6 +71,22 @@ def test_what_is_written_is_read_listed_and_removed(server, tmp_path):
     assert store.find(f"{server.url}/none") == {}
     with pytest.raises(FileNotFoundError, match="a/x.bin: no such object"):
         store.read(url)
+
+
+def test_names_are_no_patterns_and_markers_of_folders_no_files(server, tmp_path):
+    odd, other = f"{server.url}/n/[1]*?.bin", _written(server, "n/1ab.bin")
+    (tmp_path / "[y]").write_bytes(b"odd")
+    store.upload(tmp_path / "[y]", odd)
+    for folder in ("n/", "n/sub/"):  # as the console of S3 makes a folder
+        address = f"http://127.0.0.1:{server.port}/{server.bucket}/{folder}"
+        urllib.request.urlopen(urllib.request.Request(address, b"", method="PUT")).close()
+    assert (
+        store.read(odd) == b"odd" == (Path(copy_of(f"{server.url}/n")) / "[1]*?.bin").read_bytes()
+    )
+    assert [*store.find(f"{server.url}/n")] == [other, odd]
+    assert {*store.list_folder(f"{server.url}/n")} == {other, odd, f"{server.url}/n/sub"}
+    store.remove([odd])
+    assert [*store.find(f"{server.url}/n")] == [other]
 
 
 def test_a_version_changes_with_the_content(server):
@@ -98,6 +123,70 @@ def test_errors_that_stay_name_the_fix(server, kind, text):
     assert str(caught.value).startswith(url)
 
 
+def test_errors_without_a_text_and_wrong_addresses_name_the_fix(server, tmp_path):
+    url = _written(server, "g.bin")
+    server.faults = [Fault(400)]
+    with pytest.raises(StoreError, match="correct the address, or renew the credentials"):
+        store.stat(url)
+    server.faults, server.requests = [Fault(501)], []
+    with pytest.raises(StoreError, match="use another store"):
+        store.write(url, b"")
+    assert len(server.requests) == 1
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        store.upload(tmp_path / "nothing", url)
+    with pytest.raises(StoreError, match="names no bucket"):
+        store.find("s3://")
+    for scheme, user in (("http", "user:secret"), ("https", "secret"), ("s3", "key:secret")):
+        with pytest.raises(StoreError, match="/x: was given with a user") as caught:
+            store.read(f"{scheme}://{user}@host/x")
+        assert "secret" not in str(caught.value)
+
+
+class _Web(SimpleHTTPRequestHandler):
+    """A web server without ETag, of which a folder `chunked` has no Content-Length."""
+
+    active, most, lock = 0, 0, threading.Lock()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        with self.lock:
+            _Web.active += 1
+            _Web.most = max(self.most, self.active)
+        time.sleep(0.06)  # of a request to a far machine
+        super().do_HEAD()
+        with self.lock:
+            _Web.active -= 1
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length" or "chunked" not in self.path:
+            super().send_header(keyword, value)
+
+
+def test_web_servers(server, tmp_path):
+    (tmp_path / "chunked").mkdir()
+    for name in ("0", "1", "2", "3", "chunked/0"):
+        (tmp_path / name).write_bytes(b"old")
+    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Web, directory=str(tmp_path)))
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{web.server_port}"
+    try:
+        found = store.stats([f"{url}/{n}" for n in range(5)])
+        assert [*found] == [f"{url}/{n}" for n in range(4)]
+        assert _Web.most > 1
+        assert Path(copy_of(f"{url}/0")).read_bytes() == b"old"
+        (tmp_path / "1").write_bytes(b"new")
+        os.utime(tmp_path / "1", (0, 0))
+        with pytest.raises(StoreError, match="changed since"):
+            local_copy(f"{url}/1", found[f"{url}/1"].version)
+        assert local_copy(f"{url}/1").read_bytes() == b"new"
+        with pytest.raises(StoreError, match="does not tell its size"):
+            store.stat(f"{url}/chunked/0")
+    finally:
+        web.shutdown()
+
+
 def test_without_credentials_and_bucket(server, monkeypatch):
     with pytest.raises(StoreError, match="no such bucket; create it"):
         store.write("s3://no-such-bucket/x", b"")
@@ -126,6 +215,8 @@ def test_local_copies_are_shared_and_follow_the_object(server):
     with pytest.raises(StoreError, match="changed since it was listed"):
         local_copy(url, version, (0, 3))
     assert local_copy(url).read_bytes() == b"changed"
+    # It became shorter after its size was asked.
+    assert local_copy(url, "-", num_bytes=100).read_bytes() == b"changed"
 
 
 def test_processes_of_a_machine_download_an_object_once(server):
@@ -144,6 +235,10 @@ def test_the_local_cache_is_bounded_and_keeps_what_was_used_last(server, monkeyp
     monkeypatch.setenv(store.CACHE_VARIABLE, f"{tmp_path / 'small'}:10KB")
     urls = [_written(server, f"{i}.bin", bytes([i]) * 1000) for i in range(20)]
     used = lambda: sum(f.stat().st_size for f in (tmp_path / "small").glob("[0-9a-f][0-9a-f]/*"))
+    draft = tmp_path / "small" / "00" / f"x{UNFINISHED}"  # of a slow download
+    draft.parent.mkdir(parents=True)
+    draft.touch()
+    os.utime(draft, (0, time.time() - 60))
     for number, url in enumerate(urls):
         copy = local_copy(url, "-")
         # The least recently used ones are the oldest; the first is used again and again.
@@ -152,8 +247,46 @@ def test_the_local_cache_is_bounded_and_keeps_what_was_used_last(server, monkeyp
         assert used() <= 10_000
     server.requests.clear()
     assert local_copy(urls[0], "-") == first and not server.requests
+    assert draft.exists()
     with pytest.raises(StoreError, match="too small.*args.local_cache=FOLDER:SIZE"):
         local_copy(_written(server, "large.bin"), "-")
+    assert "GET" not in [method for method, _ in server.requests]
+
+
+def test_on_a_full_disk_the_oldest_copies_make_place(server, monkeypatch):
+    old, new = (local_copy(_written(server, f"{i}.bin"), "-") for i in range(2))
+    os.utime(old, (0, 0))
+    errors, download = [OSError(errno.ENOSPC, "No space left on device")], store._download
+
+    def fail_once(*args) -> None:
+        if errors:
+            raise errors.pop()
+        download(*args)
+
+    monkeypatch.setattr(store, "_download", fail_once)
+    assert local_copy(_written(server, "2.bin"), "-").read_bytes() == _CONTENT
+    assert new.exists() and not old.exists()
+
+
+def test_a_local_cache_that_cannot_be_written_is_named(server, monkeypatch, tmp_path):
+    url = _written(server, "o.bin")
+    (tmp_path / "file").touch()
+    for cache in ("/proc/none", f"{tmp_path}/file/x"):
+        monkeypatch.setenv(store.CACHE_VARIABLE, f"{cache}:1GB")
+        for call in (store.check_local_cache, lambda: local_copy(url), lambda: copy_of(url)):
+            with pytest.raises(
+                StoreError, match=f"^{cache}: the local cache cannot .* set args.local_cache"
+            ):
+                call()
+
+
+def test_a_process_that_inherits_a_lock_does_not_keep_it(tmp_path):
+    with store.locked(tmp_path / "lock") as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+    with open(tmp_path / "lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child.kill()
+    child.wait()
 
 
 def test_sizes_of_local_caches():
@@ -171,8 +304,22 @@ def test_sizes_of_local_caches():
 def test_folders_are_whole_and_stay_in_place(server):
     for name in ("w/a.json", "w/sub/b.bin", "wrong/c"):
         _written(server, name, name.encode())
-    folder = store.local_folder(f"{server.url}/w")
+    folder = Path(copy_of(f"{server.url}/w"))
     found = {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
     assert found == {"a.json": "w/a.json", "sub/b.bin": "w/sub/b.bin"}
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        store.local_folder(f"{server.url}/nothing")
+    with pytest.raises(StoreError, match="no such folder"):
+        copy_of(f"{server.url}/nothing")
+
+
+def test_a_file_of_weights_stays_and_is_known_by_its_url(server, tmp_path):
+    url = _written(server, "m/w.bin")
+    left = tmp_path / "cache" / "folders" / "1-killed"
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    copy = copy_of(url)
+    assert not left.exists()
+    for file in (tmp_path / "cache").glob("[0-9a-f][0-9a-f]/*"):
+        file.unlink()
+    copy_of(f"{server.url}/m")  # another folder of this process
+    assert url_of(copy) == url
+    assert Path(copy).read_bytes() == _CONTENT

@@ -12,8 +12,20 @@ from itertools import count
 from typing import Any
 
 _NUMBERS = count()
-_LINES = {429: "429 Too Many Requests", 503: "503 Service Unavailable", 403: "403 Forbidden"}
-_CODES = {429: "SlowDown", 503: "SlowDown", 403: "SignatureDoesNotMatch"}
+_LINES = {
+    400: "400 Bad Request",
+    403: "403 Forbidden",
+    429: "429 Too Many Requests",
+    501: "501 Not Implemented",
+    503: "503 Service Unavailable",
+}
+_CODES = {
+    400: "ExpiredToken",
+    403: "SignatureDoesNotMatch",
+    429: "SlowDown",
+    501: "NotImplemented",
+    503: "SlowDown",
+}
 
 
 @dataclass
