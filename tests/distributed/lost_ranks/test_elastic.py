@@ -16,9 +16,11 @@ import psutil
 import pytest
 import torch
 
+from cogfast.core import store
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from tests.support.kills import newest_step
 from tests.support.ranks.forked import Forked
+from tests.support.s3_server import s3_server
 from tests.support.tiny_run import (
     free_port,
     read_run_weights,
@@ -45,7 +47,8 @@ class Cluster:
     """torchruns of one launch, whose rendezvous is in the first of them or in a process of its own."""
 
     def __init__(self, folder: Path, words: Sequence[str], nodes: str, has_store: bool = False):
-        self.folder, self.save, self.nodes = folder, folder / "runs", nodes
+        self.folder, self.nodes = folder, nodes
+        self.save: Path | str = folder / "runs"
         self.base = write_config(
             folder / "base.yaml", write_clips(folder / "data"), save_interval=2, keep_last=0, seed=1
         )
@@ -178,6 +181,44 @@ def test_a_lost_machine_comes_back(cluster: Callable[..., Cluster], layout: str)
     assert_equal(pair.weights(second), pair.continued_by_hand(2, first, int(second), TWICE))
     last = f"{newest_step(pair.save):08d}"
     assert_equal(pair.weights(last), pair.continued_by_hand(4, second, int(last), ()))
+
+
+def test_a_lost_machine_of_a_run_in_a_store(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two machines whose only common place is the store. That of rank 0 is lost."""
+    with s3_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        pair = cluster(f"{MICRO}=1", "args.elastic=shrink", "args.train_iters=100000")
+        pair.save = f"{server.url}/runs"
+        for machine in range(2):
+            monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"cache-{machine}"))
+            pair.add(is_first=machine == 1)
+        pair.wait(lambda: len(saved(pair.save)) > 1)
+        killed = time.monotonic()
+        pair.kill(1)
+        left = Path(pair.machines[0]._output.name)
+        pair.wait(lambda: "\nstep " in left.read_text())
+        print(f"trains again {time.monotonic() - killed:.1f} s after the kill", file=sys.stderr)
+        (start,) = resumed(pair.log())
+        last = saved(pair.save)[-1]
+        pair.wait(lambda: saved(pair.save)[-1] > last)
+        assert "args.elastic=shrink: 2 ranks train, 4 before; global batch 4 = dp" in pair.log()
+        pair.close()
+        last = saved(pair.save)[-1]
+        pair.save = tmp_path / "copy"
+        for url in store.find(f"{server.url}/runs"):
+            file = pair.save / url.removeprefix(f"{server.url}/runs/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(store.read(url))
+        by_hand = pair.continued_by_hand(2, start, int(last), TWICE)
+        assert_equal(pair.weights(last), by_hand)
+
+
+def saved(url: str) -> list[str]:
+    """The names of the complete checkpoints in a store."""
+    return sorted(re.findall(r"(\d+)/manifest.json", "\n".join(store.find(url))))
 
 
 def test_the_machine_of_rank_0_is_lost_and_the_idle_one_continues(
