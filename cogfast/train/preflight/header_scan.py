@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
+import numpy as np
+
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSampleLog
@@ -125,7 +127,7 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
         columns = [clips.files, clips.captions, *(other.files for other in clips.others.values())]
         arrays = [array for column in columns for array in column.arrays]
         for array in arrays if clips.spans is None else [*arrays, clips.spans]:
-            digest.update(array.tobytes())
+            digest.update(np.ascontiguousarray(array))
     found = groups.gather((0 if dataset is None else len(dataset), digest.hexdigest()))
     for rank, (number, _) in enumerate(found):
         if found[rank] != found[0]:
