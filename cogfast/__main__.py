@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
+from cogfast.core.mirror import named_by_urls
 from cogfast.core.store import StoreError
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
@@ -389,7 +390,8 @@ def _report(error: Exception) -> None:
         time.sleep(_GRACE_SECONDS)
     prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
     lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
-    sys.stderr.write("".join(f"{prefix}{printable(one_line(line))}\n" for line in lines))
+    lines = [named_by_urls(printable(one_line(line))) for line in lines]
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
 
 
 def _adopt_mpi_ranks() -> None:

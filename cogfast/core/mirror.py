@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 _URL = re.compile(r"/(?:runs|folders/[^/]+)/([a-z][a-z0-9+.-]*):/(.+)")
+_COPY = re.compile(r"/[^\s'\",;=]*/folders/\d+-[0-9a-f]{12}/([a-z][a-z0-9+.-]*):/")
 _HUB_ID = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 _OF_RANK = re.compile(r"(.*)/rank-\d+[\w-]*\.safetensors")
 _SETTINGS = re.compile(r".*(\.json|\.yaml|/latest)")  # of a run, which sampling and converting read
@@ -57,6 +58,11 @@ def with_urls(node: Any) -> Any:
     if isinstance(node, list):
         return [with_urls(value) for value in node]
     return name_of(node) if isinstance(node, str) else node
+
+
+def named_by_urls(message: str) -> str:
+    """Return a message with URLs in place of the paths of their copies."""
+    return _COPY.sub(lambda found: f"{found[1]}://{'/' * (found[1] == 'file')}", message)
 
 
 def place_of(name: str | Path) -> Path:

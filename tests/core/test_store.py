@@ -18,7 +18,7 @@ import pytest
 
 from cogfast.core import store
 from cogfast.core.files import UNFINISHED
-from cogfast.core.mirror import copy_of, url_of
+from cogfast.core.mirror import copy_of, named_by_urls, url_of
 from cogfast.core.store import StoreError, local_copy, parse_cache
 from tests.support.s3_server import Fault, S3Server, s3_server
 
@@ -322,4 +322,5 @@ def test_a_file_of_weights_stays_and_is_known_by_its_url(server, tmp_path):
         file.unlink()
     copy_of(f"{server.url}/m")  # another folder of this process
     assert url_of(copy) == url
+    assert named_by_urls(f"a={copy}: is damaged") == f"a={url}: is damaged"
     assert Path(copy).read_bytes() == _CONTENT
