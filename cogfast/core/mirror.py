@@ -177,10 +177,14 @@ class Uploads:
     """Uploads what a run writes into its folder of this machine, except checkpoints, in a thread.
 
     Without an effect if the folder is not that of a store. check_owner: raises RuntimeError if the run
-    is another process's now, after which nothing is uploaded.
+    is another process's now, after which nothing is uploaded. is_main: whether the machine is rank 0's,
+    whose lists of bad samples have those of all machines.
     """
 
-    def __init__(self, run: Path, check_owner: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, run: Path, check_owner: Callable[[], None] = lambda: None, is_main: bool = True
+    ) -> None:
+        self._left_out = ("checkpoint-",) if is_main else ("checkpoint-", "bad_samples")
         self.run, self.url, self.check_owner = run, url_of(run), check_owner
         self._sent = self._states()  # what the store has
         self._asked, self._is_over = threading.Event(), False
@@ -254,7 +258,7 @@ class Uploads:
             is_left_out = name.parts[0] in ("checkpoints", "latest", LOCK) or UNFINISHED in str(
                 name
             )
-            if not is_left_out and not name.parts[0].startswith("checkpoint-"):
+            if not is_left_out and not name.parts[0].startswith(self._left_out):
                 with suppress(FileNotFoundError):
                     about = path.stat()
                     if stat.S_ISREG(about.st_mode):

@@ -18,12 +18,15 @@ class ModelBatches:
     """Iterator over the micro-batches of one data-parallel rank, on its devices.
 
     loader: the loader on the first of the ranks that work on the same samples; None on the others,
-    which do not read.
+    which do not read. has_own_files: machines have folders of the run of their own, as in a store.
     """
 
-    def __init__(self, loader: BatchLoader | None, groups: ProcessGroups) -> None:
+    def __init__(
+        self, loader: BatchLoader | None, groups: ProcessGroups, has_own_files: bool = False
+    ) -> None:
         assert (loader is not None) == groups.is_first_of_model
-        self.loader, self.groups = loader, groups
+        self.loader, self.groups, self.has_own_files = loader, groups, has_own_files
+        self._shared: set[str] = set()  # bad samples that all machines have listed
 
     def __enter__(self) -> ModelBatches:
         return self
@@ -42,6 +45,23 @@ class ModelBatches:
     def replaced(self, batch: Batch, error: BadSample, attempt: int) -> Batch:
         """Return other samples for the slots of `batch`, as BatchLoader.replaced does."""
         return self._read(lambda loader: loader.replaced(batch, error, attempt))
+
+    def share_bad(self) -> None:
+        """List on each machine the bad samples that ranks of others have found, and check their number.
+
+        Every rank calls it. Without an effect if the ranks share a file of the run.
+        """
+        if not self.has_own_files:
+            return
+        log = None if self.loader is None else self.loader.bad_samples
+        reasons = {} if log is None else log.reasons
+        found = self.groups.gather({p: r for p, r in reasons.items() if p not in self._shared})
+        for path, reason in (row for of_rank in found for row in of_rank.items()):
+            self._shared.add(path)
+            if log is not None:
+                log.add(path, reason, is_logged=self.groups.is_main)
+        if any(found):
+            self.groups.on_all(lambda: log.check() if log is not None else None)
 
     def _read(self, read: Callable[[BatchLoader], Batch]) -> Batch:
         if self.groups.model is None:

@@ -183,6 +183,7 @@ class Evaluator:
                 latents = groups.broadcast_tensor_in_model(latents)
                 inputs = (latents, in_model(conditioning, groups), *others)
                 sums += groups.on_all(partial(self._band_losses, *inputs), self.network_ranks)
+            batches.share_bad()
         of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
         # All ranks of one model have its sums: count them once.
         of_models = of_ranks[:: self.groups.model_size]

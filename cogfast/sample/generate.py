@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cogfast.config.values import counted
+from cogfast.core import store
 from cogfast.core.files import write_whole
+from cogfast.core.mirror import name_of, url_of
 from cogfast.core.shapes import pad_latent_frames
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import in_unit_range
@@ -317,6 +319,13 @@ def write_samples(
     reports = groups.gather(done)
     merged = {index: row for part in reports for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]
+    if url_of(folder) is not None:
+        try:
+            take_to_main(
+                folder, [row.file for row in rows], [r.file for r in done.values()], groups
+            )
+        except Exception as caught:
+            error = error or caught
     if groups.is_main and rows:
         videos = [
             SampledVideo(file_name(prompt), folder / merged[prompt.index].file, prompt.text)
@@ -331,6 +340,30 @@ def write_samples(
             error = error or caught
     groups.agree(error)
     return [folder / row.file for row in rows]
+
+
+def take_to_main(
+    folder: Path, files: Sequence[str], mine: Sequence[str], groups: ProcessGroups
+) -> None:
+    """Bring the files of other machines to that of rank 0, which scores and shows all, through the store.
+
+    mine: those that this rank has written.
+    """
+    missing = groups.broadcast([file for file in files if not (folder / file).exists()])
+
+    def send() -> None:
+        for file in missing:
+            if file in mine:
+                store.write(name_of(folder / file), (folder / file).read_bytes())
+
+    def receive() -> None:
+        for file in missing:
+            data = store.read(name_of(folder / file))
+            write_whole(folder / file, lambda path, data=data: path.write_bytes(data))
+
+    if missing:
+        groups.on_all(send)
+        groups.on_main(receive)
 
 
 def _condition(folder: Path, maker: VideoMaker, prompts: Sequence[Prompt]) -> Conditioning:

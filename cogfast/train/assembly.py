@@ -21,6 +21,7 @@ from cogfast.config.arguments import ModelArguments, TrainArguments, select, spa
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
+from cogfast.core.mirror import url_of
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
@@ -418,7 +419,7 @@ def assemble_batches(
     global_batch = args.batch_size * accumulation * groups.data_size
     if not groups.is_first_of_model:
         # The first of the ranks that work on the same samples reads and broadcasts.
-        return ModelBatches(None, groups)
+        return ModelBatches(None, groups, url_of(folder) is not None)
     loader = BatchLoader(
         dataset,
         assemble_order(dataset, args.seed, global_batch),
@@ -434,4 +435,4 @@ def assemble_batches(
         bad_samples_path=folder / list_name,
         max_bad_fraction=args.max_bad_fraction,
     )
-    return ModelBatches(loader, groups)
+    return ModelBatches(loader, groups, url_of(folder) is not None)

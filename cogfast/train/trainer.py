@@ -141,7 +141,8 @@ class Trainer:
                 )
 
     def _run_steps(self, stop: StopRequest) -> None:
-        args, engine, watchers = self.args, self.engine, self.watchers
+        args, engine, watchers, batches = self.args, self.engine, self.watchers, self.batches
+        assert batches is not None, "it trains"
         while self.step < self.num_steps and not stop.is_agreed():
             watchers.before_step(self.step)
             for batch in self._micro_batches():
@@ -155,6 +156,8 @@ class Trainer:
                 engine.step(self.learning_rate(self.step))
             self.step += 1
             watchers.after_step(self.step)
+            if self._is_due(args.log_interval) or self.step == self.num_steps:
+                batches.share_bad()
             # First the checkpoint: an evaluation takes long, and may be what ends the run.
             if self._is_due(args.save_interval):
                 self._save()

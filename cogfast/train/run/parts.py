@@ -170,7 +170,9 @@ class Parts:
                 logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
         # One rank of each machine uploads what its ranks write.
         check_owner = lock.check if lock is not None else lambda: None
-        self.uploads = Uploads(folder if groups.local_rank == 0 else Path(), check_owner)
+        self.uploads = Uploads(
+            folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
+        )
         held.enter_context(self.uploads)
         describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
         groups.on_main(describe)

@@ -33,7 +33,7 @@ from cogfast.train.run.folder import checkpoint_to_resume, open_run_folder
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
 from tests.support.s3_server import Fault, S3Server, s3_server
-from tests.support.tiny_run import run, start, write_clips, write_config
+from tests.support.tiny_run import launch_ranks, run, start, write_clips, write_config
 
 STEPS = 6
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
@@ -227,6 +227,45 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     puts = [path.rpartition("/")[2] for method, path in server.requests if method == "PUT"]
     assert puts[-2:] == ["metrics.jsonl", "video.mp4"]  # a video waits for what is small
     assert f"not all uploaded (first: log.txt); they are in {run}" in caplog.text
+
+
+TWO_MACHINES = """
+import os, sys
+from types import SimpleNamespace
+from cogfast.core.mirror import Uploads, place_of
+from cogfast.data.bad_samples import BadSampleLog
+from cogfast.distributed.model_batches import ModelBatches
+from cogfast.distributed.process_groups import start_processes
+from cogfast.sample.generate import take_to_main
+rank = os.environ["RANK"]
+os.environ |= {"LOCAL_RANK": "0", "COGFAST_LOCAL_CACHE": f"{sys.argv[2]}/{rank}"}
+groups, run = start_processes(), place_of(sys.argv[1])
+with Uploads(run, is_main=groups.is_main):
+    log = BadSampleLog(run / "bad_samples.jsonl", num_samples=10, max_bad_fraction=0.3)
+    batches = ModelBatches(SimpleNamespace(bad_samples=log), groups, has_own_files=True)
+    (run / f"{rank}.mp4").write_text(rank)
+    take_to_main(run, ["0.mp4", "1.mp4"], [f"{rank}.mp4"], groups)
+    log.add(f"a{rank}", "cut")
+    batches.share_bad()
+    log.add(f"b{rank}", "cut")
+    try:
+        batches.share_bad()
+    except ValueError as error:
+        (run / f"error-{rank}").write_text(str(error))
+groups.close()
+"""
+
+
+def test_machines_with_folders_of_their_own_share_bad_samples_and_videos(server, tmp_path):
+    url = f"{server.url}/two"
+    launch_ranks(2, "-c", TWO_MACHINES, url, str(tmp_path))
+    lines = store.read(f"{url}/bad_samples.jsonl").decode().splitlines()
+    assert sorted(json.loads(line)["path"] for line in lines) == ["a0", "a1", "b0", "b1"]
+    # All samples count: 2 of a machine's own would be within the limit of 3.
+    for rank in (0, 1):
+        assert store.read(f"{url}/error-{rank}").decode().startswith("4/10 videos unreadable")
+    (scored,) = tmp_path.glob("0/runs/*/*/two")
+    assert [(scored / f"{rank}.mp4").read_text() for rank in (0, 1)] == ["0", "1"]
 
 
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
