@@ -9,7 +9,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from cogfast.cli.parser import Parser, check_run
+from cogfast.cli.parser import Parser, check_run, local_path
 from cogfast.core.mirror import copy_of
 from cogfast.core.store import is_url
 
@@ -36,7 +36,7 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     parser = Parser(prog="cogfast report", description=text + "compares them.", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
     text = "the page; default: RUN/index.html, or report.html for several runs"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--out", type=local_path, metavar="FILE", help=text)
     found = parser.parse_args([*argv])
     if found.out is None and any(map(is_url, found.runs)):
         raise ValueError(
@@ -45,7 +45,7 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     runs = [copy_of(run, is_whole=True) for run in found.runs]
     for run in runs:
         check_run(parser.prog, argv, [run])
-    return [*map(Path, runs)], found.out
+    return [*map(Path, runs)], None if found.out is None else Path(found.out)
 
 
 def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
@@ -113,6 +113,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     for key in ("src", "merge_lora", "add_lora"):
         if found[key]:
             found[key] = copy_of(found[key])
+    check_run(parser.prog, argv, [found["src"]])
     return found
 
 

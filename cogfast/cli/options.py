@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from cogfast.cli import start
-from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, number_up_to, refuse_cut
+from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
@@ -151,7 +151,7 @@ def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
     )
     text = "price of an hour of one GPU; the log then has the costs"
     parser.add_argument(
-        "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000), help=text
+        "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000, 0.001), help=text
     )
     found, request = _parse_run(parser, argv, "args.latent_cache=PATH", {})
     return request, found.price
@@ -186,10 +186,14 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser = _new_parser("sample", text)
     text = "prompt of a video; may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
-    parser.add_argument("--prompt-file", metavar="FILE", help="text file with a prompt per line")
+    parser.add_argument(
+        "--prompt-file", type=local_path, metavar="FILE", help="text file with a prompt per line"
+    )
     for name, (text, _) in INPUTS.items():
         text += "; once for all prompts, or once per prompt"
-        parser.add_argument(f"--{name}", action="append", metavar="FILE", help=text)
+        parser.add_argument(
+            f"--{name}", type=local_path, action="append", metavar="FILE", help=text
+        )
     text = "tensor of data.params.tensors, for a network of your own; once for all prompts, or once per prompt"
     parser.add_argument("--tensor", action="append", metavar="NAME=FILE.npy", help=text)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
@@ -200,7 +204,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     text = "print the merged configuration and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
-    parser.add_argument("--out", metavar="DIR", help=text + "samples")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help=text + "samples")
     _add_sampling_flags(parser)
     text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)

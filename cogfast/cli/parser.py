@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import SECTIONS
 from cogfast.config.values import nearest
+from cogfast.core.mirror import name_of, url_of
+from cogfast.core.store import check_address, is_url
 
 RUN_CONFIG = "training_config.yaml"
 _MOST_NAMED = 3  # runs that an error lists
@@ -35,6 +37,12 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one-line ValueErrors, as all of cogfast's errors are."""
 
     example = ""  # a complete command, for errors about missing words
+
+    # All methods that parse call this one.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            check_address(re.sub(r"^--[\w-]+=", "", word))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")
@@ -58,6 +66,13 @@ class Parser(argparse.ArgumentParser):
         elif match := re.match(r"--lora: '(?:args|model|data|deepspeed)\.\S*=", text):
             text = "the rank is missing after --lora; write --lora 64"
         raise ValueError(text)
+
+
+def local_path(text: str) -> str:
+    """Return the path of a file or folder that an option takes, which must be one of this machine."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be a path of this machine; give one")
+    return text
 
 
 def number_up_to(
@@ -117,15 +132,21 @@ def check_run(prog: str, argv: Sequence[str], given: Sequence[str]) -> None:
     elif path.is_file() or (path / RUN_CONFIG).is_file():
         return
     elif path.is_dir():
-        text, files = f"{path} is a folder of runs, and no run", [*path.glob(f"*/{RUN_CONFIG}")]
+        text, files = (
+            f"{name_of(path)} is a folder of runs, and no run",
+            [*path.glob(f"*/{RUN_CONFIG}")],
+        )
     else:
         # A name without a folder may be that of a run in the default of args.save.
         folders = [path.parent, *([Path("runs")] if path.parent == Path() else [])]
         found = (folder.glob(f"*/{RUN_CONFIG}") for folder in folders)
         text, files = f"{path}: no such file or folder", [*chain(*found)]
     if files:
-        runs = [str(f.parent) for f in sorted(files, key=os.path.getmtime, reverse=True)]
+        # The name of a run ends with its date; copies of a store's files have no times of their own.
+        age = os.path.getmtime if url_of(path) is None else lambda f: f.parent.name[-19:]
+        runs = [name_of(f.parent) for f in sorted(files, key=age, reverse=True)]
         named = ", ".join(runs[:_MOST_NAMED]) + (", ..." if len(runs) > _MOST_NAMED else "")
-        words = [runs[0] if w == given[0] else w for w in argv if w not in given[1:]]
+        is_it = lambda word: word.rstrip("/") in (given[0].rstrip("/"), name_of(given[0]))
+        words = [runs[0] if is_it(w) else w for w in argv if w not in given[1:]]
         fix = f"for the newest write {prog} {shlex.join(words)}"
         raise ValueError(f"{text}; the runs, newest first, are {named}; {fix}")

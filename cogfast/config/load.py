@@ -27,14 +27,20 @@ from cogfast.config.merged_config import (
     SECTIONS,
     Config,
     find_origin,
+    leaves,
     to_dict,
 )
 from cogfast.config.sections import check_sections, complete_sections
 from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
-from cogfast.core.store import CACHE_VARIABLE
+from cogfast.core.store import CACHE_VARIABLE, check_address, is_url
 
 COMMAND_KEY = "args.eval_command"
+# Files and folders that are not read from an object store
+_LOCAL_KEYS = (
+    *("args.eval_prompt_file", "args.eval_images", "args.input_file", "args.output_dir"),
+    *("args.trusted_cache", "args.local_cache"),
+)
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (
@@ -65,6 +71,9 @@ def load_config(
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
+    stored = next(filter(is_url, map(str, paths)), None)
+    if stored is not None:
+        raise ValueError(f"--base {stored}: must be a path of this machine; give one")
     missing = [path for path in paths if not _locate(path).is_file()]
     if missing:
         raise Problems("\n".join(one_line(f"--base {path}: {_near(path)}") for path in missing))
@@ -94,6 +103,7 @@ def load_config(
         plain = to_dict(merged)
         check_resolved(plain)
         complete_sections(plain, origins)
+        _check_addresses(plain)
         unused = check_sections(plain, tuple(allow_import)) | fold(plain, origins, names)
     except OmegaConfBaseException as error:
         key, what = error.full_key or "", str(error).splitlines()[0]
@@ -109,6 +119,22 @@ def load_config(
     if (cache := sections["args"].get("local_cache")) is not None:
         os.environ[CACHE_VARIABLE] = cache  # for all processes of the run
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+def _check_addresses(plain: dict[str, Any]) -> None:
+    """Raise KeyProblem for an address that would be read as a path, or is given in place of one."""
+    for key, value in leaves(plain).items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            if key in _LOCAL_KEYS and is_url(text):
+                raise KeyProblem(
+                    key, f"{key}={cut(text)}: must be a path of this machine; give one"
+                )
+            try:
+                check_address(text)
+            except ValueError as error:
+                raise KeyProblem(key, f"{key}={error}") from None
 
 
 def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
@@ -244,7 +270,9 @@ def _override(
         check_nesting("" if is_text else text)
         value = text if is_text else _parsed(text)
     except (yaml.YAMLError, OmegaConfBaseException):
-        value = text
+        # YAML does not read [s3://bucket/s-{000..099}.tar].
+        is_list = text.startswith("[") and text.endswith("]")
+        value = [item.strip() for item in text[1:-1].split(",")] if is_list else text
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {error}")) from None
     # The check takes 10 ms; load_config checks the whole once more after the last override.

@@ -50,6 +50,7 @@ _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?:/?)(.*)", re.DOTALL)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
@@ -74,6 +75,15 @@ class Stat:
 
 def is_url(name: str | Path) -> bool:
     return "://" in str(name)
+
+
+def check_address(text: str) -> None:
+    """Raise ValueError for an address with one slash or a scheme in capitals, which would be read as a path."""
+    if match := _ADDRESS.match(text):
+        fixed = f"{match[1].lower()}://{match[2]}"
+        if fixed != text:
+            what = "an address has a scheme in small letters and two slashes"
+            raise ValueError(f"{text}: {what}; write {fixed}")
 
 
 def join(folder: str, name: str) -> str:
@@ -348,12 +358,15 @@ def check_local_cache() -> None:
 def parse_cache(text: str) -> tuple[Path, int | None]:
     """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
     folder, colon, size = text.rpartition(":")
-    if not colon:
+    if not colon and not _SIZE.fullmatch(text):
         return Path(text).absolute(), None
     match = _SIZE.fullmatch(size)
     number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if not folder or number <= 0:
-        raise ValueError(f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB")
+        raise ValueError(
+            f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in "
+            "bytes, K, M, G or T"
+        )
     return Path(folder).absolute(), number
 
 

@@ -410,9 +410,15 @@ class ListedVideos(CaptionedVideos, ABC):
 def _missing_folder(key: str, source: str) -> str | None:
     is_table = source.lower().endswith(TABLE_ENDINGS)
     if store.is_url(source) and not is_table:
-        is_there = store.list_folder(source)
-        return None if is_there else _no_source(key, "folder", source)
-    if source and store.exists(source):
+        found = store.list_folder(source)
+        is_file = [*found] == [source]
+        if not is_file:
+            return None if found else _no_source(key, "folder", source)
+    elif is_table and not store.exists(source) and not Path(source).is_dir():
+        return _no_source(key, "file", source)
+    else:
+        is_file = bool(source) and store.exists(source)
+    if is_file:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
@@ -431,7 +437,8 @@ def _missing_manifest(key: str, source: str) -> str | None:
 
 def _no_source(key: str, what: str, source: str) -> str:
     shown = cut(source, 160) or repr(source)
-    return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data"
+    several = "; write several as [A,B]" if "," in source else ""
+    return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data{several}"
 
 
 def _missing_shard(key: str, source: str) -> str | None:

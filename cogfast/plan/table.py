@@ -93,7 +93,8 @@ def find_layouts(
     (name, memory, entry), (config, model) = find_card(gpu), checked(config)
     if entry is None or memory is None:
         known = ", ".join(each.name for each in GPUS)
-        raise ValueError(f"--table has no rates of {name or 'no GPU'}; use --gpu {known}")
+        text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
+        raise ValueError(f"{text}; use --gpu {known}")
     args, traces = TrainArguments.from_config(config), dict[tuple[int, int], Traces]()
     if args.mode == "inference" or rules_of(config, args, 1).is_offloaded:
         raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")

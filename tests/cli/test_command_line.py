@@ -149,6 +149,26 @@ def test_words_that_spaces_have_cut(words, tmp_path, monkeypatch, capsys):
     assert CUT[words] in line
 
 
+ADDRESSES = {
+    "report s3://b/run --out s3://b/page.html": "--out: 's3://b/page.html' must be a path of this machine",
+    "report s3:/b/run --out page.html": "s3:/b/run: an address has a scheme in small letters and two slashes; write",
+    "report run --out=s3:/b/page.html": "two slashes; write s3://b/page.html",
+    "sample s3:/b/run --prompt a": "two slashes; write s3://b/run",
+    "sample --base a.yaml --prompt-file s3://b/p.txt": "--prompt-file: 's3://b/p.txt' must be a path",
+    "convert src s3:/b/dst --to sat": "two slashes; write s3://b/dst",
+    "plan --base cogvideox_2b.yaml sft.yaml --table": "--table needs --gpu NAME; use --gpu b300",
+}
+
+
+@pytest.mark.parametrize("words", ADDRESSES)
+def test_addresses_that_are_wrong_there(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ADDRESSES[words] in line
+    assert not [*tmp_path.iterdir()]
+
+
 OF_ONE_RUN = {
     "sample {} --prompt x": "cogfast sample runs/b --prompt x",
     "convert {} out --to peft": "cogfast convert runs/b out --to peft",

@@ -44,6 +44,12 @@ UNKNOWN = {
 
 WRONG = {
     "args.save_interval=often": "args.save_interval='often' must be a whole number from 1 to 1e+09 or null",
+    "args.save=s3:/b/runs": "args.save=s3:/b/runs: an address has a scheme in small letters and two slashes; write s3://b/runs",
+    "args.train_data=[x,S3://b/c]": "two slashes; write s3://b/c",
+    f"{VAE}.ckpt_path=gs:/b/vae": "two slashes; write gs://b/vae",
+    "args.local_cache=s3://b/c:1GB": "args.local_cache=s3://b/c:1GB: must be a path of this machine",
+    "args.local_cache=500GB": "args.local_cache=500GB: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE",
+    "args.eval_prompt_file=s3://b/p.txt": "args.eval_prompt_file=s3://b/p.txt: must be a path of this machine",
     "args.wandb=1": "args.wandb=1 must be true or false",
     "args.lr_schedule=cosin": "cosine_with_restarts, polynomial; did you mean cosine?",
     "args.activation_checkpointing=ful": "; did you mean full?",
@@ -173,3 +179,15 @@ def test_a_command_of_a_file_is_ignored_whatever_it_is(tmp_path: Path, value: st
     config = load_config(["cogvideox_2b.yaml", file])
     assert config.args.eval_command is None
     assert config.unused["args.eval_command"].startswith("a.yaml sets it")
+
+
+def test_a_list_with_braces_is_a_list(sat_configs):
+    """YAML takes the braces of tar shards for a mapping."""
+    files = [sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"]
+    config = load_config(files, ["args.train_data=[s3://b/s-{000..001}.tar, t-{0..1}.tar]"])
+    assert list(config.args.train_data) == ["s3://b/s-{000..001}.tar", "t-{0..1}.tar"]
+
+
+def test_a_base_in_a_store(sat_configs):
+    with pytest.raises(ValueError, match="^--base s3://b/q.yaml: must be a path of this machine"):
+        load_config(["s3://b/q.yaml"])

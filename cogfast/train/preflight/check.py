@@ -351,6 +351,8 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
     """Yield (key, text) for each missing path. keys: {key of args: what to set it to}."""
     for name, fix in keys.items():
         path, key = getattr(args, name), f"args.{name}"
+        if name == "resume" and is_url(path or "") and path.endswith((".json", ".safetensors")):
+            yield key, f"{key}={cut(path, 160)} is a file; set it to {fix}"
         # A run in a store is looked for when its folder is opened.
         is_word = name == "resume" and (path in ("auto", "latest") or is_url(path or ""))
         if path is not None and not is_word and not (path and Path(path).exists()):

@@ -81,7 +81,7 @@ def _layouts_of(source: str) -> list[str]:
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
         videos = walk_files(folder)
-    if not names:
+    if not names or names == [source]:  # an object
         return []
     first = next(find_videos(videos), None)
     has_labels = store.is_url(source) and store.join(folder, "labels") in names
