@@ -50,7 +50,7 @@ _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?:/?)(.*)", re.DOTALL)
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
@@ -60,7 +60,27 @@ _VERSIONS += ("modify", "mtime", "created")
 _USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
 _UNCHANGING = "-"  # the version of objects that never change under their name
 _WEB = ("http://", "https://")  # servers without listings
-_OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint")
+_OTHER_REGION = "the bucket is in another region; set AWS_DEFAULT_REGION to it"
+_NO_CREDENTIALS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (S3), GOOGLE_APPLICATION_CREDENTIALS (GS) or "
+    "HF_TOKEN (hf)"
+)
+# Part of an error that no repetition ends -> its fix
+_PERMANENT = {
+    "PermanentRedirect": _OTHER_REGION,
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    "IllegalLocationConstraint": _OTHER_REGION,
+    "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
+    "InvalidRegionError": "correct AWS_DEFAULT_REGION, such as us-east-1",
+    "Invalid endpoint": "write AWS_ENDPOINT_URL with http:// or https://",
+    "redentials": _NO_CREDENTIALS,
+    "Anonymous caller": _NO_CREDENTIALS,  # of Google
+}
+_NO_BUCKET = "no such bucket; create it, or correct the address"
+_NO_ANSWER = (
+    "the store does not answer; check its address, the network, and AWS_ENDPOINT_URL (S3) or "
+    "GOOGLE_APPLICATION_CREDENTIALS (GS), and try again later"
+)
 
 
 class StoreError(OSError):
@@ -272,10 +292,12 @@ def upload(file: Path, url: str) -> None:
 
 
 def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) -> None:
+    if url.startswith(("http://", "https://")):
+        raise StoreError(f"{url}: a web server is only read; write to s3://, gs:// or a folder")
     try:
         _call(url, call, is_long)
     except FileNotFoundError:
-        raise StoreError(f"{url}: no such bucket; create it, or correct the address") from None
+        raise StoreError(f"{url}: {_NO_BUCKET}") from None
 
 
 def remove(urls: list[str]) -> None:
@@ -517,7 +539,9 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
             return call(*_file_system(url, is_long))
         except StoreError:
             raise
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if "bucket does not exist" in str(error):
+                raise StoreError(f"{url}: {_NO_BUCKET}") from None
             raise FileNotFoundError(
                 f"{url}: no such object or bucket; correct the address"
             ) from None
@@ -528,8 +552,7 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
             start += (time.monotonic() - began) * is_long
             seconds = time.monotonic() - start
             if fix or seconds + pause > _PATIENCE:
-                fix = fix or "the store does not answer; check its address and try again later"
-                raise StoreError(f"{url}: {why}; {fix}") from None
+                raise StoreError(f"{url}: {why}; {fix or _NO_ANSWER}") from None
             if pause == _LONGEST_PAUSE:
                 logger.warning("%s: %s; trying again for %.0f s", url, why, _PATIENCE - seconds)
         time.sleep(pause * random.uniform(0.5, 1))
@@ -547,6 +570,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     # Some file systems that fsspec puts on top of others run code that their files contain.
     if "::" in url:
         raise StoreError(f"{url}: has :: in it; use addresses of one scheme")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, too
     # Listings that fsspec keeps would hide what other processes write.
     given: dict[str, Any] = {"use_listings_cache": False}
     if url.startswith("s3"):
@@ -559,9 +583,11 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
         file_system, path = fsspec.core.url_to_fs(url, **given)
     # No installed package handles the scheme.
     except (ImportError, ValueError) as error:
+        has_own = url.startswith(("s3://", "gs://", "hf://"))
+        package = 'pip install "cogfast[stores]"' if has_own else "docs/data.md"
         raise StoreError(
-            f"{url}: cannot be opened ({_brief(error)}); install the package for its scheme (pip install "
-            '"cogfast[stores]"), or correct it'
+            f"{url}: cannot be opened ({_brief(error)}); install the package for its scheme ({package}), or "
+            "correct it"
         ) from None
     if url.startswith("s3"):
         file_system.retries = _PART_TRIES if is_long else 1
@@ -571,14 +597,10 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
 def _diagnosis(error: Exception) -> tuple[str, str]:
     """Return the reason of an error, and its fix if repeating the call is of no use, else ""."""
     name, text = type(error).__name__, _brief(error)
-    cause = f"{text} {error.__cause__ or ''}"
-    if any(code in cause for code in _OTHER_REGION):
-        return text, "the bucket is in another region; set AWS_DEFAULT_REGION to it"
-    if "Credentials" in name or "credentials" in text:
-        return f"no credentials ({text})", (
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (S3), "
-            "GOOGLE_APPLICATION_CREDENTIALS (GS) or HF_TOKEN (hf)"
-        )
+    cause = f"{name} {text} {error.__cause__ or ''}"
+    fix = next((fix for part, fix in _PERMANENT.items() if part in cause), None)
+    if fix is not None:
+        return f"no credentials ({text})" if fix == _NO_CREDENTIALS else text, fix
     if isinstance(error, PermissionError):
         return f"access denied ({text})", "check the credentials, their rights and the region"
     code = getattr(error, "errno", None)

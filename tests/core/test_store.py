@@ -15,6 +15,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from s3fs import S3FileSystem
 
 from cogfast.core import store
 from cogfast.core.files import UNFINISHED
@@ -48,6 +49,51 @@ def _written(server: S3Server, name: str, content: bytes = _CONTENT) -> str:
     store.write(url, content)
     server.requests.clear()
     return url
+
+
+SETTINGS = {
+    "AWS_PROFILE=nix": "nix.* could not be found; set AWS_PROFILE to a profile",
+    "AWS_DEFAULT_REGION=us east": "'us east'.*; correct AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL=127.0.0.1:1": "Invalid endpoint: .*; write AWS_ENDPOINT_URL with http:// or https://",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_wrong_setting_is_not_tried_again(server, setting, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE", 1000.0)
+    monkeypatch.setenv(*setting.split("="))
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(StoreError, match=SETTINGS[setting]):
+        store.find(f"{server.url}/x")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        store.find,
+        store.list_folder,
+        store.stat,
+        store.exists,
+        store.read,
+        lambda u: store.create(u, b""),
+    ],
+)
+def test_a_missing_bucket_is_one_line(server, call):
+    with pytest.raises(
+        StoreError, match="^s3://no-such-bucket/x: no such bucket; create it, or correct"
+    ):
+        call("s3://no-such-bucket/x")
+
+
+def test_addresses_that_no_package_or_server_takes():
+    with pytest.raises(
+        StoreError, match="Install adlfs .*; install the package for its scheme .docs/data.md"
+    ):
+        store.find("abfs://c@a/x")
+    with pytest.raises(
+        StoreError, match="a web server is only read; write to s3://, gs:// or a folder"
+    ):
+        store.write("https://x.invalid/x", b"")
 
 
 def test_what_is_written_is_read_listed_and_removed(server, tmp_path):
