@@ -37,10 +37,10 @@ from cogfast.core.store import CACHE_VARIABLE, check_address, is_url
 
 COMMAND_KEY = "args.eval_command"
 # Files and folders that are not read from an object store
-_LOCAL_KEYS = (
-    *("args.eval_prompt_file", "args.eval_images", "args.input_file", "args.output_dir"),
-    *("args.trusted_cache", "args.local_cache"),
-)
+_LOCAL_KEYS = [
+    f"args.{name}"
+    for name in "eval_prompt_file eval_images input_file output_dir trusted_cache local_cache".split()
+]
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 # OmegaConf raises all of these for input that it cannot merge.
 _OMEGACONF_ERRORS = (

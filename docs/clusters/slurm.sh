@@ -10,7 +10,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds that ranks get to save
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # args.elastic needs a new store after each restart
 export TRITON_CACHE_DIR="/tmp/triton-$USER" # on a disk of the machine
 # For data or runs in a bucket: args.local_cache=/nvme:500GB below and, for R2 or MinIO,
-# export AWS_ENDPOINT_URL=https://minio.example.com
+# export AWS_ENDPOINT_URL=URL
 srun --no-kill --kill-on-bad-exit=0 torchrun --nnodes="1:$SLURM_NNODES" --nproc_per_node=8 --max-restarts=20 \
     --rdzv_backend=c10d --rdzv_endpoint="$head:29500" --rdzv_id="$SLURM_JOB_ID" \
     --rdzv_conf=keep_alive_interval=2,keep_alive_max_attempt=3 \

@@ -34,6 +34,7 @@ from cogfast.core import store
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.mirror import copy_of, download_run, empty, name_of, place_of, url_of, with_urls
 from cogfast.core.run_lock import RunLock
+from cogfast.core.store import StoreError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import (
     find_run_checkpoint,
@@ -103,7 +104,13 @@ def open_run_folder(
     opened: list[Path] = []  # on rank 0, where the checkpoint may be a copy of that of another run
 
     def open_on_main() -> list[str]:
-        opened.extend(path for path in _open(args, locks, held) if path is not None)
+        try:
+            opened.extend(path for path in _open(args, locks, held) if path is not None)
+        except StoreError as error:
+            is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
+            raise ValueError(
+                f"args.{'resume' if is_path else _given_folder(args)[0]}: {error}"
+            ) from None
         return [name_of(path) for path in opened]
 
     # Other machines may have their caches elsewhere.
