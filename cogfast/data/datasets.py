@@ -411,18 +411,15 @@ def _missing_folder(key: str, source: str) -> str | None:
     is_table = source.lower().endswith(TABLE_ENDINGS)
     if store.is_url(source) and not is_table:
         found = store.list_folder(source)
-        is_file = [*found] == [source]
-        if not is_file:
-            return None if found else _no_source(key, "folder", source)
-    elif is_table and not store.exists(source) and not Path(source).is_dir():
-        return _no_source(key, "file", source)
+        is_file, is_folder = [*found] == [source], bool(found)
     else:
         is_file = bool(source) and store.exists(source)
+        is_folder = bool(source) and Path(source).is_dir()
     if is_file:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
-    return None if source and Path(source).is_dir() else _no_source(key, "folder", source)
+    return None if is_folder else _no_source(key, "file" if is_table else "folder", source)
 
 
 def _missing_manifest(key: str, source: str) -> str | None:
