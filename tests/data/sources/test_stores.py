@@ -183,7 +183,7 @@ def test_an_object_that_changes_or_has_no_ranges_is_a_bad_sample(bucket):
     [
         ("", Fault(403), "^{url}: access denied .*; check the credentials, their rights"),
         ("/sat/x", None, "^{url}/sat/x: no .mp4 file in it"),
-        ("-none/x", None, "^{url}-none/x: no .mp4 file in it"),
+        ("-none/x", None, "^{url}-none/x: no such bucket; create it"),
         ("/sat", Fault(403, path="labels/"), "^{url}/sat/a/B/labels/00.txt: access denied"),
     ],
 )
