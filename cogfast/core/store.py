@@ -6,7 +6,6 @@ pass (429, 503, a cut or slow answer); what is left is a StoreError with one lin
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import io
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, write_whole
+from cogfast.core.store_errors import NO_ANSWER, NO_BUCKET, brief, diagnosis
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -60,31 +60,14 @@ _VERSIONS += ("modify", "mtime", "created")
 _USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
 _UNCHANGING = "-"  # the version of objects that never change under their name
 _WEB = ("http://", "https://")  # servers without listings
-_OTHER_REGION = "the bucket is in another region; set AWS_DEFAULT_REGION to it"
-_NO_CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (S3), GOOGLE_APPLICATION_CREDENTIALS (GS) or "
-    "HF_TOKEN (hf)"
-)
-# Part of an error that no repetition ends -> its fix
-_PERMANENT = {
-    "PermanentRedirect": _OTHER_REGION,
-    "AuthorizationHeaderMalformed": _OTHER_REGION,
-    "IllegalLocationConstraint": _OTHER_REGION,
-    "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
-    "InvalidRegionError": "correct AWS_DEFAULT_REGION, such as us-east-1",
-    "Invalid endpoint": "write AWS_ENDPOINT_URL with http:// or https://",
-    "redentials": _NO_CREDENTIALS,
-    "Anonymous caller": _NO_CREDENTIALS,  # of Google
-}
-_NO_BUCKET = "no such bucket; create it, or correct the address"
-_NO_ANSWER = (
-    "the store does not answer; check its address, the network, and AWS_ENDPOINT_URL (S3) or "
-    "GOOGLE_APPLICATION_CREDENTIALS (GS), and try again later"
-)
 
 
 class StoreError(OSError):
     """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
+
+
+class CacheError(StoreError):
+    """A file is larger than the local cache may be: a setting is wrong, and not the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +275,12 @@ def upload(file: Path, url: str) -> None:
 
 
 def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) -> None:
-    if url.startswith(("http://", "https://")):
+    if url.startswith(_WEB):
         raise StoreError(f"{url}: a web server is only read; write to s3://, gs:// or a folder")
     try:
         _call(url, call, is_long)
     except FileNotFoundError:
-        raise StoreError(f"{url}: {_NO_BUCKET}") from None
+        raise StoreError(f"{url}: {NO_BUCKET}") from None
 
 
 def remove(urls: list[str]) -> None:
@@ -433,7 +416,7 @@ def locked(file: Path) -> Iterator[io.FileIO]:
 def _make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
     """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
     if num_bytes > limit:
-        raise StoreError(
+        raise CacheError(
             f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
             "set args.local_cache=FOLDER:SIZE to a folder with more space"
         )
@@ -541,18 +524,18 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
             raise
         except FileNotFoundError as error:
             if "bucket does not exist" in str(error):
-                raise StoreError(f"{url}: {_NO_BUCKET}") from None
+                raise StoreError(f"{url}: {NO_BUCKET}") from None
             raise FileNotFoundError(
                 f"{url}: no such object or bucket; correct the address"
             ) from None
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:
-            why, fix = _diagnosis(error)
+            why, fix = diagnosis(error)
             # A call of minutes that fails once is not yet an outage.
             start += (time.monotonic() - began) * is_long
             seconds = time.monotonic() - start
             if fix or seconds + pause > _PATIENCE:
-                raise StoreError(f"{url}: {why}; {fix or _NO_ANSWER}") from None
+                raise StoreError(f"{url}: {why}; {fix or NO_ANSWER}") from None
             if pause == _LONGEST_PAUSE:
                 logger.warning("%s: %s; trying again for %.0f s", url, why, _PATIENCE - seconds)
         time.sleep(pause * random.uniform(0.5, 1))
@@ -586,37 +569,12 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
         has_own = url.startswith(("s3://", "gs://", "hf://"))
         package = 'pip install "cogfast[stores]"' if has_own else "docs/data.md"
         raise StoreError(
-            f"{url}: cannot be opened ({_brief(error)}); install the package for its scheme ({package}), or "
+            f"{url}: cannot be opened ({brief(error)}); install the package for its scheme ({package}), or "
             "correct it"
         ) from None
     if url.startswith("s3"):
         file_system.retries = _PART_TRIES if is_long else 1
     return file_system, path
-
-
-def _diagnosis(error: Exception) -> tuple[str, str]:
-    """Return the reason of an error, and its fix if repeating the call is of no use, else ""."""
-    name, text = type(error).__name__, _brief(error)
-    cause = f"{name} {text} {error.__cause__ or ''}"
-    fix = next((fix for part, fix in _PERMANENT.items() if part in cause), None)
-    if fix is not None:
-        return f"no credentials ({text})" if fix == _NO_CREDENTIALS else text, fix
-    if isinstance(error, PermissionError):
-        return f"access denied ({text})", "check the credentials, their rights and the region"
-    code = getattr(error, "errno", None)
-    # S3 answers to HEAD without a text, also if a token has expired.
-    if code == errno.EINVAL or name == "ParamValidationError":
-        return text, "correct the address, or renew the credentials if they have expired"
-    if isinstance(error, ImportError):
-        return text, "install the package"
-    odd = (NotImplementedError, TypeError, IsADirectoryError, FileExistsError)
-    if isinstance(error, odd) or code == errno.ENOSYS:
-        return text, "use another store or address"
-    return text, ""
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:

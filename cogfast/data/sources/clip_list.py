@@ -113,6 +113,8 @@ class ClipList:
             if about is None:
                 raise FileNotFoundError(f"{name}: no such object")
             return str(store.local_copy(name, about.version, part, about.num_bytes))
+        except store.CacheError:
+            raise
         except OSError as error:
             raise BadSample(name, str(error)) from None
 
