@@ -18,6 +18,7 @@ from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
 from cogfast.data.sources import headers
 from cogfast.data.sources.headers import read_headers
+from cogfast.data.workers import ReadingProcesses
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.s3_server import Fault, s3_server
 from tests.support.tiny_run import (
@@ -131,6 +132,21 @@ def test_a_manifest_on_a_disk_names_addresses(bucket, tmp_path):
     with pytest.raises(BadSample, match=r"b/videos/03.mp4: no such object"):
         data[3]
     assert survey(data).reasons == {3: "no such object"}
+
+
+def test_a_local_cache_that_is_too_small_is_no_bad_sample(bucket, monkeypatch, tmp_path):
+    _, server = bucket
+    data = VideoFolder([f"{server.url}/sat"], **CLIP)
+    monkeypatch.setenv(store.CACHE_VARIABLE, f"{tmp_path}/cache:1KB")
+    with pytest.raises(store.CacheError, match="cache: the local cache is too small"):
+        data[0]
+    # As torch hands on what a reading process raises
+    reads = ReadingProcesses(data, [0], num_workers=1, prefetch_factor=1)
+    match = (
+        "^[^ ]*/cache: the local cache is too small: .* set args.local_cache=FOLDER:SIZE [^\n]*$"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        next(reads)
 
 
 def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypatch):
