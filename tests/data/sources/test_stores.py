@@ -140,7 +140,7 @@ def test_a_local_cache_that_is_too_small_is_no_bad_sample(bucket, monkeypatch, t
     monkeypatch.setenv(store.CACHE_VARIABLE, f"{tmp_path}/cache:1KB")
     with pytest.raises(store.CacheError, match="cache: the local cache is too small"):
         data[0]
-    # As torch hands on what a reading process raises
+    # Torch puts the process's traceback before the message.
     reads = ReadingProcesses(data, [0], num_workers=1, prefetch_factor=1)
     match = (
         "^[^ ]*/cache: the local cache is too small: .* set args.local_cache=FOLDER:SIZE [^\n]*$"
