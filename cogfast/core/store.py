@@ -81,8 +81,10 @@ def is_url(name: str | Path) -> bool:
 
 
 def check_address(text: str) -> None:
-    """Raise ValueError for an address with one slash or a scheme in capitals, which would be read as a path."""
-    if match := _ADDRESS.match(text):
+    """Raise ValueError for an address without a name, or one that its slash or capitals make a path."""
+    if match := _ADDRESS.fullmatch(text):
+        if not match[2].strip("/"):
+            raise ValueError(f"{text}: an address names a bucket or file; write {match[1]}://NAME")
         fixed = f"{match[1].lower()}://{match[2]}"
         if fixed != text:
             what = "an address has a scheme in small letters and two slashes"

@@ -45,6 +45,7 @@ UNKNOWN = {
 WRONG = {
     "args.save_interval=often": "args.save_interval='often' must be a whole number from 1 to 1e+09 or null",
     "args.save=s3:/b/runs": "args.save=s3:/b/runs: an address has a scheme in small letters and two slashes; write s3://b/runs",
+    "args.train_data=[s3://]": "args.train_data=s3://: an address names a bucket or file; write s3://NAME",
     "args.train_data=[x,S3://b/c]": "two slashes; write s3://b/c",
     f"{VAE}.ckpt_path=gs:/b/vae": "two slashes; write gs://b/vae",
     "args.local_cache=s3://b/c:1GB": "args.local_cache=s3://b/c:1GB: must be a path of this machine",
