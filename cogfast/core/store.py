@@ -182,14 +182,17 @@ def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
 
 
 def list_folder(folder: str) -> dict[str, Stat | None]:
-    """Return {URL: Stat} of what lies in a folder's URL itself, None for folders; {} if it is empty."""
+    """Return {URL: Stat} of what lies in a folder's URL itself; {} if it is empty.
+
+    The Stat is None for folders, and for the links of a web page.
+    """
     try:
         found = _call(folder, lambda fs, path: fs.ls(path.rstrip("/"), detail=True))
     except FileNotFoundError:
         return {}
     each = {_address(folder, about["name"]): about for about in found}
     return {
-        url: _stat_of(url, about) if about["type"] == "file" else None
+        url: _stat_of(url, about) if about["type"] == "file" and not url.startswith(_WEB) else None
         for url, about in each.items()
         if not url.endswith("/")  # an object that stands for a folder, as consoles write them
     }
@@ -209,6 +212,8 @@ def find(folder: str) -> dict[str, Stat]:
 
 def _address(folder: str, name: str) -> str:
     """Return the URL of a name that a listing of `folder` has."""
+    if folder.startswith(_WEB):
+        return name
     scheme = folder.partition("://")[0]
     return f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
 
@@ -583,8 +588,8 @@ def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
     if about["size"] is None or found is None:
         raise StoreError(
-            f"{url}: its server does not tell its {'size' if found else 'size or version'}; use a server that sends "
-            "Content-Length, and ETag or Last-Modified"
+            f"{url}: its server does not tell its size or version (Content-Length, ETag or Last-Modified); use "
+            "another server, or name the files of a folder in a manifest"
         )
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
     return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

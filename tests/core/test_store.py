@@ -220,6 +220,9 @@ def test_web_servers(server, tmp_path):
     try:
         found = store.stats([f"{url}/{n}" for n in range(5)])
         assert [*found] == [f"{url}/{n}" for n in range(4)]
+        assert store.list_folder(url) == dict.fromkeys(
+            found
+        )  # links, and `chunked/` is none of a file
         assert _Web.most > 1
         assert Path(copy_of(f"{url}/0")).read_bytes() == b"old"
         (tmp_path / "1").write_bytes(b"new")
