@@ -34,7 +34,7 @@ def diagnosis(error: Exception) -> tuple[str, str]:
     fix = next((fix for part, fix in _PERMANENT.items() if part in cause), None)
     if fix is not None:
         return f"no credentials ({text})" if fix == _NO_CREDENTIALS else text, fix
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or text.startswith("Forbidden"):  # the latter of gcsfs
         return f"access denied ({text})", "check the credentials, their rights and the region"
     code = getattr(error, "errno", None)
     # S3 answers to HEAD without a text, also if a token has expired.
