@@ -26,7 +26,7 @@ class ModelBatches:
     ) -> None:
         assert (loader is not None) == groups.is_first_of_model
         self.loader, self.groups, self.has_own_files = loader, groups, has_own_files
-        self._shared: set[str] = set()  # bad samples that all machines have listed
+        self._listed: set[str] = set()  # bad samples that all machines have listed
 
     def __enter__(self) -> ModelBatches:
         return self
@@ -55,9 +55,9 @@ class ModelBatches:
             return
         log = None if self.loader is None else self.loader.bad_samples
         reasons = {} if log is None else log.reasons
-        found = self.groups.gather({p: r for p, r in reasons.items() if p not in self._shared})
+        found = self.groups.gather({p: r for p, r in reasons.items() if p not in self._listed})
         for path, reason in (row for of_rank in found for row in of_rank.items()):
-            self._shared.add(path)
+            self._listed.add(path)
             if log is not None:
                 log.add(path, reason, is_logged=self.groups.is_main)
         if any(found):
