@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,6 @@ from PIL import Image
 from torch import Tensor
 
 from cogfast.config import load_config
-from cogfast.data.datasets import VideoManifest
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.folders import DataDir
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
 from cogfast.train.caching.command import cache_latents
@@ -124,19 +120,12 @@ def test_clips_and_pictures_resume_and_come_from_a_cache(tmp_path: Path, both: P
     assert losses(run_folder(tmp_path / "cached/runs")) == pytest.approx(expected, rel=1e-6)
 
 
-class ListedByOneRank(VideoManifest):
-    def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        assert os.environ["RANK"] == "0"
-        return super().find(data_dir, allow_empty_captions)
-
-
 def test_two_ranks_train_on_the_same_kind_in_a_step(tmp_path: Path, both: Path) -> None:
-    """They have the losses of one rank, with accumulation too, and resume them bit for bit. One lists the
-    samples, and each reads a part of the headers."""
+    """They have the losses of one rank, with accumulation too, and resume them bit for bit. Each
+    reads a part of the headers."""
     make(tmp_path / "one", both, *BOTH).train()
     base, run = str(tmp_path / "one/base.yaml"), tmp_path / "resumed/run"
     words = [f"args.train_data=[{both / 'data.jsonl'}]", *BOTH, "args.save_interval=4"]
-    words += [f"data.target={__name__}.ListedByOneRank"]
     (both / ".cogfast-index").unlink()
     words += ["deepspeed.train_micro_batch_size_per_gpu=1", "args.gradient_accumulation_steps=2"]
     straight = str(tmp_path / "two")
