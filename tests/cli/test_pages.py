@@ -120,7 +120,10 @@ def program(text: str) -> str:
     return f"import sys\nfrom cogfast.__main__ import main\nsys.exit(main({argv}))"
 
 
-@pytest.mark.parametrize("page", TUTORIALS)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.soak] * (page == "first_lora")) for page in TUTORIALS],
+)
 def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, monkeypatch) -> None:
     for name, family in TUTORIALS[page].items():
         (tmp_path / name).symlink_to(pipelines.path(family))

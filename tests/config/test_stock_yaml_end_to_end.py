@@ -389,7 +389,12 @@ def read_timesteps(case: Case, batch: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.soak] * ("2b" in name)) for name in CASES],
+    [
+        pytest.param(
+            name, marks=[pytest.mark.soak] * ("2b" in name or name == "cogvideox1.5_5b_i2v")
+        )
+        for name in CASES
+    ],
 )
 def test_train_evaluate_resume_and_sample(
     name: str,

@@ -50,6 +50,7 @@ def sampled(folder: Path) -> torch.Tensor:
 
 @pytest.mark.slow  # Inductor compiles C++
 @torch._dynamo.config.patch(recompile_limit=1)  # a run raises the limit
+@pytest.mark.soak
 def test_training_is_the_same_on_every_choice(tmp_path: Path, data: Path) -> None:
     """Compare losses, gradient norms, held-out losses and samples of one run, three ways.
 

@@ -224,6 +224,7 @@ def test_any_rotation_is_honoured(kind: str) -> None:
 
 
 @NEEDS_CPU_KERNELS
+@pytest.mark.soak
 def test_torch_compile() -> None:
     """Every block is one graph of the same kernels."""
     model = diffusers_model("5b").train()

@@ -81,7 +81,7 @@ def lose_the_second(machines: list[Forked]) -> None:
     assert "cogfast/train/" not in log, "a traceback"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_lost_machine_is_named(tmp_path: Path) -> None:
     base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), save_interval=1)
     save = tmp_path / "runs"

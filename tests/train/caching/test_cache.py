@@ -111,7 +111,7 @@ def write_vae_config(path: Path, data: Path, family: str = "5b", **args: object)
 @pytest.mark.parametrize(
     ("family", "arguments"),
     [
-        ("1.5_5b_i2v", []),
+        pytest.param("1.5_5b_i2v", [], marks=pytest.mark.soak),
         ("5b", ["data.params.buckets=[[9, 16, 32], [9, 32, 16]]"]),
         ("control", [f"model.network_config.params.in_channels={3 * CHANNELS}"]),
     ],

@@ -69,6 +69,7 @@ def test_a_kill_of_two_ranks_during_a_save_changes_nothing(tmp_path: Path, base:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
     """SIGUSR1, as Slurm sends it, to finetune_multi_gpus.sh: no process of it stays."""
     layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
