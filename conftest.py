@@ -23,6 +23,8 @@ if os.environ.get("COGFAST_TEST_ON_GPU") != "1":
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.support.s3_server import S3Server, s3_server  # noqa: E402
+
 # A shell that starts the tests in the background ignores Ctrl-C and hang-ups for all below it.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -66,6 +68,23 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collections, which took half a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Server]:
+    """An S3 server for the tests of a file."""
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(
+    running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[S3Server]:
+    """The file's S3 server, without faults, and a local cache of the test's own."""
+    running.prepare(monkeypatch, tmp_path / "local")
+    yield running
+    running.faults, running.watch = [], lambda method, path: None
 
 
 @pytest.fixture(scope="session")

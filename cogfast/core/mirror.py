@@ -273,12 +273,10 @@ def _comes_last(name: str) -> tuple[bool, str]:
 def _without_checkpoint_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return the objects without those of checkpoints, of which the manifests stay."""
     checkpoints = {match[1] for file in found if (match := _OF_RANK.fullmatch(file))}
-    is_inside = lambda file: any(str(above) in checkpoints for above in _folders(file))
+    manifests = {f"{checkpoint}/manifest.json" for checkpoint in checkpoints}
+    is_inside = lambda file: not checkpoints.isdisjoint(_folders(file))
     return {
-        file: about
-        for file, about in found.items()
-        if not is_inside(file)
-        or file.rpartition("/")[::2] in {(c, "manifest.json") for c in checkpoints}
+        file: about for file, about in found.items() if file in manifests or not is_inside(file)
     }
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -238,7 +239,8 @@ def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
     """Open a file for reading at any position. num_bytes: its size, if it is known, which saves a request."""
     if not is_url(name):
         return open(name, "rb")
-    return io.BufferedReader(_Object(name, num_bytes), _READ_AHEAD)
+    size = stat(name).num_bytes if num_bytes is None else num_bytes
+    return io.BufferedReader(RangeFile(partial(_range, name), size), _READ_AHEAD)
 
 
 def write(name: str, data: bytes) -> None:
@@ -493,12 +495,11 @@ def _range(url: str, start: int, end: int) -> bytes:
     return data
 
 
-class _Object(io.RawIOBase):
-    """An object as a seekable file, read by ranges."""
+class RangeFile(io.RawIOBase):
+    """A seekable file of `num_bytes` bytes, of which read(start, end) returns a range."""
 
-    def __init__(self, url: str, num_bytes: int | None) -> None:
-        self._url, self._at = url, 0
-        self._size = stat(url).num_bytes if num_bytes is None else num_bytes
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
+        self._read, self._size, self._at = read, num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -513,7 +514,8 @@ class _Object(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer).cast("B")
-        data = _range(self._url, self._at, min(self._at + len(view), self._size))
+        end = min(self._at + len(view), self._size)
+        data = self._read(self._at, end) if end > self._at else b""
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -574,7 +576,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     # No installed package handles the scheme.
     except (ImportError, ValueError) as error:
         has_own = url.startswith(("s3://", "gs://", "hf://"))
-        package = 'pip install "cogfast[stores]"' if has_own else "docs/data.md"
+        package = "pip install s3fs gcsfs" if has_own else "docs/data.md"
         raise StoreError(
             f"{url}: cannot be opened ({brief(error)}); install the package for its scheme ({package}), or "
             "correct it"

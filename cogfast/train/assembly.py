@@ -291,7 +291,7 @@ def assemble_datasets(
     if num_valid == 0:
         return Datasets(train, None)
     held_out = sorted(shuffled(i, len(train), args.seed, "split") for i in range(num_valid))
-    rest = np.delete(np.arange(len(train)), held_out).tolist()
+    rest = np.delete(np.arange(len(train)), held_out).tolist()  # sync: none, of NumPy
     return Datasets(_part(train, rest), _part(train, held_out))
 
 

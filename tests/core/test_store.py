@@ -21,27 +21,15 @@ from cogfast.core import store
 from cogfast.core.files import UNFINISHED
 from cogfast.core.mirror import copy_of, named_by_urls, url_of
 from cogfast.core.store import StoreError, local_copy, parse_cache
-from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.s3_server import Fault, S3Server
 
 _CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
 
-@pytest.fixture(scope="module")
-def running():
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for key, value in running.environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_PATIENCE", 0.2)
     monkeypatch.setattr(store, "_FIRST_PAUSE", 0.02)
-    running.faults, running.requests = [], []
-    yield running
-    running.faults = []
 
 
 def _written(server: S3Server, name: str, content: bytes = _CONTENT) -> str:
@@ -362,12 +350,12 @@ def test_folders_are_whole_and_stay_in_place(server):
 
 def test_a_file_of_weights_stays_and_is_known_by_its_url(server, tmp_path):
     url = _written(server, "m/w.bin")
-    left = tmp_path / "cache" / "folders" / "1-killed"
+    left = tmp_path / "local" / "folders" / "1-killed"
     left.mkdir(parents=True)
     (left / "lock").touch()
     copy = copy_of(url)
     assert not left.exists()
-    for file in (tmp_path / "cache").glob("[0-9a-f][0-9a-f]/*"):
+    for file in (tmp_path / "local").glob("[0-9a-f][0-9a-f]/*"):
         file.unlink()
     copy_of(f"{server.url}/m")  # another folder of this process
     assert url_of(copy) == url

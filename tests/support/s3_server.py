@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from cogfast.core.store import CACHE_VARIABLE
 
 _NUMBERS = count()
 _LINES = {
@@ -75,6 +80,13 @@ class S3Server:
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Lead this process and those that it starts here, with `cache` as their local cache."""
+        for key, value in self.environment.items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+        self.faults, self.requests = [], []
 
     def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]

@@ -24,7 +24,7 @@ from cogfast.core.store import StoreError
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
-from cogfast.data.sources.tar_shards import MEMBER, Member
+from cogfast.data.sources.tar_shards import MEMBER, open_member
 from cogfast.data.video.file import (
     MAX_FRAMES,
     check_file,
@@ -204,8 +204,8 @@ def _probe(clips: ClipList, index: int) -> Header:
         with store.open_file(file, num_bytes) as opened:
             if place is None:
                 return probe(opened, num_bytes or 0)
-            with Member(opened, *place) as member:
-                return probe(io.BufferedReader(member), place[1])
+            with open_member(opened, *place) as member:
+                return probe(member, place[1])
     except StoreError as error:
         return Header(reason=str(error).removeprefix(f"{file}: "))
     except BadSample as error:

@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,9 +41,6 @@ from cogfast.data.sources.folders import (
     decoded,
     named,
 )
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -124,34 +121,14 @@ def _read_meta(shard: str) -> bytes:
         return b""
 
 
-class Member(io.RawIOBase):
-    """A member of a shard, SHARD::NAME, as a seekable file."""
+def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
+    """Return a member of an open shard as a seekable file, whose end leaves the shard open."""
 
-    def __init__(self, shard: BinaryIO, offset: int, size: int) -> None:
-        self._offset, self._size, self._at, self._shard = offset, size, 0, shard
+    def read(start: int, end: int) -> bytes:
+        shard.seek(offset + start)
+        return shard.read(end - start)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer)
-        self._shard.seek(self._offset + self._at)
-        data = self._shard.read(max(0, min(len(view), self._size - self._at)))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._shard.close()
-        super().close()
+    return io.BufferedReader(store.RangeFile(read, size))
 
 
 def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:

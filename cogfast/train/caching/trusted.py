@@ -76,8 +76,7 @@ class TrustedCache:
         power = own.mean.float().square().mean()
         if own.logvar is not None:
             power += own.logvar.float().exp().mean()
-        # sync: for two clips, before any is encoded
-        ratio = stored.float().square().mean() / power.cpu()
+        ratio = stored.float().square().mean() / power.cpu()  # sync: for two clips, before encoding
         found = ratio.sqrt().item()  # sync: none, on the CPU
         scales = [scale_factor, *(member.scale_factor for member in self.members)]
         if min(scales, key=lambda scale: abs(found - scale)) != scale_factor:

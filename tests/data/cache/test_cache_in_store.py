@@ -13,24 +13,9 @@ from cogfast.data.cache import keys as keys_module
 from cogfast.data.cache.entries import BadEntry, Entries, difference, folders_of
 from cogfast.data.cache.keys import Sources, hash_file, hash_files
 from tests.data.cache.test_latent_cache import VIDEO, clip
-from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.s3_server import Fault, S3Server
 
 KEYS = [f"a{i % 2}{i}" for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def running():
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for key, value in running.environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "local"))
-    yield running
-    running.faults = []
 
 
 def requests_of(server: S3Server) -> list[str]:

@@ -67,12 +67,9 @@ def data(tmp_path_factory):
 @pytest.fixture
 def bucket(data, monkeypatch, tmp_path):
     folder, server = data
-    for key, value in server.environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    server.prepare(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "index"))
     monkeypatch.setattr(store, "_PATIENCE", 1.0)
-    server.faults = []
     if not store.find(server.url):
         for file in folder.rglob("*.*"):
             store.upload(file, f"{server.url}/{file.relative_to(folder)}")

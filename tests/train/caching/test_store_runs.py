@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from cogfast.config import load_config
 from cogfast.core import store
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.trainer import Trainer
-from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.s3_server import Fault, S3Server
 from tests.support.tiny_run import (
     CHANNELS,
     losses,
@@ -27,20 +26,9 @@ from tests.train.caching.test_cache import contents, write_vae_config
 from tests.train.caching.test_cache_kills import ALONE, kill, straight
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for key, value in running.environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "local"))
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_PATIENCE", 0.3)
-    yield running
-    running.faults = []
 
 
 def objects(url: str) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,28 +32,18 @@ from cogfast.train.run.checkpoint_writer import _prune
 from cogfast.train.run.folder import checkpoint_to_resume, open_run_folder
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
-from tests.support.s3_server import Fault, S3Server, s3_server
+from tests.support.s3_server import Fault, S3Server
 from tests.support.tiny_run import launch_ranks, run, start, write_clips, write_config
 
 STEPS = 6
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 
 
-@pytest.fixture(scope="module")
-def running():
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for key, value in running.environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(store, "_PATIENCE", 1.0)
     monkeypatch.setattr(store, "_PART_TRIES", 1)
-    yield running
-    running.faults, running.watch = [], lambda method, path: None
+    yield
     copy_of.cache_clear()
 
 
@@ -130,7 +120,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     assert not any("00000002" in name for name in names(url))
     assert "run.lock" not in names(url)
     # Another machine: nothing of the run is here.
-    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "local")
     train(base, save, "args.resume=latest", step)
     found = names(url)
     kept = {name.split("/")[1] for name in found if name.startswith("checkpoints/")}
@@ -143,7 +133,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     assert f"--resume {url}" in caplog.text
     assert_same_run(whole, Path(download(save, tmp_path / "all")), STEPS)
     # This machine keeps no weights.
-    assert not [*(tmp_path / "cache" / "runs").rglob("rank-*")]
+    assert not [*(tmp_path / "local" / "runs").rglob("rank-*")]
 
 
 @pytest.mark.soak
