@@ -53,6 +53,7 @@ def measured():
     return outcome
 
 
+@pytest.mark.soak
 def test_rates_follow_from_bytes_and_times(measured) -> None:
     # tokens x width of ROTARY in bf16, and how many such tensors are read and written
     unit = (3 + 2 * 3 * 5) * 3 * 64 * 2
@@ -83,6 +84,7 @@ def test_rates_follow_from_bytes_and_times(measured) -> None:
         assert row["percent_of_copy"] == pytest.approx(100 * row["gb_per_s"] / copy)
 
 
+@pytest.mark.soak
 def test_every_peer_is_timed(measured) -> None:
     for row in measured.rows:
         peers = {key.removeprefix("vs ") for key, value in row.items() if key.startswith("vs ")}

@@ -122,7 +122,10 @@ def program(text: str) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.soak] * (page == "first_lora")) for page in TUTORIALS],
+    [
+        pytest.param(page, marks=[pytest.mark.soak] * (page in ("first_lora", "all_weights")))
+        for page in TUTORIALS
+    ],
 )
 def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, monkeypatch) -> None:
     for name, family in TUTORIALS[page].items():
