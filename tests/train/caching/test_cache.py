@@ -42,7 +42,7 @@ from tests.support.tiny_run import (
 )
 from tests.train.test_encode import noised_by_hand
 
-NUM_CLIPS = 20
+NUM_CLIPS = 10
 
 
 class Recorder(Trainer):
@@ -122,7 +122,7 @@ def test_training_from_the_cache_is_training_from_pixels(
 ) -> None:
     """Latents, embeddings and noised images bit for bit, over more than an epoch, the losses, and
     the videos sampled in an evaluation."""
-    args = {"train_iters": 6, "split": "4,1,0", "num_workers": 1, "eval_interval": 6}
+    args = {"train_iters": 3, "split": "4,1,0", "num_workers": 1, "eval_interval": 3}
     is_control, has_condition = family == "control", family != "5b"
     base = write_vae_config(tmp_path / "base.yaml", data, "5b" if is_control else family, **args)
     if is_control:
@@ -151,7 +151,7 @@ def test_training_from_the_cache_is_training_from_pixels(
         runs[name] = Recorder(config)
         runs[name].train()
     assert runs["cache"].paths == runs["pixels"].paths
-    assert len(set(runs["cache"].paths)) == 16 and len(runs["cache"].paths) == 24
+    assert len(set(runs["cache"].paths)) == 8 and len(runs["cache"].paths) == 12
     for found, expected in zip(runs["cache"].seen, runs["pixels"].seen, strict=True):
         assert len(found) == (3 if has_condition else 2)
         for tensor, other in zip(found, expected, strict=True):
@@ -165,7 +165,7 @@ def test_training_from_the_cache_is_training_from_pixels(
     )
     assert found == expected and len(found) == 1
     found, expected = (
-        [path.read_bytes() for path in (folder / "samples" / "step-00000006").glob("*.mp4")]
+        [path.read_bytes() for path in (folder / "samples" / "step-00000003").glob("*.mp4")]
         for folder in folders
     )
     assert found == expected and len(found) == 1
@@ -358,13 +358,13 @@ def test_noised_images_of_the_cache_are_the_encoders(data: Path, tmp_path: Path)
 
     run.evaluator.args = replace(run.args, eval_num_samples=2)
     shown = [prompt.image for prompt in run.evaluator._prompts(run.size.latents, "")]
-    unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[2])]
+    unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[1])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
 
     before, plain = contents(tmp_path / "cache"), load_config([base], arguments)
     match = (
         r"cache made by first frames kept False, the config has True; cache made by "
-        r"args.cached_noised_images 3, the config has none: 0 of 20 usable; run `cogfast cache`"
+        r"args.cached_noised_images 3, the config has none: 0 of 10 usable; run `cogfast cache`"
     )
     with pytest.raises(ValueError, match=match):
         datasets_of(plain)
@@ -392,14 +392,14 @@ def test_only_changed_clips_are_encoded_again(
     for name in ("2", "other"):
         (clips / "labels" / f"{name}.txt").write_text("another caption")
     with pytest.raises(
-        ValueError, match=r"videos changed or moved since caching: 17 of 21 usable; run `cog"
+        ValueError, match=r"videos changed or moved since caching: 7 of 11 usable; run `cog"
     ):
         Trainer(config)
     caplog.clear()
     cache_latents(config)
     # 0 and 1 are the same now, and so are 2's caption and that of the copy of the old 2.
-    assert f"{cache}: encoding 1 of 20 clips and 1 of 20 captions" in caplog.text
-    assert f"{cache}: 21 samples, 0 bad" in caplog.text
+    assert f"{cache}: encoding 1 of 10 clips and 1 of 10 captions" in caplog.text
+    assert f"{cache}: 11 samples, 0 bad" in caplog.text
     after = contents(cache)
     assert before.items() <= after.items() and len(after) == len(before) + 2
     # If nothing is missing, no frozen part is built.
@@ -436,7 +436,7 @@ def test_another_vae_or_text_encoder_is_refused_with_counts(data: Path, tmp_path
     for what, file in others.items():
         arguments = [cache, "data.params.fps=4"] if what == "data.params.fps" else [cache]
         match = (
-            rf"cache made by {what} \w+, the config has \w+: 0 of 20 usable; run `cogfast cache`"
+            rf"cache made by {what} \w+, the config has \w+: 0 of 10 usable; run `cogfast cache`"
         )
         with pytest.raises(ValueError, match=match):
             Trainer(load_config([file], arguments))
@@ -448,7 +448,7 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
     shutil.copytree(data, clips)
     torn = clips / "videos" / "5.mp4"
     torn.write_bytes(torn.read_bytes()[:600])
-    args = {"max_bad_fraction": 0.2, "train_iters": 10, "cached_noised_images": 1}
+    args = {"max_bad_fraction": 0.4, "train_iters": 5, "cached_noised_images": 1}
     base = write_config(tmp_path / "base.yaml", clips, "5b_i2v", **args)
     config = load_config([base], [f"args.latent_cache={cache}"])
     encode_moments, num_calls = Encoder.encode_moments, 0
@@ -479,8 +479,8 @@ def test_bad_samples_are_listed_and_passed_over(data: Path, tmp_path: Path) -> N
     next(path for path in bad if "readable" in path.read_text()).unlink()
     cache_latents(config)
     assert contents(cache) == before
-    config.args.max_bad_fraction = 0.1
-    with pytest.raises(ValueError, match=r"3/20 videos unreadable \(>10%\), args.max_bad_fraction"):
+    config.args.max_bad_fraction = 0.2
+    with pytest.raises(ValueError, match=r"3/10 videos unreadable \(>20%\), args.max_bad_fraction"):
         cache_latents(config)
 
 

@@ -103,7 +103,6 @@ class Run:
 
 QUICK = [
     Run("int8, blocks, activations", "cp 2", stage=3),
-    Run("fp8", "tp 2"),
     Run("8bit, ema, activations", "tp 2"),
     Run("8bit, ema, activations", "cp 2", resumed_from=Run("8bit, ema, activations", "tp 2")),
 ]
