@@ -9,7 +9,6 @@ may spill registers or lack shared memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from bench.harness.command import parser_of
 from bench.kernel_ops.compile_cases import CASES, CompileCase
 
 _NUM_PROCESSES = 2
@@ -205,9 +205,7 @@ def table(rows: Sequence[Figures]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--arch", type=int, nargs="+", choices=ARCHES, default=[_LIMITED_ARCH], metavar="SM"
     )

@@ -12,7 +12,6 @@ On a GPU, `bench.gpu_run data` compares DALI with the first two sides.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bench.clips.video_clips import SIZES, TINY_SIZES, generated_clips, real_clips
-from bench.harness.machine import write_report
-from bench.harness.outcome import Outcome, Row, Settings, table
+from bench.harness.command import finish, parser_of
+from bench.harness.outcome import Outcome, Row, Settings
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
@@ -215,9 +214,7 @@ def measure_data(settings: Settings) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of data.json")
     parser.add_argument(
         "--clips", type=Path, help="folder of the generated clips; default: a temporary one"
@@ -236,12 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.tiny:
             paths = {**real_clips(), **paths}
         outcome = measure_clips(paths, CPU_SIDES, arguments.seconds, arguments.rounds)
-    print(table(outcome))
-    out = arguments.out
     load_average = {"before": load, "after": os.getloadavg()[0]}  # the bench itself adds 1 to 2
-    answer = {"is_tiny": arguments.tiny, "load_average": load_average, "rows": outcome.rows}
-    write_report(out / "data.json", "data", torch.device("cpu"), **answer)
-    return 0
+    more = {"is_tiny": arguments.tiny, "load_average": load_average}
+    return finish(outcome, arguments.out / "data.json", "data", **more)
 
 
 if __name__ == "__main__":

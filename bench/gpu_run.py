@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from bench.harness import command
 from bench.harness.machine import describe_machine
-from bench.harness.outcome import Outcome, Settings, table
+from bench.harness.outcome import Outcome, Settings
 from bench.harness.timing import wait_for
-from cogfast.core.files import write_text
 
 _TRACE_LINES = 12
 _MINUTES = 9.0
@@ -94,10 +94,8 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
 
     def write(outcome: Outcome, is_complete: bool) -> None:
         seconds = round(time.perf_counter() - started, 2)
-        answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
-        whole = {**report, "is_complete": is_complete, "seconds": seconds, **answer}
-        # A run that is killed leaves the old file or the new one.
-        write_text(out / f"{name}.json", json.dumps(whole, indent=1) + "\n")
+        more = {**report, "is_complete": is_complete, "seconds": seconds}
+        command.write(out / f"{name}.json", outcome, **more)
 
     kept = [Outcome()]
 
@@ -121,9 +119,7 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
         print("\n".join(f"  {line}" for line in lines[-_TRACE_LINES:]))
     outcome = kept[0]
     write(outcome, is_complete="error" not in report)
-    print(table(outcome))
-    for problem in outcome.problems:
-        print(f"  WRONG: {problem}")
+    command.show(outcome)
     is_well = "error" not in report and not outcome.problems
     seconds = time.perf_counter() - started
     print(f"  {'ok' if is_well else 'FAILED'}, {seconds:.1f} s", flush=True)
@@ -137,10 +133,10 @@ def run_apart(name: str, arguments: argparse.Namespace, minutes: float) -> bool:
     """
     path = arguments.out / f"{name}.json"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "bench.gpu_run", name, "--out", str(arguments.out)]
-    command += ["--device", arguments.device, "--minutes", f"{minutes:.2f}"]
-    command += ["--tiny"] * arguments.tiny
-    process = subprocess.Popen(command, start_new_session=True)
+    words = [sys.executable, "-m", "bench.gpu_run", name, "--out", str(arguments.out)]
+    words += ["--device", arguments.device, "--minutes", f"{minutes:.2f}"]
+    words += ["--tiny"] * arguments.tiny
+    process = subprocess.Popen(words, start_new_session=True)
     try:
         status = process.wait(60 * minutes)
         end = f"its process ended with status {status}"
@@ -181,9 +177,7 @@ def run_part(arguments: argparse.Namespace, deadline: float) -> tuple[list[str],
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser_of(__doc__)
     parser.add_argument("part", choices=[*PARTS, *PIECES])
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -10,7 +10,6 @@ listed as such. Without either option the tables are printed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.harness.command import parser_of
 from bench.harness.outcome import WRONG, Row
 
 Report = Mapping[str, object]
@@ -498,9 +498,7 @@ def all_folders() -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="default: all under bench/results")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write all tables into this file")
     parser.add_argument("--readme", type=Path, help="write the compact table into this file")

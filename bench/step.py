@@ -12,27 +12,19 @@ attention) and no recomputation; MFU is their rate over the dense bf16 peak of t
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import torch
 
-from bench.harness.machine import write_report
-from bench.harness.outcome import Outcome, Row, table
-from bench.steps.step_cases import (
-    Case,
-    Engine,
-    Mode,
-    Plan,
-    measure_case,
-)
+from bench.harness.command import finish, parser_of
+from bench.harness.outcome import Outcome, Row
+from bench.steps.step_cases import Case, Engine, Mode, Plan, measure_case
 from bench.steps.step_models import MODELS
 from bench.steps.step_sides import SIDES, Policy, free_memory
 
@@ -96,9 +88,7 @@ def _measure_safely(case: Case, plan: Plan) -> tuple[dict[str, object], list[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     many = lambda name, choices, default: parser.add_argument(
         name, nargs="+", choices=get_args(choices), default=[default]
     )
@@ -118,12 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(argv)
-    if arguments.layers is not None and not (
-        1 <= arguments.layers <= MODELS[arguments.model][0].num_layers
-    ):
-        parser.error(
-            f"--layers must be 1 to {MODELS[arguments.model][0].num_layers} for {arguments.model}"
-        )
+    most = MODELS[arguments.model][0].num_layers
+    if arguments.layers is not None and not 1 <= arguments.layers <= most:
+        parser.error(f"--layers must be 1 to {most} for {arguments.model}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     default_dtype = "float32" if arguments.device == "cpu" else "bfloat16"
@@ -141,12 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode, engine, checkpointing in product(*options)
     ]
     outcome = measure_cases(cases, plan)
-    print(table(replace(outcome, numbers={})))
-    for problem in outcome.problems:
-        print(f"  WRONG: {problem}")
-    answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
-    write_report(arguments.out, "step", plan.device, threads=arguments.threads, **answer)
-    return 1 if outcome.problems else 0
+    return finish(outcome, arguments.out, "step", arguments.device, threads=arguments.threads)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,8 +25,8 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.clips.video_clips import TINY_SIZES, copies, generated_clips
-from bench.harness.machine import write_report
-from bench.harness.outcome import Outcome, Row, Settings, table
+from bench.harness.command import finish, parser_of
+from bench.harness.outcome import Outcome, Row, Settings
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 300
@@ -236,21 +235,13 @@ def _train(case: Case, folder: Path, name: str, overrides: Sequence[str]) -> Row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of data_runs.json")
     out = parser.parse_args(argv).out
     load = os.getloadavg()[0]
     outcome = measure_quickstart()
-    print(table(outcome))
-    for problem in outcome.problems:
-        print(f"  WRONG: {problem}")
     load_average = {"before": load, "after": os.getloadavg()[0]}
-    answer = {key: getattr(outcome, key) for key in ("numbers", "rows", "problems")}
-    cpu = torch.device("cpu")
-    write_report(out / "data_runs.json", "data_runs", cpu, load_average=load_average, **answer)
-    return 1 if outcome.problems else 0
+    return finish(outcome, out / "data_runs.json", "data_runs", load_average=load_average)
 
 
 if __name__ == "__main__":

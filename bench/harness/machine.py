@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -48,14 +47,6 @@ def cpu_name() -> str:
     labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
     extras = [label for flag, label in labels.items() if flag in present]
     return f"{name} ({', '.join(extras)})" if extras else name
-
-
-def write_report(path: Path | None, piece: str, device: torch.device, **content: object) -> None:
-    """Write the JSON file of a piece that runs alone; nothing if path is None."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        report = {"piece": piece, **describe_machine(device), **content}
-        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def list_facts(settings: Settings) -> Outcome:

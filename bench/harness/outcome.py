@@ -61,7 +61,7 @@ class Outcome:
 
 def table(outcome: Outcome) -> str:
     """Format the numbers, one per line, and then the rows under their keys."""
-    lines = [f"  {key}: {_cell(value)}" for key, value in outcome.numbers.items()]
+    lines = [f"  {key}: {_cell(value)}" for key, value in outcome.numbers.items() if value != []]
     if outcome.rows:
         cells = [list(outcome.shown)]
         cells += [[_cell(row.get(key)) for key in outcome.shown] for row in outcome.rows]

@@ -9,12 +9,13 @@ AdamW and an EMA; the floor has neither loss nor optimizer. Ratios are medians o
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -22,18 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.harness.machine import write_report
-from bench.harness.outcome import Outcome, Row, table
+from bench.harness.command import finish, parser_of
+from bench.harness.outcome import Outcome, Row
 from bench.harness.timing import spread, wait_for
 from bench.steps.step_cases import make_call
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
 from cogfast.model.block import MLP_RATIO
 
-CPU = torch.device("cpu")
-PEERS = ("diffusers", "diffusers compiled")
-CONTENDERS = ("ours", *PEERS, "floor")
+CONTENDERS = ("ours", "diffusers", "diffusers compiled", "floor")
 _WARM_UP = 3
+_GPU_LAYERS = 4  # all contenders are in a GPU's memory together
 
 
 class Floor(nn.Module):
@@ -86,17 +86,63 @@ class Floor(nn.Module):
         return total + self.unembed(x[:, batch.text.shape[1] :]).sum()
 
 
-def measure(model: str, dtype: torch.dtype, threads: int, rounds: int) -> Row:
-    """Time all contenders in `rounds` rounds and return a row of milliseconds and ratios."""
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
-    config, batch_size = MODELS[model]
-    variant = Variant(config, batch_size, dtype, CPU)
-    calls = {name: _make(name, variant) for name in CONTENDERS}
-    times = take_turns(calls, rounds, CPU)
-    free_memory(CPU)
-    described = {"model": model, "dtype": str(dtype).removeprefix("torch."), "threads": threads}
-    return described | summarize(times)
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The rows of contenders that take turns.
+
+    make: returns the call of a contender. ratios: {key of a row: two contenders, whose times are divided}.
+    """
+
+    piece: str
+    contenders: Sequence[str]
+    make: Callable[[str, Variant], Callable[[], None]]
+    ratios: Mapping[str, tuple[str, str]]
+
+    def measure(
+        self, model: str, dtype: torch.dtype, threads: int, rounds: int, device: str = "cpu"
+    ) -> Row:
+        """Time all contenders in `rounds` rounds and return a row of milliseconds and ratios."""
+        torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        config, batch_size = MODELS[model]
+        layers = config.num_layers if device == "cpu" else min(_GPU_LAYERS, config.num_layers)
+        config = replace(config, num_layers=layers)
+        variant = Variant(config, batch_size, dtype, torch.device(device))
+        calls = {name: self.make(name, variant) for name in self.contenders}
+        times = take_turns(calls, rounds, variant.device)
+        free_memory(variant.device)
+        row = {"model": model, "dtype": str(dtype).removeprefix("torch."), "num_layers": layers}
+        row |= {"num_tokens": variant.num_tokens, "batch_size": batch_size}
+        row |= {"threads": threads} if device == "cpu" else {}
+        return row | self.summarize(times)
+
+    def summarize(self, times: Mapping[str, list[float]]) -> Row:
+        """Return the spread of the milliseconds of each contender, and medians of ratios over rounds."""
+        row: dict[str, object] = {}
+        for name, samples in times.items():
+            row |= {f"{name} {key}": value for key, value in spread(samples).items()}
+        for key, (one, other) in self.ratios.items():
+            pairs = zip(times[one], times[other], strict=True)
+            row[key] = statistics.median(a / b for a, b in pairs)
+        return row
+
+    def main(self, text: str | None, dtypes: Sequence[str], argv: Sequence[str] | None) -> int:
+        parser = parser_of(text)
+        many = partial(parser.add_argument, nargs="+")
+        many("--model", choices=MODELS, default=["quickstart", "tiny", "wide"])
+        many("--dtype", choices=["float32", "bfloat16"], default=dtypes)
+        many("--threads", type=int, default=[1, 2])
+        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+        parser.add_argument("--rounds", type=int, default=20)
+        parser.add_argument("--out", type=Path, help="write the figures as JSON")
+        given = parser.parse_args(argv)
+        threads = given.threads if given.device == "cpu" else given.threads[:1]
+        rows = [
+            self.measure(model, getattr(torch, dtype), number, given.rounds, given.device)
+            for model, dtype, number in product(given.model, given.dtype, threads)
+        ]
+        outcome = Outcome(rows=rows, shown=[key for key in rows[0] if "p10" not in key])
+        return finish(outcome, given.out, self.piece, given.device)
 
 
 def take_turns(
@@ -118,18 +164,7 @@ def take_turns(
     return times
 
 
-def summarize(times: dict[str, list[float]]) -> Row:
-    """Return the spread of the milliseconds of each contender, and medians of ratios over rounds."""
-    row: Row = {}
-    for name, samples in times.items():
-        row |= {f"{name} {key}": value for key, value in spread(samples).items()}
-    over = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
-    row["speed-up over diffusers"] = over("diffusers", "ours")
-    row["over compiled diffusers"] = over("diffusers compiled", "ours")
-    return row
-
-
-def _make(name: str, variant: Variant) -> Callable[[], None]:
+def make_step(name: str, variant: Variant) -> Callable[[], None]:
     """Return one training step of a contender."""
     if name == "floor":
         network, batch = Floor(variant), draw_batch(variant)
@@ -146,27 +181,9 @@ def _make(name: str, variant: Variant) -> Callable[[], None]:
     return make_call(side, built, variant)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", nargs="+", choices=MODELS, default=["quickstart", "tiny", "wide"]
-    )
-    parser.add_argument(
-        "--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
-    )
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    arguments = parser.parse_args(argv)
-    rows = []
-    for model, dtype, threads in product(arguments.model, arguments.dtype, arguments.threads):
-        rows.append(measure(model, getattr(torch, dtype), threads, arguments.rounds))
-    print(table(Outcome(rows=rows, shown=[key for key in rows[0] if "p10" not in key])))
-    write_report(arguments.out, "cpu_peers", CPU, rows=rows)
-    return 0
-
+RATIOS = {"speed-up over diffusers": ("diffusers", "ours")}
+RATIOS["over compiled diffusers"] = ("diffusers compiled", "ours")
+PEERS = Comparison("cpu_peers", CONTENDERS, lambda *of: make_step(*of), RATIOS)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PEERS.main(__doc__, ["float32", "bfloat16"], None))

@@ -9,7 +9,6 @@ the EMA that CogVideo's trainer does not have. tests/finetune/test_runs.py compa
 
 from __future__ import annotations
 
-import argparse
 import io
 import statistics
 import sys
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from bench.harness.command import parser_of
 from bench.harness.outcome import Outcome, Row, table
 from bench.harness.timing import spread, wait_for
 from bench.steps.step_models import MODELS, Variant
@@ -252,9 +252,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["tiny"])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -40,7 +40,7 @@ def test_ratios_are_medians_over_rounds() -> None:
     """Rounds in which all contenders take longer leave the ratios as they are."""
     milliseconds = dict(zip(cpu_peers.CONTENDERS, (20, 40, 30, 5), strict=True))
     times = {name: [ms, 3 * ms, 2 * ms] for name, ms in milliseconds.items()}
-    row = cpu_peers.summarize(times)
+    row = cpu_peers.PEERS.summarize(times)
     assert row["ours median_ms"] == 40
     assert row["speed-up over diffusers"] == 2
     assert row["over compiled diffusers"] == 1.5
@@ -48,11 +48,11 @@ def test_ratios_are_medians_over_rounds() -> None:
 
 def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(cpu_peers, "_make", lambda name, variant: lambda: calls.update([name]))
+    monkeypatch.setattr(cpu_peers, "make_step", lambda name, variant: lambda: calls.update([name]))
     out = tmp_path / "peers.json"
     arguments = f"--model tiny --dtype float32 --threads 1 --rounds 4 --out {out}"
     with threads(1):  # main sets the number of threads
-        assert cpu_peers.main(arguments.split()) == 0
+        assert cpu_peers.PEERS.main("", ["bfloat16"], arguments.split()) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert {row[f"{name} num_samples"] for name in cpu_peers.CONTENDERS} == {4}
     assert set(calls) == set(cpu_peers.CONTENDERS) and len(set(calls.values())) == 1
@@ -60,7 +60,7 @@ def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.soak  # Inductor compiles C++
 def test_all_contenders_run() -> None:
-    row = cpu_peers.measure("5b-smallest", torch.float32, threads=1, rounds=2)
+    row = cpu_peers.PEERS.measure("5b-smallest", torch.float32, threads=1, rounds=2)
     assert all(row[f"{name} num_samples"] == 2 for name in cpu_peers.CONTENDERS)
 
 
@@ -72,11 +72,11 @@ def test_rows_of_diffusers_kernels(monkeypatch, tmp_path) -> None:
     calls: Counter[str] = Counter()
     pretend = lambda name, _: lambda: calls.update([name]) or time.sleep(seconds[name])
     monkeypatch.setattr(diffusers_kernels, "make_call", pretend)
-    monkeypatch.setattr(diffusers_kernels, "take_turns", recorded := Recorded())
+    monkeypatch.setattr(cpu_peers, "take_turns", recorded := Recorded(cpu_peers.take_turns))
     out = tmp_path / "rows.json"
     arguments = f"--model tiny --dtype float32 --threads 1 --rounds 5 --out {out}"
     with threads(1):
-        assert diffusers_kernels.main(arguments.split()) == 0
+        assert diffusers_kernels.KERNELS.main("", ["bfloat16"], arguments.split()) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert len(set(calls.values())) == 1 and calls.keys() == seconds.keys()
     assert (row["num_tokens"], row["num_layers"], row["threads"]) == (1000, 6, 1)
@@ -86,6 +86,9 @@ def test_rows_of_diffusers_kernels(monkeypatch, tmp_path) -> None:
 
 
 class Recorded:
+    def __init__(self, take_turns):
+        self.take_turns = take_turns
+
     def __call__(self, *arguments):
-        self.times = cpu_peers.take_turns(*arguments)
+        self.times = self.take_turns(*arguments)
         return self.times
