@@ -33,6 +33,10 @@ class BadSample(Exception):
         return f"{self.path}: {self.reason}"
 
 
+class Unavailable(BadSample):
+    """A sample that its store does not give now, but may give later."""
+
+
 class BadSampleLog:
     """The distinct bad samples of a run, in a JSON-lines file that all ranks share.
 

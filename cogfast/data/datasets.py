@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -205,7 +205,7 @@ class CaptionedVideos(Dataset):
         except BadSample as error:
             # Readers know only the file; logs also need the part of it.
             reason = error.reason.removeprefix(f"{self.clips.files[index]}: ")
-            raise BadSample(self.name(index), reason) from None
+            raise type(error)(self.name(index), reason) from None
         # Kept clips are never replaced: every epoch reads every clip once, so a different subset
         # would not be read more often.
         num_bytes = sum(v.nbytes for v in sample.values() if isinstance(v, Tensor))
@@ -214,18 +214,19 @@ class CaptionedVideos(Dataset):
             self._kept[index] = sample.copy()
         return sample
 
-    def fetch(self, indices: Sequence[int]) -> None:
-        """Copy the files of samples from their stores to this machine, many at once. Faults show when they are read."""
+    def fetch(self, indices: Sequence[int], names: Collection[str] | None = None) -> None:
+        """Copy files of samples from their stores, many at once; faults show later. names: of further files alone."""
+        others = self.clips.others
+        lists = [self.clips, *others.values()] if names is None else [others[n] for n in names]
 
         def copy(index: int) -> None:
-            for one in (self.clips, *self.clips.others.values()):
+            for one in lists:
                 file, member, _ = one.files[index].partition(MEMBER)
                 part = one.places[index].tolist() if member and one.places is not None else None
                 with suppress(BadSample):
                     self.clips.local(file, part and tuple(part))
 
-        if any(store.is_url(self.clips.files[index]) for index in indices):
-            list(store.in_threads(copy, indices))
+        list(store.in_threads(copy, indices))
 
     def read_video(self, name: str, index: int, bucket: Bucket) -> Tensor:
         """Read the "video" of a sample, another one or its mask, at another size, [F, C, H, W] as in a Sample.
@@ -302,7 +303,7 @@ class CaptionedVideos(Dataset):
             else:
                 video, own = videos._decode(index, settings)
         except BadSample as error:
-            raise BadSample(file, f"its {name} {file}: {error.reason}") from None
+            raise type(error)(file, f"its {name} {file}: {error.reason}") from None
         if own and of_clip and not np.array_equal(own.indices, of_clip.indices):
             raise BadSample(file, f"its {name} {file} {OTHER_FRAMES}")
         return video if name == "control" else mask_of(video, file, f"its mask {file}")
@@ -379,8 +380,7 @@ class ListedVideos(CaptionedVideos, ABC):
     reads_pixels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(ClipSettings)}
-        settings = ClipSettings(**given)
+        settings = ClipSettings(**{f.name: getattr(self, f.name) for f in fields(ClipSettings)})
         self.has_pictures = bool(settings.picture_buckets)
         shapes = checked_shapes(self.tensors)
         if shapes and self.buckets:

@@ -64,6 +64,12 @@ class Layout:
         setup = self.plan.setup
         return setup.rules.data_size // setup.context_size, setup.context_size, setup.model_size
 
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Return the seconds of a step: matmul, attention, memory-bound, and waits for links, to the host, too."""
+        step = self.step
+        return step.matmul, step.attention, step.memory_bound, step.communication + step.transfers
+
 
 def predict_saving(setup: Setup, gpu: Gpu, step: float, failures: float) -> Saving:
     """Predict what checkpoints and failures cost. step: seconds. failures: per 1,000 GPUs and day."""
@@ -142,45 +148,38 @@ def find_layouts(
     return found
 
 
-Columns = Mapping[str, Callable[[Layout], str]]
-_LAYOUTS: Columns = {
-    "dp x cp x tp": lambda x: " x ".join(str(n) for n in x.mesh),
-    "accum.": lambda x: f"{x.plan.setup.rules.accumulation}",
-    "global batch": lambda x: f"{x.samples}",
-    "peak GiB": lambda x: f"{x.plan.peak / GIB:.1f}",
-    "step s": lambda x: f"{x.step.seconds:.3f}",
-    "= matmul, attention, memory, links": lambda x: (
-        f"{x.step.matmul:.3f} + {x.step.attention:.3f} + {x.step.memory_bound:.3f} + {x.step.communication:.3f}"
-    ),
-    "MFU": lambda x: f"{x.step.mfu:.1%}",
-    "samples/s": lambda x: f"{x.step.samples_per_second:.3g}",
+# The columns of each table, by their heads. Only the first one has several layouts of a number of GPUs.
+_TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
+    "The fastest layouts that fit:": {
+        "dp x cp x tp": lambda x: " x ".join(map(str, x.mesh)),
+        "accum.": lambda x: f"{x.plan.setup.rules.accumulation}",
+        "global batch": lambda x: f"{x.samples}",
+        "peak GiB": lambda x: f"{x.plan.peak / GIB:.1f}",
+        "step s": lambda x: f"{x.step.seconds:.3f}",
+        "= matmul, attention, memory, links": lambda x: " + ".join(f"{s:.3f}" for s in x.parts),
+        "MFU": lambda x: f"{x.step.mfu:.1%}",
+        "samples/s": lambda x: f"{x.step.samples_per_second:.3g}",
+    },
+    "What a GPU sends in a step of the first layout of each, by NVLink (or PCIe) and InfiniBand:": {
+        "GB in its machine": lambda x: f"{x.step.links.machine_bytes / 1e9:.2f}",
+        "take s": lambda x: f"{x.step.links.machine_seconds:.3f}",
+        "GB to other machines": lambda x: f"{x.step.links.network_bytes / 1e9:.2f}",
+        "take s ": lambda x: f"{x.step.links.network_seconds:.3f}",
+        "together s": lambda x: f"{x.step.links.seconds:.3f}",
+        "hidden": lambda x: f"{1 - x.step.links.exposed / (x.step.links.seconds or 1):.0%}",
+    },
+    "Checkpoints, of the first layout of each, and failures:": {
+        "checkpoint GB": lambda x: f"{x.saving.num_bytes / 1e9:.1f}",
+        "wait s": lambda x: f"{x.saving.copy:.3f}",
+        "disk s": lambda x: f"{x.saving.disk:.1f}",
+        "store s": lambda x: f"{x.saving.store:.1f}",
+        "a failure each": lambda x: f"{x.saving.apart / 3600:.0f} h",
+        "best interval": lambda x: f"{x.saving.interval / 60:.1f} min",
+        "in steps": lambda x: f"{max(1, round(x.saving.interval / x.step.seconds))}",
+        "lost per failure": lambda x: f"{x.saving.lost / 60:.1f} min",
+        "goodput": lambda x: f"{x.saving.goodput:.2%}",
+    },
 }
-_LINKS: Columns = {
-    "GB in its machine": lambda x: f"{x.step.links.machine_bytes / 1e9:.2f}",
-    "take s": lambda x: f"{x.step.links.machine_seconds:.3f}",
-    "GB to other machines": lambda x: f"{x.step.links.network_bytes / 1e9:.2f}",
-    "take s ": lambda x: f"{x.step.links.network_seconds:.3f}",
-    "together s": lambda x: f"{x.step.links.seconds:.3f}",
-    "hidden": lambda x: f"{1 - x.step.links.exposed / (x.step.links.seconds or 1):.0%}",
-}
-_SAVINGS: Columns = {
-    "checkpoint GB": lambda x: f"{x.saving.num_bytes / 1e9:.1f}",
-    "wait s": lambda x: f"{x.saving.copy:.3f}",
-    "disk s": lambda x: f"{x.saving.disk:.1f}",
-    "store s": lambda x: f"{x.saving.store:.1f}",
-    "a failure each": lambda x: f"{x.saving.apart / 3600:.0f} h",
-    "best interval": lambda x: f"{x.saving.interval / 60:.1f} min",
-    "in steps": lambda x: f"{max(1, round(x.saving.interval / x.step.seconds))}",
-    "lost per failure": lambda x: f"{x.saving.lost / 60:.1f} min",
-    "goodput": lambda x: f"{x.saving.goodput:.2%}",
-}
-
-
-def _table(title: str, columns: Columns, layouts: Iterable[Layout]) -> list[str]:
-    rows = [["GPUs", *columns]]
-    rows += [[str(x.plan.setup.world_size), *(of(x) for of in columns.values())] for x in layouts]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["", title, *("  ".join(map(str.rjust, row, widths)) for row in rows)]
 
 
 def describe_table(
@@ -192,23 +191,26 @@ def describe_table(
     reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
     if not fitting:
         raise ValueError(reasons[-1])
-    best, setup = [each[0] for each in fitting], fitting[0][0].plan.setup
-    shown = [layout for each in fitting for layout in each[:_SHOWN]]
+    step, setup = fitting[0][0].step, fitting[0][0].plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     lines = [
-        model_line(TrainArguments.from_config(config), best[0].plan),
+        model_line(TrainArguments.from_config(config), fitting[0][0].plan),
         f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
         f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
-        f"All figures are predicted, none was measured; {best[0].step.attention_rates}.",
-        *_table("The fastest layouts that fit:", _LAYOUTS, shown),
-        *reasons,
-        *_table(
-            "What a GPU sends in a step of the first layout of each, by NVLink (or PCIe) and InfiniBand:",
-            _LINKS,
-            best,
-        ),
-        *_table("Checkpoints, of the first layout of each, and failures:", _SAVINGS, best),
-        f"\nAssumed: {failures:.3g} failures per 1,000 GPUs and day, {RESTART} s of restart; of a machine "
-        f"{DISK / 1e9:.0f} GB/s to a\ndisk and {STORE / 1e9:.0f} GB/s to an object store (docs/scaling.md).",
+        f"All figures are predicted, none was measured; {step.attention_rates}.",
     ]
-    return "\n".join(lines) + "\n"
+    number = _SHOWN
+    for title, table in _TABLES.items():
+        cells = [["GPUs", *table]]
+        for layout in (layout for each in fitting for layout in each[:number]):
+            cells.append(
+                [f"{layout.plan.setup.world_size}", *(of(layout) for of in table.values())]
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
+        number, reasons = 1, []
+    lines += [
+        f"\nAssumed: {failures:.3g} failures per 1,000 GPUs and day, {RESTART} s of restart; of a machine "
+        f"{DISK / 1e9:.0f} GB/s to a\ndisk and {STORE / 1e9:.0f} GB/s to an object store (docs/scaling.md).\n"
+    ]
+    return "\n".join(lines)

@@ -94,7 +94,7 @@ class Trainer:
         self._announce()
         with StopRequest(groups, args.max_hours, self.parts.how_to_resume) as stop:
             self.watchers, self.metrics, self.scores = assemble_watchers(
-                self.parts, self._loss_at, self._save_now
+                self.parts, batches, self._loss_at, self._save_now
             )
             # The writer exits first: a pending save is complete before anything else is closed.
             with self.watchers, batches, self.writer:
@@ -109,6 +109,7 @@ class Trainer:
                 # A last save may have failed, or the run ended between two of them.
                 if self.step > self.writer.saved_step:
                     self._save(stop.is_stopping)
+                batches.share_bad()
                 # After the save: a run that is killed meanwhile keeps its last step.
                 if self._is_end_evaluated() and not stop.is_stopping:
                     self._evaluate(stop)
@@ -141,8 +142,7 @@ class Trainer:
                 )
 
     def _run_steps(self, stop: StopRequest) -> None:
-        args, engine, watchers, batches = self.args, self.engine, self.watchers, self.batches
-        assert batches is not None, "it trains"
+        args, engine, watchers = self.args, self.engine, self.watchers
         while self.step < self.num_steps and not stop.is_agreed():
             watchers.before_step(self.step)
             for batch in self._micro_batches():
@@ -156,8 +156,6 @@ class Trainer:
                 engine.step(self.learning_rate(self.step))
             self.step += 1
             watchers.after_step(self.step)
-            if self._is_due(args.log_interval) or self.step == self.num_steps:
-                batches.share_bad()
             # First the checkpoint: an evaluation takes long, and may be what ends the run.
             if self._is_due(args.save_interval):
                 self._save()

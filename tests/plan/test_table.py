@@ -69,6 +69,8 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
             assert each.samples == 128 == data * each.plan.setup.rules.accumulation
             samples = each.step.samples_per_second * each.step.seconds
             assert samples == pytest.approx(128)
+            waits = replace(each, step=replace(each.step, transfers=0.5))  # for the host
+            assert sum(waits.parts) == pytest.approx(waits.step.seconds)
     layout = found()[16][-1]
     text = describe_plan(with_words(config(), layout.words, "test"), "h100-80", 16)
     dp, cp, tp = layout.mesh

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -279,7 +279,7 @@ class CachedVideos(CaptionedVideos):
             "path": self.name(index),
         }
 
-    def fetch(self, indices: Sequence[int]) -> None:
+    def fetch(self, indices: Sequence[int], names: Collection[str] | None = None) -> None:
         def copy(url: str) -> None:
             with suppress(OSError):
                 store.local_copy(url, "-")
@@ -289,6 +289,7 @@ class CachedVideos(CaptionedVideos):
             urls = [self.entries["video"].path(k[i]) for k in self.keys.values() for i in indices]
             urls += [self.entries["text"].path(hash_text(self.captions[i])) for i in indices]
             list(store.in_threads(copy, urls))
+        super().fetch(indices, self.clips.others.keys() - self.keys.keys())
 
     def first_frame(self, index: int) -> Tensor:
         """Read a sample's conditioning image from its source files, uint8 [3, H, W]."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from cogfast.core import store
 from cogfast.core.store import Versions
-from cogfast.data.bad_samples import BadSample
+from cogfast.data.bad_samples import BadSample, Unavailable
 
 
 class PackedStrings(Sequence[str]):
@@ -103,6 +103,11 @@ class ClipList:
     def __len__(self) -> int:
         return len(self.files)
 
+    @property
+    def columns(self) -> dict[str, PackedStrings | np.ndarray | None]:
+        names = [each.name for each in fields(self) if each.name not in ("others", "versions")]
+        return {name: getattr(self, name) for name in names}
+
     def local(self, name: str, part: tuple[int, int] | None = None) -> str:
         """Return the path of a file of this machine with the content of a file, or of (start, bytes) of it;
         BadSample if its store does not give it, or it has changed since the run began."""
@@ -116,12 +121,13 @@ class ClipList:
         except store.CacheError:
             raise
         except OSError as error:
-            raise BadSample(name, str(error)) from None
+            kind = Unavailable if isinstance(error, store.StoreError) else BadSample
+            raise kind(name, str(error)) from None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""
         columns = {}
-        for name, column in _columns(self).items():
+        for name, column in self.columns.items():
             if isinstance(column, PackedStrings):
                 columns[name] = PackedStrings(column[int(i)] for i in indices)
             elif column is not None:
@@ -149,8 +155,8 @@ def join(lists: Sequence[ClipList]) -> ClipList:
     if len(lists) == 1:
         return lists[0]
     columns = {}
-    for name in _columns(lists[0]):
-        parts = [_columns(one)[name] for one in lists]
+    for name in lists[0].columns:
+        parts = [one.columns[name] for one in lists]
         if all(part is None for part in parts):
             continue
         # Lists that lack a column get its default where another list has it.
@@ -189,11 +195,6 @@ def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
     joined = np.concatenate(places)
     shape = next(one.others[name].shape for one in lists if name in one.others)
     return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None, shape)
-
-
-def _columns(clips: ClipList) -> dict[str, PackedStrings | np.ndarray | None]:
-    names = [each.name for each in fields(clips) if each.name not in ("others", "versions")]
-    return {name: getattr(clips, name) for name in names}
 
 
 # Data sets call it to list their samples. It may be ProcessGroups.on_main while one is made, so that one

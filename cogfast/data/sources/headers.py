@@ -12,12 +12,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cogfast.core import store
 from cogfast.core.store import StoreError
@@ -37,7 +37,7 @@ from cogfast.data.video.picture import holds_picture, picture_size
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 16  # more than cores, because they wait for disks and networks
-SECONDS = 10.0  # between log lines of progress, and writes of the index
+_SECONDS = 10.0  # between log lines of progress, and writes of the index
 _AT_ONCE = 1024  # files whose results are collected together
 _INDEX = ".cogfast-index"
 _MAX_SIDE = 2**16  # rows or columns of a video
@@ -64,24 +64,23 @@ class HeaderScan:
     """Finds the headers of some samples of a data set, in its index or in their files.
 
     samples: their numbers, such as the share of a rank. trust_index: do not look whether files have changed
-    since their headers were saved. `todo` are the files to open: {name: a sample of it, its version}.
+    since their headers were saved.
     """
 
     def __init__(self, clips: ClipList, samples: range, trust_index: bool = False) -> None:
         self._clips, self._samples, self._trusts = clips, samples, trust_index
         self._index, folder = _index_of(clips)
-        self.is_beside = self._index.path == Path(folder, _INDEX)
+        self._is_beside = self._index.path == Path(folder, _INDEX)
         # On hf:// each write is a commit in the data set's history.
         can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
         self._shared = store.join(folder, _INDEX) if can_be_written else None
-        self._has_new = False
         self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
-        self.todo: dict[str, tuple[int, str]] = {}
+        # The files to open: {name: a sample of it, its version}
+        self._left: dict[str, tuple[int, str]] = {}
         self._found: dict[str, Header] = {}
         self._seen: dict[tuple, Header] = {}  # equal headers are one object
-        self._version = cache(
-            partial(_version, clips)
-        )  # many members of a tar shard share its version
+        # Many members of a tar shard share its version.
+        self._version = cache(partial(_version, clips))
         deque(store.in_threads(self._look_up, samples), maxlen=0)
 
     def _look_up(self, sample: int) -> None:
@@ -97,7 +96,7 @@ class HeaderScan:
         # Members of a shard share its version; the offset tells them apart.
         stamp += f"-{place[0]}" if place else ""
         if not self._take(name, self._index.get(known_as, stamp)):
-            self.todo[name] = sample, stamp
+            self._left[name] = sample, stamp
 
     def _take(self, name: str, values: list | None) -> bool:
         """Take a header of the index; False if it is none that a video can have."""
@@ -112,12 +111,43 @@ class HeaderScan:
             self._found[name] = self._seen.setdefault(key, Header(*key))
         return is_one
 
-    def read(self, seconds: float) -> list[tuple]:
-        """Open further files for about so long; return the new rows of the index."""
-        rows, until = [], time.monotonic() + seconds
+    def read(
+        self,
+        gather: Callable[[Callable[[], Any]], list] = lambda make: [make()],
+        is_main: bool = True,
+        is_first: bool = True,
+    ) -> list[Header | None]:
+        """Open the files, and return the header of each of the samples; None for one without a file.
+
+        gather: calls a function on each of the processes that read shares together, and returns all results.
+        is_main, is_first: whether this process is the first of them, and of its machine.
+        """
+        total, start, has_new = sum(gather(lambda: len(self._left))), time.monotonic(), False
+        left = total
+        while left:
+            found = gather(lambda: (self._open_some(), len(self._left)))
+            left, rows = (
+                sum(number for _, number in found),
+                [row for one, _ in found for row in one],
+            )
+            # Appends of several machines to one file would overwrite each other on a network file system.
+            if is_main or (is_first and not self._is_beside):
+                self._index.keep(rows)
+            has_new |= bool(rows)
+            if left and is_main:
+                done, seconds = total - left, time.monotonic() - start
+                logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
+        if is_main and has_new and self._shared:  # for other machines
+            with suppress(StoreError):  # a place that is read-only
+                store.write(self._shared, to_lines(self._index.rows()))
+        return [self._found.get(self._clips.files[i]) for i in self._samples]
+
+    def _open_some(self) -> list[tuple]:
+        """Open files for some seconds; return their rows of the index."""
+        rows, until = [], time.monotonic() + _SECONDS
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            while self.todo and time.monotonic() < until:
-                some = [self.todo.popitem() for _ in range(min(len(self.todo), _AT_ONCE))]
+            while self._left and time.monotonic() < until:
+                some = [self._left.popitem() for _ in range(min(len(self._left), _AT_ONCE))]
                 headers = pool.map(lambda one: _probe(self._clips, one[1][0]), some)
                 for (name, (_, stamp)), header in zip(some, headers, strict=True):
                     self._found[name] = header
@@ -126,32 +156,13 @@ class HeaderScan:
                         rows.append((name[self._known_as], stamp, *header))
         return rows
 
-    def keep(self, rows: Sequence[tuple]) -> None:
-        """Add rows to the index."""
-        self._has_new |= bool(rows)
-        self._index.keep(rows)
-
-    def share(self) -> None:
-        """Write the index of data in a store beside them, if it has new rows, for other machines."""
-        if self._shared and self._has_new:
-            with suppress(StoreError):  # a place that is read-only
-                store.write(self._shared, to_lines(self._index.rows()))
-
-    @property
-    def headers(self) -> list[Header | None]:
-        """The header of each of the samples; None for one without a file."""
-        return [self._found.get(self._clips.files[i]) for i in self._samples]
-
 
 def read_headers(
     clips: ClipList, samples: range | None = None, trust_index: bool = False
 ) -> list[Header | None]:
     """Return the header of each sample's file, or of some samples, read by this process alone."""
-    scan = HeaderScan(clips, range(len(clips)) if samples is None else samples, trust_index)
-    while scan.todo:
-        scan.keep(scan.read(SECONDS))
-    scan.share()
-    return scan.headers
+    samples = range(len(clips)) if samples is None else samples
+    return HeaderScan(clips, samples, trust_index).read()
 
 
 def _index_of(clips: ClipList) -> tuple[FileIndex, str]:

@@ -142,7 +142,7 @@ def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
         else:
             data = store.read(shard, offset, size)
     except BadSample as error:
-        raise BadSample(file, f"the shard cannot be read ({error.reason})") from None
+        raise type(error)(file, f"the shard cannot be read ({error.reason})") from None
     except OSError as error:
         raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
     if len(data) < size:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
@@ -28,7 +28,7 @@ from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.core.store import StoreError, is_url
-from cogfast.data.bad_samples import BadSample, BadSampleLog
+from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
 from cogfast.data.cache.keys import (
@@ -101,12 +101,11 @@ def _fill(
     try:
         _CacheRun(config, args, groups, overrides, price).run()
     except (WriteError, StoreError) as error:
-        if isinstance(error, StoreError) and not str(error).startswith(str(args.latent_cache)):
-            raise  # it is about the data
-        fix = "" if isinstance(error, StoreError) else "free disk space and "
+        is_disk = isinstance(error, WriteError)
+        is_of_cache = is_disk or str(error).startswith(str(args.latent_cache))
         raise RuntimeError(
-            f"args.latent_cache: {error}; what is encoded is kept: {fix}run {command} again, which "
-            "continues from there"
+            f"{'args.latent_cache: ' if is_of_cache else ''}{error}; what is encoded is kept: "
+            f"{'free disk space and ' if is_disk else ''}run {command} again, which continues from there"
         ) from None
 
 
@@ -324,15 +323,21 @@ class _CacheRun:
                     yield missing
 
         encode = self._encode_captions if what == "caption" else self._encode_clips
-        with _Writing() as writing:
+        entries, writing = work.entries, deque[Future[None]]()
+        with ThreadPoolExecutor(_WRITING_THREADS) as pool:
             for found in encode(work, _one_ahead(left())):
                 for key, entry in found.items():
+                    if isinstance(entry, Unavailable):  # a later start may read it
+                        raise StoreError(str(entry))
                     if isinstance(entry, BadSample):
-                        writing.start(work.entries.write_bad, key, entry.reason)
+                        writing.append(pool.submit(entries.write_bad, key, entry.reason))
                         self.bad.add(entry.path, entry.reason, is_logged=self.groups.is_main)
                         self.bad.check()
                     else:
-                        writing.start(work.entries.write, key, entry)
+                        writing.append(pool.submit(entries.write, key, entry))
+                # A slow disk or store holds the encoder up before entries fill the memory.
+                while len(writing) > 2 * _WRITING_THREADS:
+                    writing.popleft().result()
                 written += len(found)
                 now = time.monotonic()
                 if now - last_line > _SECONDS_PER_LINE:
@@ -341,6 +346,8 @@ class _CacheRun:
                     minutes = (total - done) / rate / 60 if rate else math.nan
                     cost = self._cost(now - self.start, minutes * 60)
                     logger.info(text, done, counted(total, what), rate, minutes, cost)
+            for one in writing:
+                one.result()
         number = sum(self.groups.gather(written))
         seconds = time.monotonic() - start
         text = "encoded %s in %.1f s, %.2f/s%s"
@@ -453,30 +460,6 @@ def _one_ahead(items: Iterator[list[str]]) -> Iterator[list[str]]:
         while (item := following.result()) is not None:
             following = pool.submit(next, items, None)
             yield item
-
-
-class _Writing:
-    """Calls functions in threads, while the next entries are encoded. Their errors are raised by a later
-    call, or at the end of the block."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_WRITING_THREADS)
-        self._running: deque[Future[None]] = deque()
-
-    def start(self, call: Callable[..., None], *given: Any) -> None:
-        # A slow disk or store holds the encoder up before entries fill the memory.
-        while len(self._running) >= 2 * _WRITING_THREADS:
-            self._running.popleft().result()
-        self._running.append(self._pool.submit(call, *given))
-
-    def __enter__(self) -> _Writing:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        # After an error, the calls that run are still finished.
-        self._pool.shutdown(cancel_futures=kind is not None)
-        for call in self._running if kind is None else ():
-            call.result()
 
 
 def _without_masks(dataset: Any) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,8 +17,8 @@ from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.sources.clip_list import ClipList
-from cogfast.data.sources.headers import SECONDS, Header, HeaderScan
+from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.headers import Header, HeaderScan
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 
@@ -88,19 +86,8 @@ def _read_on_all(
 ) -> list[Header | None]:
     """Read the headers of this rank's samples while all other ranks read those of theirs."""
     scan = groups.on_all(lambda: HeaderScan(clips, samples, trust_index))
-    total = num_left = sum(groups.gather(len(scan.todo)))
-    start = time.monotonic()
-    while num_left:
-        rows = groups.gather(groups.on_all(lambda: scan.read(SECONDS)))
-        # Appends of several machines to one file would overwrite each other on a network file system.
-        if groups.is_main or (groups.local_rank == 0 and not scan.is_beside):
-            scan.keep([*chain(*rows)])
-        num_left = sum(groups.gather(len(scan.todo)))
-        if num_left and groups.is_main:
-            done, seconds = total - num_left, time.monotonic() - start
-            logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
-    groups.on_main(scan.share)
-    return scan.headers
+    gather = lambda make: groups.gather(groups.on_all(make))
+    return scan.read(gather, groups.is_main, groups.local_rank == 0)
 
 
 def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
@@ -124,10 +111,9 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
     digest = hashlib.blake2b(digest_size=8)
     if isinstance(dataset, CaptionedVideos):
         clips = dataset.clips
-        columns = [clips.files, clips.captions, *(other.files for other in clips.others.values())]
-        arrays = [array for column in columns for array in column.arrays]
-        for array in arrays if clips.spans is None else [*arrays, clips.spans]:
-            digest.update(np.ascontiguousarray(array))
+        for column in (*clips.columns.values(), *(one.files for one in clips.others.values())):
+            for array in column.arrays if isinstance(column, PackedStrings) else (column,):
+                digest.update(b"-" if array is None else np.ascontiguousarray(array))
     found = groups.gather((0 if dataset is None else len(dataset), digest.hexdigest()))
     for rank, (number, _) in enumerate(found):
         if found[rank] != found[0]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from cogfast.core.mirror import Uploads, name_of
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
+from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.parallelize import count_trained, run_without_dynamo
 from cogfast.distributed.process_groups import (
     ModelParallelUnit,
@@ -93,7 +94,7 @@ from cogfast.train.watchers.parameter_checks import (
 from cogfast.train.watchers.profiling import Profiler
 from cogfast.train.watchers.scores import Scores
 from cogfast.train.watchers.sparse_warmup import SparseWarmup
-from cogfast.train.watchers.watcher import Watchers
+from cogfast.train.watchers.watcher import Watcher, Watchers
 
 logger = logging.getLogger(__name__)
 
@@ -276,12 +277,25 @@ def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
         raise
 
 
+class _SharedBadSamples(Watcher):
+    """Lists on each machine the bad samples of all, with each line of the log."""
+
+    def __init__(self, batches: ModelBatches) -> None:
+        self.batches = batches
+
+    def after_log(self, line: Mapping) -> None:
+        self.batches.share_bad()
+
+
 def assemble_watchers(
-    parts: Parts, loss_at: Callable[[int, Batch], Tensor], save: Callable[[], bool]
+    parts: Parts,
+    batches: ModelBatches,
+    loss_at: Callable[[int, Batch], Tensor],
+    save: Callable[[], bool],
 ) -> tuple[Watchers, Metrics, Scores]:
     """Return what watches the run, and of it the metrics and the scores of evaluations.
 
-    loss_at: returns the loss of a micro-batch of a step. save: saves a checkpoint of the current step,
+    batches: of the run. loss_at: returns the loss of a micro-batch of a step. save: saves a checkpoint of the current step,
     and returns whether that succeeded.
     """
     args, groups, folder, engine = parts.args, parts.groups, parts.folder, parts.engine
@@ -309,6 +323,7 @@ def assemble_watchers(
         NonfiniteCheck(args, groups, folder, engine, dataset, parts.order, loss_at, save),
         metrics,
         scores,
+        _SharedBadSamples(batches),
     ]
     every, wait = args.replica_check_interval, engine.wait_for_weights
     if groups.tensor is not None and every:

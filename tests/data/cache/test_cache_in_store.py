@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from cogfast.core import store
-from cogfast.core.store import StoreError
+from cogfast.core.store import StoreError, Versions
 from cogfast.data.cache import keys as keys_module
-from cogfast.data.cache.entries import BadEntry, Entries, difference, folders_of
+from cogfast.data.cache.entries import BadEntry, CachedVideos, Entries, difference, folders_of
 from cogfast.data.cache.keys import Sources, hash_file, hash_files
+from cogfast.data.datasets import CaptionedVideos
+from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings
+from cogfast.data.video.clip import ClipSettings
 from tests.data.cache.test_latent_cache import VIDEO, clip
 from tests.support.s3_server import Fault, S3Server
 
@@ -142,3 +145,29 @@ def test_merged_hashes_keep_those_of_other_workers(
     assert len(store.find(f"{cache}/sources")) == 2
     for files in (mine, theirs):
         assert Sources(cache).changed(files) == []
+
+
+def test_masks_and_tensors_beside_a_cache_are_fetched(server: S3Server, tmp_path: Path) -> None:
+    """They are read from their files, and controls are not."""
+    urls = {n: [f"{server.url}/{n}/{i}" for i in "ab"] for n in ("mask", "flow", "control")}
+    for url in sum(urls.values(), []):
+        store.write(url, url.encode())
+    others = {
+        n: OtherFiles(PackedStrings(each), shape=(1,) if n == "flow" else None)
+        for n, each in urls.items()
+    }
+    names, versions = (
+        PackedStrings(["a.mp4", "b.mp4"]),
+        Versions(store.stats(sum(urls.values(), []))),
+    )
+    clips = ClipList(files=names, captions=names, others=others, versions=versions)
+    settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
+    entries = {kind: Entries(tmp_path, kind, VIDEO) for kind in ("video", "text")}
+    keys = dict.fromkeys(("video", "control"), KEYS[:2])
+    CachedVideos(CaptionedVideos(clips, settings), entries, keys).fetch([0, 1])
+    for url in (*urls["mask"], *urls["flow"]):
+        assert any(url.endswith(path) for _, path in server.requests)
+    assert not any("/control/" in path for method, path in server.requests if method == "GET")
+    requests_of(server)
+    assert [Path(clips.local(url)).read_text() for url in urls["mask"]] == urls["mask"]
+    assert requests_of(server) == []

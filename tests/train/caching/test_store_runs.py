@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from cogfast.config import load_config
 from cogfast.core import store
+from cogfast.distributed.model_batches import ModelBatches
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.trainer import Trainer
 from tests.support.s3_server import Fault, S3Server
@@ -53,7 +55,9 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     for name, cache in (("disk", tmp_path / "cache"), ("store", url)):
         server.requests.clear()
         words = [f"args.latent_cache={cache}", f"args.save={tmp_path / name}"]
-        Trainer(load_config([base], words)).train()
+        with patch.object(ModelBatches, "share_bad") as share_bad:
+            Trainer(load_config([base], words)).train()
+        assert share_bad.call_count == 2 + 1  # with each line of the log, and at the end
         found[name] = losses(run_folder(tmp_path / name))
         asked[name] = [path for _, path in server.requests if path.endswith(".safetensors")]
     assert found["store"] == found["disk"] and len(found["disk"]) == 2
@@ -85,6 +89,33 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     assert left.items() < objects(url).items() and len(left) == 4
     with pytest.raises(RuntimeError, match="no-such-bucket/.*no such bucket; create it"):
         cache_latents(load_config([base], ["args.latent_cache=s3://no-such-bucket/cache"]))
+
+
+def test_a_video_that_its_store_does_not_give_is_read_later(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage makes no sample of the cache bad for ever."""
+    data, url = write_clips(tmp_path / "data", 2), f"{server.url}/outage"
+    base = write_config(tmp_path / "base.yaml", data, num_workers=0, max_bad_fraction=0.5)
+    for file in data.rglob("*.*"):
+        store.write(f"{url}/{file.relative_to(data)}", file.read_bytes())
+    words = [f"args.train_data=[{url}]", f"args.latent_cache={url}/cache"]
+    config = load_config([base], words)
+    # This run has no copies of the videos, which the other one made for their hashes.
+    server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
+    with pytest.raises(RuntimeError, match=r"^args.latent_cache: .*continues from there"):
+        cache_latents(config)
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "other"))
+    server.faults = [Fault(503, method="GET", path=".*videos/1.mp4")]
+    match = (
+        f"^{url}/videos/1.mp4: .*does not answer.*; what is encoded is kept: run `cogfast cache`"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        cache_latents(config)
+    server.faults = []
+    cache_latents(config)
+    names = [*objects(f"{url}/cache")]
+    assert len(names) == 4 and not any(name.endswith(".bad") for name in names)
 
 
 @pytest.mark.soak

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import os
+import tarfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, get_ident
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,11 +57,14 @@ class Wraps(ListedVideos):
 
 class Differs(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        captions = PackedStrings(["a", "b" if get_ident() in MAIN else "c"])
-        return [ClipList(files=PackedStrings(["a.mp4", "b.mp4"]), captions=captions)]
+        (column,), is_main = data_dir, get_ident() in MAIN  # pyright: ignore
+        captions = ["a", "b" if is_main or column != "captions" else "c"]
+        weights = np.array([1.0, 2.0 if is_main or column != "weights" else 5.0])
+        files, texts = PackedStrings(["a.mp4", "b.mp4"]), PackedStrings(captions)
+        return [ClipList(files=files, captions=texts, weights=weights)]
 
 
-def on_ranks(name: str, sources: list[str]) -> list[Datasets]:
+def on_ranks(name: str, sources: list[str], is_surveyed: bool = True) -> list[Datasets]:
     settings = {f"data.params.{key}": (value, "default") for key, value in CLIP.items()}
     settings |= {"data.target": (name, "default"), "args.train_data": (sources, "default")}
     config = load_config([], settings=settings, allow_import=["tests"])
@@ -65,9 +73,10 @@ def on_ranks(name: str, sources: list[str]) -> list[Datasets]:
     def of_rank(rank: int) -> Datasets:
         if rank == 0:
             MAIN[:] = [get_ident()]
+        Ranks.barrier.wait()  # so that each has a thread of its own
         groups = Ranks(rank, 2, rank, torch.device("cpu"), None, False)
         found = assemble_datasets(config, args, groups)
-        return survey_datasets(found, args, groups, 2)[0]
+        return survey_datasets(found, args, groups, 2)[0] if is_surveyed else found
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(of_rank, range(2)))
@@ -85,7 +94,43 @@ def test_a_find_of_a_users_own_is_called_on_each_rank(name: str, tmp_path: Path)
     assert name == "Wraps" or [data.tags for data in found] == [["a tag"]] * 2
 
 
-def test_ranks_that_find_other_captions_are_refused() -> None:
+@pytest.mark.parametrize("column", ["captions", "weights"])
+def test_ranks_that_find_other_samples_are_refused(column: str) -> None:
+    """Other weights are another order, and another number of steps."""
     match = "args.train_data: rank 0 finds 2 samples, and rank 1 finds 2, or others; give all ranks"
     with pytest.raises(ValueError, match=match):
-        on_ranks(f"{__name__}.Differs", ["x"])
+        on_ranks(f"{__name__}.Differs", [column])
+
+
+@pytest.mark.parametrize("name", ["VideoFolder", "VideoManifest", "VideoList", "VideoShards"])
+def test_rank_0_alone_lists_for_cogfasts_own_data_sets(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each rank would ask for each of millions of files."""
+    for part in ("videos", "labels"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "videos" / "a.mp4").write_bytes(b"a")
+    (tmp_path / "labels" / "a.txt").write_text("a clip")
+    (tmp_path / "metadata.jsonl").write_text('{"video": "videos/a.mp4", "caption": "a clip"}')
+    (tmp_path / "videos.txt").write_text("videos/a.mp4")
+    (tmp_path / "prompts.txt").write_text("a clip")
+    with tarfile.open(tmp_path / "0.tar", "w") as shard:
+        shard.add(tmp_path / "videos" / "a.mp4", "a.mp4")
+        shard.add(tmp_path / "labels" / "a.txt", "a.txt")
+    asked: list[int] = []  # threads
+
+    def note(module: object, function: str) -> None:
+        real: Callable = getattr(module, function)
+
+        def noted(*given: object, **named: object) -> object:
+            if str(tmp_path) in str(given[:1]):
+                asked.append(get_ident())
+            return real(*given, **named)
+
+        monkeypatch.setattr(module, function, noted)
+
+    note(builtins, "open"), note(os, "scandir"), note(os, "listdir")
+    found = on_ranks(f"cogfast.data.datasets.{name}", [str(tmp_path)], is_surveyed=False)
+    assert set(asked) == set(MAIN)
+    for each in found:
+        assert list(each.train.captions) == ["a clip"]  # pyright: ignore
