@@ -18,7 +18,6 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +35,6 @@ _COPY = re.compile(r"/[^\s'\",;=]*/folders/\d+-[0-9a-f]{12}/([a-z][a-z0-9+.-]*):
 _HUB_ID = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 _OF_RANK = re.compile(r"(.*)/rank-\d+[\w-]*\.safetensors")
 _SETTINGS = re.compile(r".*(\.json|\.yaml|/latest)")  # of a run, which sampling and converting read
-_THREADS = 8
 _SECONDS_AT_END = 60.0
 
 
@@ -89,7 +87,6 @@ def sizes(folder: Path) -> dict[str, int] | None:
     return {name[len(url) + 1 :]: about.num_bytes for name, about in store.find(url).items()}
 
 
-@lru_cache
 def copy_of(name: str, is_whole: bool = False) -> str:
     """Return a path of this machine for reading a path or URL of weights, a run or a checkpoint.
 
@@ -106,23 +103,21 @@ def copy_of(name: str, is_whole: bool = False) -> str:
         raise StoreError(f"{url}: no such folder or file; correct the address")
     if [*found] == [url]:
         folder, _, file = url.rpartition("/")
-        return str(_local_folder(folder, found) / file)
+        return str(_local_folder(folder, *found.items()) / file)
     wanted = _without_checkpoint_files(found)
     if not is_whole and len(wanted) < len(found):
         wanted = {file: about for file, about in wanted.items() if _SETTINGS.fullmatch(file)}
-    return str(_local_folder(url, wanted))
+    return str(_local_folder(url, *wanted.items()))
 
 
-def _local_folder(url: str, found: Mapping[str, Stat]) -> Path:
+@lru_cache  # a command asks several times for one folder
+def _local_folder(url: str, *found: tuple[str, Stat]) -> Path:
     """Return a folder of this machine with the objects `found` below a URL, until this process ends."""
     cache = store.local_cache()[0]
     with store.writing_cache(cache):
         place = _folder_of_process(cache) / url  # the path tells `url_of` the URL
-    start = len(url.rstrip("/")) + 1
-    for name, about in found.items():
-        link = place / name[start:]
-        if not link.resolve().is_relative_to(place.resolve()):
-            raise StoreError(f"{name}: has .. in its name; rename it")
+    for name, about in found:
+        link = _inside(place, url, name)
         copy = store.local_copy(name, about.version, num_bytes=about.num_bytes)
         with store.writing_cache(cache):
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -152,15 +147,21 @@ def download_run(run: Path) -> None:
     empty(run)
 
     def download(file: str) -> None:
-        path = run / file[len(url) + 1 :]
+        path = _inside(run, url, file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(store.read(file))  # no shared copy: the run appends to its files
 
     wanted = _without_checkpoint_files(store.find(url))
     wanted.pop(f"{url}/{LOCK}", None)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(download, file) for file in wanted]:
-            done.result()
+    list(store.in_threads(download, [*wanted]))
+
+
+def _inside(folder: Path, url: str, name: str) -> Path:
+    """Return where an object below a URL is in the folder that stands for it."""
+    path = folder / name[len(url.rstrip("/")) + 1 :]
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise StoreError(f"{name}: has .. in its name; rename it")
+    return path
 
 
 def empty(run: Path) -> None:
@@ -184,7 +185,9 @@ class Uploads:
     def __init__(
         self, run: Path, check_owner: Callable[[], None] = lambda: None, is_main: bool = True
     ) -> None:
-        self._left_out = ("checkpoint-",) if is_main else ("checkpoint-", "bad_samples")
+        # hub-: scratch folders of `publish`
+        of_main = () if is_main else ("bad_samples",)
+        self._left_out = ("checkpoint", "latest", LOCK, "hub-", *of_main)
         self.run, self.url, self.check_owner = run, url_of(run), check_owner
         self._sent = self._states()  # what the store has
         self._asked, self._is_over = threading.Event(), False
@@ -197,10 +200,7 @@ class Uploads:
         """Upload the files that have changed, soon."""
         self._asked.set()
 
-    def __enter__(self) -> Uploads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Upload the last changes, within a limit: the run may be about to be killed."""
         self._is_over = True
         self.ask()
@@ -231,18 +231,21 @@ class Uploads:
             return
         # A writer of checkpoints calls this, too: an older content must not replace a newer one.
         with self._passes:
-            self.check_owner()
             now, failed = self._states(), None
-            for name in [*(self._sent.keys() - now.keys()), *sorted(now, key=_comes_last)]:
+            changed = [name for name, state in now.items() if self._sent.get(name) != state]
+            # The objects of other files stay: this machine may have lost those.
+            gone = [name for name, (size, _) in self._sent.items() if not size and name not in now]
+            for name in [*gone, *sorted(changed, key=_comes_last)]:
+                self.check_owner()
                 try:
                     if name not in now:
                         store.remove([f"{self.url}/{name}"])
                         del self._sent[name]
-                    elif self._sent.get(name) != now[name]:
-                        # The run may append to it meanwhile: then it has another state the next time.
-                        with suppress(FileNotFoundError):
-                            store.write(f"{self.url}/{name}", (self.run / name).read_bytes())
-                            self._sent[name] = now[name]
+                        continue
+                    # The run may append to it meanwhile: then it has another state the next time.
+                    with suppress(FileNotFoundError):
+                        store.write(f"{self.url}/{name}", (self.run / name).read_bytes())
+                        self._sent[name] = now[name]
                 except OSError as error:
                     failed = error
             if failed is not None and not self._has_failed:
@@ -253,16 +256,13 @@ class Uploads:
     def _states(self) -> dict[str, tuple[int, int]]:
         """Return size and time of change of each file, by its name in the folder."""
         found = {}
-        for path in [] if self.url is None else sorted(self.run.rglob("*")):
-            name = path.relative_to(self.run)
-            is_left_out = name.parts[0] in ("checkpoints", "latest", LOCK) or UNFINISHED in str(
-                name
-            )
-            if not is_left_out and not name.parts[0].startswith(self._left_out):
+        for path in [] if self.url is None else self.run.rglob("*"):
+            name = str(path.relative_to(self.run))
+            if not name.startswith(self._left_out) and UNFINISHED not in name:
                 with suppress(FileNotFoundError):
                     about = path.stat()
                     if stat.S_ISREG(about.st_mode):
-                        found[str(name)] = about.st_size, about.st_mtime_ns
+                        found[name] = about.st_size, about.st_mtime_ns
         return found
 
 
@@ -274,12 +274,5 @@ def _without_checkpoint_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return the objects without those of checkpoints, of which the manifests stay."""
     checkpoints = {match[1] for file in found if (match := _OF_RANK.fullmatch(file))}
     manifests = {f"{checkpoint}/manifest.json" for checkpoint in checkpoints}
-    is_inside = lambda file: not checkpoints.isdisjoint(_folders(file))
-    return {
-        file: about for file, about in found.items() if file in manifests or not is_inside(file)
-    }
-
-
-def _folders(file: str) -> list[str]:
-    parts = file.split("/")
-    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+    inside = tuple(f"{checkpoint}/" for checkpoint in checkpoints)
+    return {f: about for f, about in found.items() if f in manifests or not f.startswith(inside)}

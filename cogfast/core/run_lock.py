@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Time that ranks need to end after their torchrun was killed; see distributed/lost_ranks.py.
 _PATIENCE = 15.0  # seconds
+# A request that the holder began while it had the lock is not repeated for longer than the lease.
 _LEASE, _BETWEEN_RENEWALS = 60.0, 10.0  # seconds
 _SETTLING = 1.0  # seconds in which another process may write the object, too
 _MOST_BYTES = 255
@@ -40,7 +41,7 @@ class RunLock:
         self.run, self.path = run, run / LOCK
         self.url, self._is_over = url_of(self.path), threading.Event()
         # A random part, since a process may lock a folder again.
-        self._holder = f"process {os.getpid()} on {platform.node()} {os.urandom(8).hex()}"
+        self.holder = f"process {os.getpid()} on {platform.node()} {os.urandom(8).hex()}"
         try:
             # "w" would erase the line of another run before the lock shows that it is running.
             self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by `close`
@@ -59,7 +60,7 @@ class RunLock:
             raise
         with suppress(OSError):  # a full disk, of which writing the run's description tells more
             self._file.truncate(0)
-            self._file.write(f"{self._holder}\n")
+            self._file.write(f"{self.holder}\n")
             self._file.flush()
 
     def __enter__(self) -> RunLock:
@@ -83,22 +84,14 @@ class RunLock:
 
         A machine that was frozen or cut off may have lost its lock, and wake when the run continues elsewhere.
         """
-        text = ""
         if self._is_over.is_set():
             return
-        if self.url is None:
-            # Closing a second descriptor of the file would end the lock.
-            text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
-        else:
-            try:
-                text = store.read(self.url)[:_MOST_BYTES].decode(errors="replace")
-            except FileNotFoundError:  # a run that took the folder has removed it at its end
-                text = "another process"
-        if text.strip() and not text.startswith(self._holder):
-            raise RuntimeError(
-                f"{self.url or self.path}: {_brief(text)} has taken the folder, so this process ends "
-                "without writing more"
-            )
+        if self.url is not None:
+            check_object(self.url, self.holder)
+            return
+        # Closing a second descriptor of the file would end the lock.
+        text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
+        _check_holder(str(self.path), text, self.holder)
 
     def _lock_file(self) -> str:
         """Lock the file, and return who had it before."""
@@ -119,7 +112,8 @@ class RunLock:
 
     def _read_file(self) -> str:
         self._file.seek(0)
-        return self._file.read(_MOST_BYTES).strip()
+        text = self._file.read(_MOST_BYTES)
+        return text.strip() if text.endswith("\n") else ""  # a full disk may have cut it
 
     def _take_object(self, url: str, dead: str, is_new: bool) -> None:
         """Write the object, once no other process does. dead: a holder that is known to have ended."""
@@ -160,12 +154,28 @@ class RunLock:
                 return  # `check` says so when the run writes
 
     def _content(self) -> bytes:
-        return f"{self._holder} {time.time():.3f}\n".encode()
+        return f"{self.holder} {time.time():.3f}\n".encode()
 
     def _refusal(self, holder: str) -> ValueError:
         return ValueError(
             f"{name_of(self.run)}: {_brief(holder) or 'another process'} is training in it; wait for that run, "
             "end it, or set args.run_folder to another folder"
+        )
+
+
+def check_object(url: str, holder: str) -> None:
+    """Raise RuntimeError if another process than `holder` has the lock in a store. For any machine of a run."""
+    try:
+        text = store.read(url)[:_MOST_BYTES].decode(errors="replace")
+    except FileNotFoundError:  # a run that took the folder has removed it at its end
+        text = "another process"
+    _check_holder(url, text, holder)
+
+
+def _check_holder(name: str, text: str, holder: str) -> None:
+    if text.strip() and not text.startswith(holder):
+        raise RuntimeError(
+            f"{name}: {_brief(text)} has taken the folder, so this process ends without writing more"
         )
 
 

@@ -67,10 +67,6 @@ class StoreError(OSError):
     """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
 
 
-class CacheError(StoreError):
-    """A file is larger than the local cache may be: a setting is wrong, and not the file."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stat:
     num_bytes: int
@@ -126,6 +122,11 @@ class Versions:
         rows.update(row for one in lists for row in zip(*one._columns, strict=True))
         ordered = sorted(rows)
         self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
+
+    @property
+    def largest(self) -> int:
+        """Most bytes of one of them."""
+        return max(self._columns[2], default=0)
 
     def get(self, url: str) -> Stat | None:
         names, versions, sizes = self._columns
@@ -309,14 +310,12 @@ def local_copy(
     part: tuple[int, int] | None = None,
     num_bytes: int | None = None,
 ) -> Path:
-    """Return a file of this machine with the content of a file, or of (start, bytes) of it.
-
-    That of a URL is in the local cache (see `local_cache`) and shared by all processes of the machine.
+    """Return a file of this machine with the content of a file, or of (start, bytes) of it: that of a URL in
+    the local cache, which all processes of the machine share.
 
     version: that of its Stat when the run began: StoreError if the object has changed since. None: its
-    present one. Objects that never change under a name have one of their own, such as "-", for which no
-    request is made if the copy is there. num_bytes: the size of the object, if it is known, which saves a
-    request.
+    present one; "-": it never changes, so that no request is made if the copy is there. num_bytes: the size
+    of the object, if it is known, which saves a request.
     """
     if not is_url(name):
         return Path(name)
@@ -362,11 +361,19 @@ def local_cache() -> tuple[Path, int]:
         return folder, limit or shutil.disk_usage(folder).total // 2
 
 
-def check_local_cache() -> None:
-    """Raise StoreError if this process cannot write into the local cache."""
-    folder, _ = local_cache()
+def check_local_cache(num_bytes: int = 0) -> None:
+    """Raise StoreError if this process cannot write a file of so many bytes into the local cache."""
+    folder, limit = local_cache()
     with writing_cache(folder), locked(folder / "size"):
-        pass
+        _check_fits(folder, limit, num_bytes)
+
+
+def _check_fits(folder: Path, limit: int, num_bytes: int) -> None:
+    if num_bytes > limit:
+        raise StoreError(
+            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
+            "set args.local_cache=FOLDER:SIZE to a folder with more space"
+        )
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:
@@ -424,11 +431,7 @@ def locked(file: Path) -> Iterator[io.FileIO]:
 
 def _make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
     """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
-    if num_bytes > limit:
-        raise CacheError(
-            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
-            "set args.local_cache=FOLDER:SIZE to a folder with more space"
-        )
+    _check_fits(folder, limit, num_bytes)
     with locked(folder / "size") as file:
         file.seek(0)
         text = file.read().strip()
@@ -442,7 +445,7 @@ def _make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None
 
 def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
     """Remove the copies that were used least recently to have `num_bytes` free; return what is left."""
-    found, now = [], time.time()
+    found = []
     for part in folder.glob("[0-9a-f][0-9a-f]"):
         for entry in os.scandir(part):
             with suppress(FileNotFoundError):
@@ -450,13 +453,14 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
                 found.append((about.st_mtime, about.st_size, entry.path))
     used = sum(size for _, size, _ in found)
     limit = int(_KEPT * min(limit, used)) - num_bytes
-    for last, size, path in sorted(found):
+    for _, size, path in sorted(found):
         if used <= max(0, limit):
             break
-        # A process may be about to open a copy that it was just given.
-        if now - last < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
-            continue
         with suppress(FileNotFoundError):
+            # A process may be about to open a copy that it was given since the listing.
+            age = time.time() - os.stat(path).st_mtime
+            if age < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
+                continue
             os.unlink(path)
         used -= size
     return used
@@ -473,8 +477,7 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
         if is_whole and size <= _PIECE:
             out.write(read(url))  # without a range; its size may have changed
         else:
-            for done in [pool.submit(copy, at) for at in range(0, size, _PIECE)]:
-                done.result()
+            list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
     # Asked after it is read: a change before the last byte came shows.
     if version != _UNCHANGING and stat(url).version != version:
         raise StoreError(

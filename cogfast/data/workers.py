@@ -35,7 +35,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
 from cogfast.core.signals import STOP_SIGNALS
-from cogfast.core.store import CacheError
 from cogfast.data.video.dali import DaliReader
 
 _POLL_SECONDS = 2  # between checks that the trainer is alive
@@ -124,13 +123,6 @@ class ReadingProcesses:
                     )
                 elif (lack := describe_lack(error)) is not None:
                     text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
-                elif isinstance(error, CacheError):
-                    # In processes, torch puts their traceback before it.
-                    text = (
-                        str(error)
-                        .splitlines()[-1]
-                        .removeprefix(f"{CacheError.__module__}.CacheError: ")
-                    )
                 else:
                     raise
                 raise RuntimeError(text) from error

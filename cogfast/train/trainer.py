@@ -130,6 +130,8 @@ class Trainer:
                     f"{self.parts.how_to_resume()}"
                 )
             self._log_end(stop)
+            if not groups.is_main:  # before rank 0 gives the run's folder to others
+                self.parts.uploads.close()
             groups.close(ends_idle=not stop.is_by_signal)
             if args.elastic != "off" and stop.is_by_signal and not stop.is_asked:
                 # Status 1: torchrun restarts these ranks, but not those of the machine with the signal.

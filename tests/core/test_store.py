@@ -290,6 +290,31 @@ def test_the_local_cache_is_bounded_and_keeps_what_was_used_last(server, monkeyp
     assert "GET" not in [method for method, _ in server.requests]
 
 
+def test_a_copy_that_is_taken_while_others_are_removed_stays(server, monkeypatch, tmp_path):
+    monkeypatch.setenv(store.CACHE_VARIABLE, f"{tmp_path / 'small'}:2500")
+    first, second = (local_copy(_written(server, f"{i}.bin", b"x" * 1000), "-") for i in range(2))
+    for age, copy in ((60, first), (30, second)):
+        os.utime(copy, (0, time.time() - age))
+    listed = sorted
+
+    def take_meanwhile(found: list) -> list:
+        os.utime(first)  # as another process that finds the copy
+        return listed(found)
+
+    monkeypatch.setattr(store, "sorted", take_meanwhile, raising=False)
+    local_copy(_written(server, "2.bin", b"x" * 1000), "-")
+    assert first.exists() and not second.exists()
+
+
+def test_after_an_error_no_other_piece_is_asked_for(server, monkeypatch):
+    monkeypatch.setattr(store, "_PIECE", 100)
+    url = _written(server, "pieces.bin", b"x" * 20_000)
+    server.faults = [Fault(403, "GET")]
+    with pytest.raises(StoreError, match="access denied"):
+        local_copy(url)
+    assert [method for method, _ in server.requests].count("GET") < 100
+
+
 def test_on_a_full_disk_the_oldest_copies_make_place(server, monkeypatch):
     old, new = (local_copy(_written(server, f"{i}.bin"), "-") for i in range(2))
     os.utime(old, (0, 0))

@@ -118,11 +118,15 @@ class ClipList:
             if about is None:
                 raise FileNotFoundError(f"{name}: no such object")
             return str(store.local_copy(name, about.version, part, about.num_bytes))
-        except store.CacheError:
-            raise
         except OSError as error:
             kind = Unavailable if isinstance(error, store.StoreError) else BadSample
             raise kind(name, str(error)) from None
+
+    @property
+    def largest_copy(self) -> int:
+        """Most bytes of a file that `local` copies; 0 if it copies none."""
+        parts = 0 if self.places is None else int(self.places[:, 1].max(initial=0))
+        return parts if parts > 0 else self.versions.largest
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""

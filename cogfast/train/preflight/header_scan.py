@@ -13,6 +13,7 @@ import numpy as np
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
+from cogfast.core.store import check_local_cache
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -38,6 +39,9 @@ def survey_datasets(
     train, valid = datasets.train, datasets.valid
     _check_same(train, "args.train_data", groups)
     _check_same(valid, "args.valid_data", groups)
+    if args.latent_cache is None:
+        # A file that does not fit would end the rank that reads it, perhaps after days.
+        groups.on_all(lambda: _check_copies(train, valid))
     if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
         return datasets, {}
     found = [
@@ -72,6 +76,13 @@ def survey_datasets(
             total = counted(len(valid), "held-out video")
             logger.warning(what, len(found[1].reasons), total, valid.name(first), reason)
     return Datasets(train, valid), bad
+
+
+def _check_copies(*datasets: SizedDataset | None) -> None:
+    """Raise StoreError if the local cache cannot hold a file of the data sets."""
+    lists = [dataset.clips for dataset in datasets if isinstance(dataset, CaptionedVideos)]
+    if largest := max((clips.largest_copy for clips in lists), default=0):
+        check_local_cache(largest)
 
 
 def _survey_on_all(dataset: CaptionedVideos, groups: ProcessGroups) -> Survey:

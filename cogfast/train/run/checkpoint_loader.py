@@ -14,7 +14,7 @@ full fine-tune), not if they are the larger part (the base of a LoRA run).
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.core import mirror
+from cogfast.core import mirror, store
 from cogfast.core.files import DamageError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
@@ -52,8 +52,8 @@ def load_checkpoint(
     files, damage = RunFiles(path, manifest), None
     _check_has_state(path, files, engine)
     needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
-    # From a store, a rank downloads these alone, and the ranks of a machine each of them once.
-    groups.on_all(lambda: _download(path, needed))
+    if mirror.url_of(path) is not None:
+        groups.on_all(lambda: _download(path, {name: manifest["bytes"][name] for name in needed}))
     mine = _share_of_files(needed, groups)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         verifying = pool.submit(verify_files, path, manifest, mine)
@@ -74,15 +74,11 @@ def load_checkpoint(
     engine.publish("master")
 
 
-def _download(path: Path, names: Collection[str]) -> None:
-    """Download the files of a checkpoint in a store."""
+def _download(path: Path, sizes: Mapping[str, int]) -> None:
+    """Download the files of a checkpoint in a store that this rank reads: for a machine each of them once."""
+    store.check_local_cache(sum(sizes.values()))
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
-        found = [*pool.map(partial(fetch, path), sorted(names))]
-    if mirror.url_of(path) is not None and not all(file.exists() for file in found):
-        raise ValueError(
-            f"args.local_cache: too small for the {len(found)} files of {mirror.name_of(path)} that a rank "
-            "reads; set it to FOLDER:SIZE with more space"
-        )
+        list(pool.map(partial(fetch, path), sorted(sizes)))
 
 
 def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:

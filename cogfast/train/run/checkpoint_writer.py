@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -88,7 +88,8 @@ class CheckpointWriter:
         self.groups = groups.with_own_control()
         # Returns the steps of the checkpoints that are kept in addition. Rank 0's thread calls it.
         self.kept: Callable[[Sequence[int]], set[int]] = lambda _: set()
-        # Raises an error if the folder is another run's now. Rank 0's thread calls it before it writes.
+        # Raises an error if the folder is another run's now. Rank 0's thread calls it before it writes, and
+        # in a store those of all ranks.
         self.check_owner: Callable[[], None] = lambda: None
         # Uploads what the run has logged until now: a resumed run continues it. The same thread calls it.
         self.upload_logs: Callable[[], None] = lambda: None
@@ -189,17 +190,18 @@ class CheckpointWriter:
     def _begin(self, draft: Path) -> str:
         """Empty the draft, and return a mark of its files' names."""
         self.check_owner()
-        _make_empty(draft)
-        # A whole checkpoint of this step stays as it is until its manifest is replaced.
-        is_there = self.url is not None and store.exists(f"{url_of(draft)}/manifest.json")
-        return f"-{os.urandom(4).hex()}" if is_there else ""
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        # No file of another save of this step, perhaps by a machine that has lost the run, replaces one that
+        # a manifest names.
+        return "" if self.url is None else f"-{os.urandom(4).hex()}"
 
     def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
         """Write this rank's file, and return its slices, checksum and size."""
         file.parent.mkdir(exist_ok=True, parents=True)  # this machine may not be rank 0's
         slices, checksum = snapshot.write(file)
         if self.url is not None:
-            store.upload(file, name_of(file))
+            self._upload(file)
         return slices, checksum, file.stat().st_size
 
     def _complete(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
@@ -225,20 +227,50 @@ class CheckpointWriter:
         # All content must be on disk before the folder gets its final name.
         sync(draft / "manifest.json")
         sync(draft)
+        final = self.path(about["step"])
         self.check_owner()
         if self.url is None:
-            _publish(draft, self.path(about["step"]))
+            _publish(draft, final)
         else:
             self.upload_logs()
-            _upload(draft, manifest["bytes"].keys())
-        _prune(self.path(about["step"]), self.keep_last, self.kept)
+            self._upload_all(draft)
+        latest = final.with_name("latest")
+        try:
+            write_text(latest, final.name)
+            if self.url is not None:
+                self.check_owner()
+                store.write(name_of(latest), final.name.encode())
+        except (StoreError, WriteError) as error:
+            raise _LatestError(str(error)) from None
+        self._remove_old(final)
+
+    def _remove_old(self, newest: Path) -> None:
+        try:
+            self.check_owner()
+            _prune(newest, self.keep_last, self.kept)
+        except OSError as error:
+            logger.warning("old checkpoints are not removed: %s", error)
+
+    def _upload(self, file: Path) -> None:
+        self.check_owner()
+        store.upload(file, name_of(file))
+
+    def _upload_all(self, draft: Path) -> None:
+        """Upload what rank 0 has written beside the ranks' files, the manifest last."""
+        files = [file for file in sorted(draft.rglob("*")) if file.is_file()]
+        exported = [file for file in files if not is_of_rank(str(file))]
+        exported.remove(manifest := draft / "manifest.json")
+        for file in (*exported, manifest):
+            self._upload(file)
+        for file in exported:
+            file.unlink()
 
     def prune(self) -> None:
         """Remove checkpoints that `kept` no longer names, on rank 0, after the pending save."""
         self.wait()
         # A run that resumed another one has not saved here yet.
         if self.groups.is_main and self.saved is not None and self.saved.parent == self.folder:
-            _prune(self.saved, self.keep_last, self.kept)
+            self._remove_old(self.saved)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -415,13 +447,8 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
     return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _publish(draft: Path, final: Path) -> None:
-    """Give a complete checkpoint its final name, then update `latest`; syncs keep this order on disk."""
+    """Give a complete checkpoint its final name, on disk before `latest` has it."""
     if final.exists():
         # A run that resumed from an earlier step saves this step again. Rename the old checkpoint
         # first, so that a complete one exists at every moment.
@@ -432,26 +459,6 @@ def _publish(draft: Path, final: Path) -> None:
     else:
         draft.rename(final)
     sync(final.parent)
-    try:
-        write_text(final.parent / "latest", final.name)
-    except WriteError as error:
-        raise _LatestError(str(error)) from None
-
-
-def _upload(draft: Path, of_ranks: Collection[str]) -> None:
-    """Upload what rank 0 has written beside the ranks' files, the manifest last, then `latest`."""
-    manifest, latest = draft / "manifest.json", draft.parent / "latest"
-    exported = [p for p in sorted(draft.rglob("*")) if p.is_file() and p.name not in of_ranks]
-    exported.remove(manifest)
-    for file in (*exported, manifest):
-        store.upload(file, name_of(file))
-    try:
-        store.write(name_of(latest), draft.name.encode())
-        write_text(latest, draft.name)
-    except (StoreError, WriteError) as error:
-        raise _LatestError(str(error)) from None
-    for file in exported:
-        file.unlink()
 
 
 def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int]]) -> None:
@@ -460,10 +467,7 @@ def _prune(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], set[int
     Checkpoints of later steps than `newest` stay: the user resumed from an earlier one on purpose.
     """
     if url_of(newest) is not None:
-        try:
-            _prune_stored(newest, keep_last, kept)
-        except OSError as error:
-            logger.warning("old checkpoints are not removed: %s", error)
+        _prune_stored(newest, keep_last, kept)
         return
     folder, layout = newest.parent, layout_of(newest)
     for path in folder.glob("*.incomplete*"):
@@ -502,17 +506,16 @@ def _prune_stored(newest: Path, keep_last: int, kept: Callable[[Sequence[int]], 
             held.setdefault(path, []).append(file)
     manifests = {path: f"{name_of(path)}/manifest.json" for path in held}
     steps = {path: step_of(path) or 0 for path in held if manifests[path] in held[path]}
-    limit = steps[newest]
-    gone = _outdated({p: s for p, s in steps.items() if s <= limit}, keep_last, kept)
+    done = {path: step for path, step in steps.items() if step <= (step_of(newest) or 0)}
+    gone = _outdated(done, keep_last, kept)
     store.remove([manifests[path] for path in gone])  # first: the rest is no checkpoint
-    # In the layout `finetune`, other trainers write such folders, too.
-    is_ours = lambda file: layout_of(newest) == "cogfast" or is_of_rank(file)
-    left_over = [path for path in held if path not in steps and any(map(is_ours, held[path]))]
     files = [file for path in gone for file in held[path]]
-    files += [file for path in left_over for file in held[path] if is_ours(file)]
-    # A checkpoint of the same step may have had other files.
+    left_over = [file for path in held if path not in steps for file in held[path]]
+    # In the layout `finetune`, other trainers write such folders, too.
+    files += [f for f in left_over if layout_of(newest) == "cogfast" or is_of_rank(f)]
+    # Another save of the same step had other files.
     names = read_manifest(newest)["bytes"]
     files += [f for f in held[newest] if is_of_rank(f) and f.rpartition("/")[2] not in names]
     store.remove(files)
-    for path in (*gone, *left_over):
+    for path in gone:
         shutil.rmtree(path, ignore_errors=True)

@@ -33,7 +33,7 @@ from cogfast.config.values import counted, cut, printable
 from cogfast.core import store
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.mirror import copy_of, download_run, empty, name_of, place_of, url_of, with_urls
-from cogfast.core.run_lock import RunLock
+from cogfast.core.run_lock import RunLock, check_object
 from cogfast.core.store import StoreError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import (
@@ -90,9 +90,9 @@ _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 def open_run_folder(
     args: TrainArguments, groups: ProcessGroups, held: ExitStack
-) -> tuple[Path, Path | None, RunLock | None]:
-    """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and
-    rank 0's lock of the folder, which it holds until `held` ends.
+) -> tuple[Path, Path | None, Callable[[], None]]:
+    """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and what
+    raises RuntimeError if another process has taken the folder, which rank 0 locks until `held` ends.
 
     In a store, the folder is the one of this machine that stands for it (core/mirror.py).
 
@@ -103,7 +103,7 @@ def open_run_folder(
     locks: list[RunLock] = []
     opened: list[Path] = []  # on rank 0, where the checkpoint may be a copy of that of another run
 
-    def open_on_main() -> list[str]:
+    def open_on_main() -> tuple[list[str], str | None, str]:
         try:
             opened.extend(path for path in _open(args, locks, held) if path is not None)
         except StoreError as error:
@@ -111,18 +111,25 @@ def open_run_folder(
             raise ValueError(
                 f"args.{'resume' if is_path else _given_folder(args)[0]}: {error}"
             ) from None
-        return [name_of(path) for path in opened]
+        return [name_of(path) for path in opened], locks[-1].url, locks[-1].holder
 
     # Other machines may have their caches elsewhere.
-    names = groups.on_main(open_on_main)
-    run, *checkpoints = opened or map(place_of, names)
-    first = groups.rank - groups.local_rank  # on this machine
-    if first > 0 and url_of(run) is not None:
-        # Machines may share a local cache, and each of them uploads its folder.
-        run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
-        if groups.local_rank == 0:
-            empty(run)
-    return run, next(iter(checkpoints), None), next(reversed(locks), None)
+    names, lock, holder = groups.on_main(open_on_main)
+
+    def open_here() -> tuple[Path, Path | None]:
+        run, *checkpoints = opened or map(place_of, names)
+        first = groups.rank - groups.local_rank  # on this machine
+        if first > 0 and url_of(run) is not None:
+            # Machines may share a local cache, and each of them uploads its folder.
+            run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
+            if groups.local_rank == 0:
+                empty(run)
+        return run, next(iter(checkpoints), None)
+
+    run, checkpoint = groups.on_all(open_here)
+    if locks:
+        return run, checkpoint, locks[-1].check
+    return run, checkpoint, lambda: None if lock is None else check_object(lock, holder)
 
 
 def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
@@ -335,14 +342,15 @@ def _find(
         path = place_of(resume)
         if url_of(path) is None:
             return _named(path)
+        if is_in_run(path):
+            return run_of(path), path
         run = path.parent if path.name == "checkpoints" else path
-        return (run_of(path) if is_in_run(path) else run), path
+        if run not in _stored_runs(run):  # before all that lies there is downloaded
+            raise _no_checkpoint(path)
+        return run, path
     if resume is not None:
-        stored, url = {}, url_of(save)
-        for file in () if url is None else store.find(url):
-            path = save / file[len(url or "") + 1 :]
-            if path.name == "manifest.json" and is_in_run(path.parent):
-                stored[run_of(path.parent)] = path.parent
+        url = url_of(save)
+        stored = {} if url is None else _stored_runs(save)
         # The glob also finds experiments whose names begin with this one's.
         runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
         runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
@@ -375,6 +383,19 @@ def _find(
     return save, None
 
 
+def _stored_runs(folder: Path) -> dict[Path, Path]:
+    """Return {run: a checkpoint of it} of the runs in a store that are a folder or lie in it."""
+    url = url_of(folder) or ""
+    files = (folder / file[len(url) + 1 :] for file in store.find(url))
+    found = [file.parent for file in files if file.name == "manifest.json"]
+    return {run_of(path): path for path in found if is_in_run(path)}
+
+
+def _no_checkpoint(path: Path) -> ValueError:
+    text = "it has no checkpoint of cogfast; set it to the folder of a run"
+    return ValueError(f"args.resume={name_of(path)}: {text}")
+
+
 def _named(path: Path) -> tuple[Path, Path]:
     if not path.is_dir():
         raise ValueError(
@@ -385,9 +406,7 @@ def _named(path: Path) -> tuple[Path, Path]:
     path = path.absolute()
     checkpoint = path if is_in_run(path) else find_run_checkpoint(path)
     if checkpoint is None:
-        raise ValueError(
-            f"args.resume={name_of(path)}: it has no checkpoint of cogfast; set it to the folder of a run"
-        )
+        raise _no_checkpoint(path)
     return run_of(checkpoint), checkpoint
 
 

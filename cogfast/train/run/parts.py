@@ -17,7 +17,8 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
 from cogfast.config.values import counted
-from cogfast.core.mirror import Uploads, name_of
+from cogfast.core import store
+from cogfast.core.mirror import Uploads, copy_of, name_of
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -155,13 +156,13 @@ class Parts:
         learning_rate = build_learning_rate(args, num_steps)
         if groups.is_main:
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
-        folder, checkpoint, lock = open_run_folder(args, groups, held)
+        folder, checkpoint, check_owner = open_run_folder(args, groups, held)
         step, manifest = 0, {}
         if checkpoint is not None:
             adapters = groups.on_main(partial(adapters_to_resume, checkpoint))
             if adapters is not None:
                 checkpoint = None
-                step, args = _take_adapters(adapters, args, groups)
+                step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
             check_changes(checkpoint, manifest, config, global_batch)
@@ -170,11 +171,10 @@ class Parts:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
                 logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
         # One rank of each machine uploads what its ranks write.
-        check_owner = lock.check if lock is not None else lambda: None
         self.uploads = Uploads(
             folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
         )
-        held.enter_context(self.uploads)
+        held.callback(self.uploads.close)
         describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
         groups.on_main(describe)
         if groups.is_main:
@@ -350,19 +350,20 @@ def _check_lora(
 
 
 def _take_adapters(
-    file: Path, args: TrainArguments, groups: ProcessGroups
+    file: str, args: TrainArguments, groups: ProcessGroups
 ) -> tuple[int, TrainArguments]:
-    """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file and its step."""
-    step = step_of(file.parent)
-    assert step is not None, f"{file.parent}: a name of such a checkpoint"
+    """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file, a path or URL, and its step."""
+    folder = store.parent(file)
+    step = step_of(Path(folder))
+    assert step is not None, f"{folder}: a name of such a checkpoint"
     if groups.is_main:
         logger.warning(
             "args.resume=%s: resuming its LoRA weights and its step %d, without the state of its "
             "optimizer, since CogVideo's diffusers trainer wrote it",
-            file.parent,
+            folder,
             step,
         )
-    return step, dataclasses.replace(args, load_lora=str(file))
+    return step, dataclasses.replace(args, load_lora=groups.on_all(partial(copy_of, file)))
 
 
 def _log_changes(

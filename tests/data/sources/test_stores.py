@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from cogfast.config.arguments import TrainArguments
 from cogfast.core import store
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
@@ -18,7 +19,9 @@ from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoShards
 from cogfast.data.sources import headers
 from cogfast.data.sources.headers import read_headers
-from cogfast.data.workers import ReadingProcesses
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.train.assembly import Datasets
+from cogfast.train.preflight.header_scan import survey_datasets
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.s3_server import Fault, s3_server
 from tests.support.tiny_run import (
@@ -32,6 +35,7 @@ from tests.support.tiny_run import (
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 TENSORS = CLIP | {"tensors": {"flow": [2, 3]}}
 
 
@@ -131,19 +135,16 @@ def test_a_manifest_on_a_disk_names_addresses(bucket, tmp_path):
     assert survey(data).reasons == {3: "no such object"}
 
 
-def test_a_local_cache_that_is_too_small_is_no_bad_sample(bucket, monkeypatch, tmp_path):
+def test_a_local_cache_that_is_too_small_is_refused_at_the_start(bucket, monkeypatch, tmp_path):
     _, server = bucket
     data = VideoFolder([f"{server.url}/sat"], **CLIP)
     monkeypatch.setenv(store.CACHE_VARIABLE, f"{tmp_path}/cache:1KB")
-    with pytest.raises(store.CacheError, match="cache: the local cache is too small"):
+    match = "^[^ ]*/cache: the local cache is too small: .* set args.local_cache=FOLDER:SIZE "
+    for found in (Datasets(data, None), Datasets(data.part([0]), data)):
+        with pytest.raises(store.StoreError, match=match):
+            survey_datasets(found, TrainArguments(), ALONE, 1)
+    with pytest.raises(BadSample, match="too small"):
         data[0]
-    # Torch puts the process's traceback before the message.
-    reads = ReadingProcesses(data, [0], num_workers=1, prefetch_factor=1)
-    match = (
-        "^[^ ]*/cache: the local cache is too small: .* set args.local_cache=FOLDER:SIZE [^\n]*$"
-    )
-    with pytest.raises(RuntimeError, match=match):
-        next(reads)
 
 
 def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypatch):

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +21,8 @@ import torch
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
-from cogfast.core import run_lock, store
-from cogfast.core.mirror import Uploads, copy_of, place_of, url_of
+from cogfast.core import mirror, run_lock, store
+from cogfast.core.mirror import Uploads, copy_of, download_run, place_of, url_of
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
@@ -30,6 +30,7 @@ from cogfast.model.weights.open import open_source
 from cogfast.train.run import folder
 from cogfast.train.run.checkpoint_writer import _prune
 from cogfast.train.run.folder import checkpoint_to_resume, open_run_folder
+from cogfast.train.run.parts import _take_adapters
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
 from tests.support.s3_server import Fault, S3Server
@@ -44,7 +45,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(store, "_PATIENCE", 1.0)
     monkeypatch.setattr(store, "_PART_TRIES", 1)
     yield
-    copy_of.cache_clear()
+    mirror._local_folder.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def train(base: Path, save: Path | str, *words: str) -> None:
 
 
 def read_weights(url: str) -> dict[str, torch.Tensor]:
-    copy_of.cache_clear()
+    mirror._local_folder.cache_clear()
     source = open_source(Path(copy_of(url)))
     return {name: source.read(name, None) for name in source.shapes}
 
@@ -129,11 +130,27 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     assert any(name.startswith("tensorboard/") for name in found)
     assert any(name.startswith("checkpoints/00000004/transformer/") for name in found)
     assert store.read(f"{url}/checkpoints/latest") == b"00000006"
+    # No two saves of a step have the same files.
+    assert "checkpoints/00000006/rank-00000.safetensors" not in found
     assert "resumed s3://" in store.read(f"{url}/log.txt").decode()
     assert f"--resume {url}" in caplog.text
     assert_same_run(whole, Path(download(save, tmp_path / "all")), STEPS)
     # This machine keeps no weights.
     assert not [*(tmp_path / "local" / "runs").rglob("rank-*")]
+
+
+@pytest.mark.soak
+def test_latest_stays_with_a_run_that_has_taken_the_lock(server, base):
+    save = f"{server.url}/taken"
+
+    def watch(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("00000004/manifest.json"):
+            store.write(f"{run_url(save)}/run.lock", b"process 7 on elsewhere 00 1.0\n")
+
+    server.watch = watch
+    with pytest.raises(RuntimeError, match="process 7 on elsewhere has taken the folder"):
+        train(base, save)
+    assert store.read(f"{run_url(save)}/checkpoints/latest") == b"00000002"
 
 
 @pytest.mark.soak
@@ -170,7 +187,7 @@ def test_commands_read_a_run_in_a_store_and_find_damage_by_checksums_and_sizes(
     assert main(["convert", f"{url}x", str(tmp_path / "none"), "--to", "peft"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"cogfast: {url}x: no such folder or file; correct the address"
-    file = f"{url}/checkpoints/00000006/rank-00000.safetensors"
+    (file,) = (n for n in store.find(f"{url}/checkpoints/00000006") if n.endswith(".safetensors"))
     content = bytearray(store.read(file))
     content[-5] ^= 1
     store.write(file, bytes(content))
@@ -197,6 +214,12 @@ def test_places_that_cannot_be_written_are_named_first(server, base):
     with pytest.raises(ValueError, match="args.save=.*access denied.*check the credentials"):
         train(base, f"{server.url}/x")
     server.faults = []
+    store.write(f"{server.url}/data/0.mp4", b"x")
+    server.requests.clear()
+    # A folder that is no run is neither downloaded nor locked.
+    with pytest.raises(ValueError, match=r"args.resume=.*/data: .* set it to the folder of a run"):
+        train(base, f"{server.url}/none", f"args.resume={server.url}/data")
+    assert not [path for _, path in server.requests if path.endswith(("0.mp4", "run.lock"))]
     for words in (["args.resume=latest"], [f"args.resume={server.url}/none"]):
         with pytest.raises(ValueError, match="no run of 'tiny'|has no checkpoint of cogfast"):
             train(base, f"{server.url}/none", *words)
@@ -209,7 +232,7 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     run = place_of(f"{server.url}/left")
     run.mkdir(parents=True)
     server.faults = [Fault(503, "PUT", "/log.txt")]
-    with Uploads(run):
+    with closing(Uploads(run)):
         for name in ("a/video.mp4", "log.txt", "metrics.jsonl"):
             (run / name).parent.mkdir(exist_ok=True)
             (run / name).write_text(name)
@@ -221,6 +244,7 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
 
 TWO_MACHINES = """
 import os, sys
+from contextlib import closing
 from types import SimpleNamespace
 from cogfast.core.mirror import Uploads, place_of
 from cogfast.data.bad_samples import BadSampleLog
@@ -230,7 +254,7 @@ from cogfast.sample.generate import take_to_main
 rank = os.environ["RANK"]
 os.environ |= {"LOCAL_RANK": "0", "COGFAST_LOCAL_CACHE": f"{sys.argv[2]}/{rank}"}
 groups, run = start_processes(), place_of(sys.argv[1])
-with Uploads(run, is_main=groups.is_main):
+with closing(Uploads(run, is_main=groups.is_main)):
     log = BadSampleLog(run / "bad_samples.jsonl", num_samples=10, max_bad_fraction=0.3)
     batches = ModelBatches(SimpleNamespace(bad_samples=log), groups, has_own_files=True)
     (run / f"{rank}.mp4").write_text(rank)
@@ -293,6 +317,41 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
             lock.check()
 
 
+def test_objects_of_files_that_this_machine_has_lost_stay(server):
+    run = place_of(f"{server.url}/cleaned")
+    (run / "hang").mkdir(parents=True)
+    with closing(Uploads(run)) as uploads:
+        for name in ("log.txt", "hang/rank-0.txt"):
+            (run / name).write_text("x" * (name == "log.txt"))
+        uploads.upload()
+        assert names(str(url_of(run))) == {"log.txt", "hang/rank-0.txt"}
+        shutil.rmtree(run)
+    assert names(str(url_of(run))) == {"log.txt"}
+
+
+def test_an_object_with_dots_in_its_name_is_not_written_beside_the_folder(server, tmp_path):
+    import boto3
+
+    s3 = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    s3.put_object(Bucket=server.bucket, Key="dots/run/../../evil", Body=b"x")
+    with pytest.raises(store.StoreError, match=r"/evil: has \.\. in its name"):
+        download_run(place_of(f"{server.url}/dots/run"))
+    assert not [*tmp_path.rglob("evil")]
+
+
+def test_adapters_of_another_trainer_are_copied_to_each_machine(server):
+    file = f"{server.url}/theirs/checkpoint-3/pytorch_lora_weights.safetensors"
+    store.write(file, b"adapters")
+    step, args = _take_adapters(file, TrainArguments(), ALONE)
+    assert step == 3 and Path(args.load_lora).read_bytes() == b"adapters"
+
+
+def test_a_url_is_read_again_once_its_files_have_changed(server):
+    for content in (b"2", b"4"):
+        store.write(f"{server.url}/model/latest", content)
+        assert Path(copy_of(f"{server.url}/model"), "latest").read_bytes() == content
+
+
 def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
     run = place_of(f"{server.url}/fenced")
     run.mkdir(parents=True)
@@ -300,9 +359,23 @@ def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
         for holder in (None, b"process 7 on elsewhere 00 1.0\n"):
             if holder is not None:
                 store.write(f"{server.url}/fenced/run.lock", holder)
-            with Uploads(run, lock.check):
+            with closing(Uploads(run, lock.check)):
                 (run / f"file-{holder is None}").write_text("x")
     assert names(f"{server.url}/fenced") == {"run.lock", "file-True"}
+
+    # It may be lost while many files are uploaded.
+    def watch(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("/1.mp4"):
+            server.watch = lambda method, path: None
+            store.write(f"{server.url}/fenced/run.lock", b"process 7 on elsewhere 00 2.0\n")
+
+    (run / "run.lock").unlink()
+    store.remove([f"{server.url}/fenced/run.lock"])
+    with RunLock(run) as lock, closing(Uploads(run, lock.check)):
+        for number in range(4):
+            (run / f"{number}.mp4").write_text("x")
+        server.watch = watch
+    assert names(f"{server.url}/fenced") == {"run.lock", "file-True", "0.mp4", "1.mp4"}
     assert "process 7 on elsewhere has taken the folder" in caplog.text
 
 
@@ -326,11 +399,22 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
     # A machine that shares the cache of the first one leaves its files alone.
     class OnSecond(ProcessGroups):
         def on_main(self, make):
-            return [url, f"{url}/checkpoints/00000006"]
+            names = [url, f"{url}/checkpoints/00000006"]
+            return names, f"{url}/run.lock", "process 1 on first 00"
+
+        def gather(self, value):
+            return [value, value]
 
     second = OnSecond(1, 2, 0, torch.device("cpu"), None, False)
-    theirs = open_run_folder(TrainArguments(), second, ExitStack())[0]
+    theirs, _, check_owner = open_run_folder(TrainArguments(), second, ExitStack())
     assert url_of(theirs) == url and theirs != run and (run / "metrics.jsonl").is_file()
+    # It writes only while the lock is rank 0's.
+    store.write(f"{url}/run.lock", b"process 1 on first 00 2.0\n")
+    check_owner()
+    store.write(f"{url}/run.lock", b"process 1 on third 00 2.0\n")
+    with pytest.raises(RuntimeError, match="process 1 on third has taken the folder"):
+        check_owner()
+    store.remove([f"{url}/run.lock"])
     text = load_config([base], [f"args.load={url}"]).describe()
     assert f"load: {url} " in text and "/folders/" not in text
 
@@ -340,8 +424,8 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
         for day in (1, 2):
             monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"machine-{day}"))
             args = TrainArguments(save=f"{server.url}/new", experiment_name="a")
-            run, _, lock = open_run_folder(args, ALONE, held)
-            assert run.name == f"a-2026-01-0{day}-00-00-00" and lock.run == run
+            run, _, check_owner = open_run_folder(args, ALONE, held)
+            assert run.name == f"a-2026-01-0{day}-00-00-00" and check_owner.__self__.run == run
 
 
 def test_checkpoints_of_other_trainers_stay_in_the_layout_finetune(server):
