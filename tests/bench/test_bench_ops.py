@@ -147,6 +147,7 @@ def test_a_wrong_op_is_marked_and_timed(
     if op is QK:
         wrong = bent(right, lambda qkv: (qkv[0], half_gradient(qkv[1]), qkv[2]))
     monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(OpBench, "peers", ())
     monkeypatch.setattr(ops, "benches", lambda settings: [OpBench(settings, op, ROTARY)])
     assert run(tmp_path) == 1
     printed = capsys.readouterr().out
@@ -181,6 +182,7 @@ right_step = FusedEmaAdam.step
 )
 def test_a_wrong_update_is_marked_and_timed(step, message, monkeypatch) -> None:
     monkeypatch.setattr(FusedEmaAdam, "step", step)
+    monkeypatch.setattr(OptimizerBench, "peers", ())
     monkeypatch.setattr(ops, "benches", lambda settings: optimizer_benches(settings)[:1])
     outcome = ops.measure_ops(TINY)
     assert [row["status"] for row in outcome.rows] == ["WRONG"]

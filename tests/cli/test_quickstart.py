@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -149,11 +148,11 @@ def test_quickstart_script_prepares_and_looks(clips_folder: Path, tmp_path: Path
     assert "colour 1.00  shape 1.00  motion 1.00  over 176 videos: learned" in looked.stdout
 
 
-MEASURED = """
+MEASURED = f"""
 import sys
-sys.path.insert(0, "scripts")
+sys.path.insert(0, {str(ROOT / "scripts")!r})
 import quickstart
-times = {(1, False): 0.4, (1, True): 0.3, (2, True): 0.2}
+times = {{(1, False): 0.4, (1, True): 0.3, (2, True): 0.2}}
 quickstart.measure_step = lambda layout: times[layout.num_processes, layout.use_bf16]
 quickstart.os.sched_getaffinity = lambda process: set(range(6))
 quickstart.torch.cuda.is_available = lambda: False
@@ -163,14 +162,13 @@ quickstart.choose_layout()
 
 def test_quickstart_chooses_how_to_train() -> None:
     """The second layout is timed in the faster dtype only, and the fastest of all is printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2 3 true\n"
-    assert done.stderr.splitlines()[-1] == (
+    done = run_forked(["-c", MEASURED])
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-2:] == [
         "processes x threads: 2 x 3 in bf16 is the fastest here "
-        "(1 x 6 in fp32: 400 ms, 1 x 6 in bf16: 300 ms, 2 x 3 in bf16: 200 ms a step)"
-    )
+        "(1 x 6 in fp32: 400 ms, 1 x 6 in bf16: 300 ms, 2 x 3 in bf16: 200 ms a step)",
+        "2 3 true",
+    ]
 
 
 FORK_COMMANDS = """
