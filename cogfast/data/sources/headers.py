@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,33 +61,32 @@ class Header(NamedTuple):
         return self.num_frames == 1 and not self.fps
 
 
-class HeaderScan:
-    """Finds the headers of some samples of a data set, in its index or in their files.
+class _Scan:
+    """Finds the headers of some samples of a data set, in its index or in their files."""
 
-    samples: their numbers, such as the share of a rank. trust_index: do not look whether files have changed
-    since their headers were saved.
-    """
-
-    def __init__(self, clips: ClipList, samples: range, trust_index: bool = False) -> None:
+    def __init__(self, clips: ClipList, samples: range, trust_index: bool) -> None:
         self._clips, self._samples, self._trusts = clips, samples, trust_index
-        self._index, folder = _index_of(clips)
-        self._is_beside = self._index.path == Path(folder, _INDEX)
-        # On hf:// each write is a commit in the data set's history.
-        can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
-        self._shared = store.join(folder, _INDEX) if can_be_written else None
-        self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
-        # The files to open: {name: a sample of it, its version}
-        self._left: dict[str, tuple[int, str]] = {}
+        self._left: dict[str, tuple[int, str]] = {}  # files to open: a sample of each, its version
         self._found: dict[str, Header] = {}
         self._seen: dict[tuple, Header] = {}  # equal headers are one object
         # Many members of a tar shard share its version.
         self._version = cache(partial(_version, clips))
-        deque(store.in_threads(self._look_up, samples), maxlen=0)
+
+    def look_up(self) -> int:
+        """Take what the index has, and return how many files are to be opened."""
+        self.index, folder = _index_of(self._clips)
+        self.is_beside = self.index.path == Path(folder, _INDEX)
+        # On hf:// each write is a commit in the data set's history.
+        can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
+        self.shared = store.join(folder, _INDEX) if can_be_written else None
+        self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
+        deque(store.in_threads(self._look_up, self._samples), maxlen=0)
+        return len(self._left)
 
     def _look_up(self, sample: int) -> None:
         name, place = self._clips.files[sample], _place(self._clips, sample)
         known_as = name[self._known_as]
-        if not name or (self._trusts and self._take(name, self._index.last(known_as))):
+        if not name or (self._trusts and self._take(name, self.index.last(known_as))):
             return
         shard = self._version(name.partition(MEMBER)[0]) if place else None
         stamp = shard or _version(self._clips, name)
@@ -95,7 +95,7 @@ class HeaderScan:
             return
         # Members of a shard share its version; the offset tells them apart.
         stamp += f"-{place[0]}" if place else ""
-        if not self._take(name, self._index.get(known_as, stamp)):
+        if not self._take(name, self.index.get(known_as, stamp)):
             self._left[name] = sample, stamp
 
     def _take(self, name: str, values: list | None) -> bool:
@@ -111,39 +111,8 @@ class HeaderScan:
             self._found[name] = self._seen.setdefault(key, Header(*key))
         return is_one
 
-    def read(
-        self,
-        gather: Callable[[Callable[[], Any]], list] = lambda make: [make()],
-        is_main: bool = True,
-        is_first: bool = True,
-    ) -> list[Header | None]:
-        """Open the files, and return the header of each of the samples; None for one without a file.
-
-        gather: calls a function on each of the processes that read shares together, and returns all results.
-        is_main, is_first: whether this process is the first of them, and of its machine.
-        """
-        total, start, has_new = sum(gather(lambda: len(self._left))), time.monotonic(), False
-        left = total
-        while left:
-            found = gather(lambda: (self._open_some(), len(self._left)))
-            left, rows = (
-                sum(number for _, number in found),
-                [row for one, _ in found for row in one],
-            )
-            # Appends of several machines to one file would overwrite each other on a network file system.
-            if is_main or (is_first and not self._is_beside):
-                self._index.keep(rows)
-            has_new |= bool(rows)
-            if left and is_main:
-                done, seconds = total - left, time.monotonic() - start
-                logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
-        if is_main and has_new and self._shared:  # for other machines
-            with suppress(StoreError):  # a place that is read-only
-                store.write(self._shared, to_lines(self._index.rows()))
-        return [self._found.get(self._clips.files[i]) for i in self._samples]
-
-    def _open_some(self) -> list[tuple]:
-        """Open files for some seconds; return their rows of the index."""
+    def read_some(self) -> tuple[list[tuple], int]:
+        """Open files for some seconds; return their rows of the index, and how many files are left."""
         rows, until = [], time.monotonic() + _SECONDS
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             while self._left and time.monotonic() < until:
@@ -154,15 +123,44 @@ class HeaderScan:
                     # Files that failed are tried again: a change of permissions keeps the stamp.
                     if not header.reason:
                         rows.append((name[self._known_as], stamp, *header))
-        return rows
+        return rows, len(self._left)
+
+    @property
+    def headers(self) -> list[Header | None]:
+        return [self._found.get(self._clips.files[i]) for i in self._samples]
 
 
 def read_headers(
-    clips: ClipList, samples: range | None = None, trust_index: bool = False
+    clips: ClipList,
+    samples: range | None = None,
+    trust_index: bool = False,
+    gather: Callable[[Callable[[], Any]], list] = lambda make: [make()],
+    is_main: bool = True,
+    is_first: bool = True,
 ) -> list[Header | None]:
-    """Return the header of each sample's file, or of some samples, read by this process alone."""
-    samples = range(len(clips)) if samples is None else samples
-    return HeaderScan(clips, samples, trust_index).read()
+    """Return the header of each sample's file, or of some samples; None for one without a file.
+
+    trust_index: do not look whether files have changed since their headers were saved. gather: calls a function
+    on each of the processes that read other samples meanwhile, and returns all results. is_main, is_first:
+    whether this process is the first of them, and of its machine.
+    """
+    scan = _Scan(clips, range(len(clips)) if samples is None else samples, trust_index)
+    total, start, has_new = sum(gather(scan.look_up)), time.monotonic(), False
+    left = total
+    while left:
+        each, numbers = zip(*gather(scan.read_some), strict=True)
+        rows, left = [*chain(*each)], sum(numbers)
+        # Appends of several machines to one file would overwrite each other on a network file system.
+        if is_main or (is_first and not scan.is_beside):
+            scan.index.keep(rows)
+        has_new |= bool(rows)
+        if left and is_main:
+            done, seconds = total - left, time.monotonic() - start
+            logger.info("headers: %d of %d videos, %.0f/s", done, total, done / seconds)
+    if is_main and has_new and scan.shared:  # for other machines
+        with suppress(StoreError):  # a place that is read-only
+            store.write(scan.shared, to_lines(scan.index.rows()))
+    return scan.headers
 
 
 def _index_of(clips: ClipList) -> tuple[FileIndex, str]:

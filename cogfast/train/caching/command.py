@@ -266,14 +266,15 @@ class _CacheRun:
 
     def _check_scale(self, clips: _Work) -> None:
         """Check that args.trusted_cache has clips of this model and not of another in its folder."""
-        trusted, found = self.trusted, []
-        for clip in map(self.clips.__getitem__, clips.missing.values()):
-            if trusted is None or clip.is_control:
-                continue
-            if (path := trusted.path(clip.dataset, clip.index)) is not None:
-                found.append((path.stat().st_mtime_ns, path, clip))
-        if trusted is None or not found or len(trusted.members) == 1:
+        trusted = self.trusted
+        if trusted is None or len(trusted.members) == 1:
             return
+        missing = (self.clips[number] for number in clips.missing.values())
+        found = [
+            (path.stat().st_mtime_ns, path, clip)
+            for clip in missing
+            if not clip.is_control and (path := trusted.path(clip.dataset, clip.index))
+        ]
         # The oldest and the newest: a user who changed the model may have added clips.
         found.sort(key=lambda one: one[:2])
         for _, path, clip in found[:1] + found[1:][-1:]:
@@ -370,11 +371,11 @@ class _CacheRun:
         encoder, trusted = self._encoder(), self.trusted
         for batch in batches:
             captions = {key: self.clips[work.missing[key]].caption for key in batch}
-            found: dict[str, dict[str, Tensor] | BadSample] = {}
-            for key, caption in captions.items():
-                stored = None if trusted is None else trusted.embedding(caption)
-                if stored is not None:
-                    found[key] = {"embedding": stored}
+            found: dict[str, dict[str, Tensor] | BadSample] = {
+                key: {"embedding": stored}
+                for key, caption in captions.items()
+                if trusted is not None and (stored := trusted.embedding(caption)) is not None
+            }
             left = [key for key in captions if key not in found]
             if left:
                 rng = content_random(left, self.groups.device)

@@ -45,7 +45,9 @@ class Plan:
 def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, int, int]:
     """Return the most data-parallel ranks that divide a global batch, the largest batch size up to
     `batch_size`, and the accumulation."""
-    copies = next(n for n in range(most_copies, 0, -1) if global_batch % n == 0)
+    copies = next((n for n in range(most_copies, 0, -1) if global_batch % n == 0), 0)
+    if not copies:
+        return 0, 0, 0
     each = global_batch // copies
     size = next(n for n in range(min(batch_size, each), 0, -1) if each % n == 0)
     return copies, size, each // size
@@ -73,9 +75,8 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
             logger.warning("%s", plan.text)
         if plan.num_ranks:
             break
-        time.sleep(
-            _BETWEEN_LINES
-        )  # until torchrun ends this rank, because another machine has come
+        # Until torchrun ends this rank, because another machine has come
+        time.sleep(_BETWEEN_LINES)
     if launch.rank >= plan.num_ranks:
         if launch.idle():
             raise SystemExit(0)
@@ -108,9 +109,8 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     args = TrainArguments.from_config(config)
     resume = _resume(config, args)
     checkpoint = checkpoint_to_resume(replace(args, resume=resume))
-    manifest: dict[str, Any] = {}
-    if checkpoint is not None and adapters_to_resume(checkpoint) is None:
-        manifest = read_manifest(checkpoint, RESUMABLE)
+    has_state = checkpoint is not None and adapters_to_resume(checkpoint) is None
+    manifest: dict[str, Any] = read_manifest(checkpoint, RESUMABLE) if has_state else {}
     tensor, context = args.model_parallel_size, args.context_parallel_size
     of_model, num_before = tensor * context, num_ranks
     sizes = ("batch_size", "gradient_accumulation_steps")
@@ -125,17 +125,14 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
         text += f" (args.model_parallel_size={tensor} x args.context_parallel_size={context}); raise MIN of "
         refuse(config, _KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
-    here = (
-        divide(total, args.batch_size, num_ranks // of_model) if num_ranks >= of_model else (0,) * 3
-    )
+    here = divide(total, args.batch_size, num_ranks // of_model)
     used = here[0] * of_model
     if args.elastic == "wait" and used < max(num_before, 1):
         text = f"{_KEY}=wait: {counted(num_ranks, 'rank is', 'ranks are')} here, {used} of which divide the "
         text += f"global batch {total}; waiting until as many as before ({num_before}) can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
-    text = (
-        f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}, {num_before} before"
-    )
+    trains = counted(used, "rank trains", "ranks train")
+    text = f"{_KEY}={args.elastic}: {trains}, {num_before} before"
     text += f"; global batch {total} = {_DIVISION % here} (before: {_DIVISION % before})"
     if here[1] != args.batch_size:
         text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"

@@ -18,8 +18,8 @@ from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.sources.clip_list import ClipList, PackedStrings
-from cogfast.data.sources.headers import Header, HeaderScan
+from cogfast.data.sources.clip_list import PackedStrings
+from cogfast.data.sources.headers import read_headers
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 
@@ -88,17 +88,11 @@ def _check_copies(*datasets: SizedDataset | None) -> None:
 def _survey_on_all(dataset: CaptionedVideos, groups: ProcessGroups) -> Survey:
     """Survey a data set; all ranks have the same result."""
     ends = (len(dataset) * r // groups.world_size for r in (groups.rank, groups.rank + 1))
-    own = groups.on_all(lambda: survey(dataset, range(*ends), partial(_read_on_all, groups)))
-    return join_surveys(groups.gather(own))
-
-
-def _read_on_all(
-    groups: ProcessGroups, clips: ClipList, samples: range, trust_index: bool
-) -> list[Header | None]:
-    """Read the headers of this rank's samples while all other ranks read those of theirs."""
-    scan = groups.on_all(lambda: HeaderScan(clips, samples, trust_index))
     gather = lambda make: groups.gather(groups.on_all(make))
-    return scan.read(gather, groups.is_main, groups.local_rank == 0)
+    of_rank = {"is_main": groups.is_main, "is_first": groups.local_rank == 0}
+    read = partial(read_headers, gather=gather, **of_rank)
+    own = groups.on_all(lambda: survey(dataset, range(*ends), read))
+    return join_surveys(groups.gather(own))
 
 
 def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:
