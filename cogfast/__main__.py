@@ -314,7 +314,7 @@ def main(
 
 
 def _interrupt(number: int) -> None:
-    raise Interrupted
+    raise Interrupted(f"ended by {name_of(number)}")
 
 
 def _run(argv: list[str]) -> int:
