@@ -92,7 +92,7 @@ def parse_train(argv: Sequence[str]) -> Request:
     shown = {
         "seed": "same as args.seed=N",
         "resume": "latest: the newest checkpoint; auto: the same, or a new run if there is none; or "
-        "the path of a run or checkpoint",
+        "the path or address of a run or checkpoint",
         "accept_changes": "resume even if keys changed that affect training",
     }
     found, request = _parse_run(parser, argv, "args.train_iters=100", shown)

@@ -17,7 +17,8 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import SECTIONS
 from cogfast.config.values import nearest
 from cogfast.core.mirror import name_of, url_of
-from cogfast.core.store import check_address, is_url
+from cogfast.core.store import is_url
+from cogfast.core.store_errors import check_address
 
 RUN_CONFIG = "training_config.yaml"
 _MOST_NAMED = 3  # runs that an error lists

@@ -16,11 +16,11 @@ Settings = dict[str, tuple[object, str]]
 
 def add_options(parser: argparse.ArgumentParser, rank: Callable[[str], int]) -> None:
     """Add the options that set keys. rank: reads LoRA's rank."""
-    text = "videos to train on, in any layout of docs/data.md; may be repeated"
+    text = "videos to train on, a path or an address such as s3://bucket/clips, in any layout of docs/data.md; may be repeated"
     parser.add_argument("--data", action="append", metavar="PATH", help=text)
     text = "train LoRA adapters of this rank; without it, all weights"
     parser.add_argument("--lora", type=rank, metavar="RANK", help=text)
-    text = "folder in which the run's folder is created; default: runs"
+    text = "folder or address in which the run's folder is created; default: runs"
     parser.add_argument("--out", metavar="DIR", help=text)
 
 

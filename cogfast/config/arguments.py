@@ -69,8 +69,8 @@ class TrainArguments:
     mode: Literal["pretrain", "finetune", "inference"] = "finetune"
     """pretrain: leave out the low learning rate of SAT's first 100 steps; inference: for sampling"""
     load: str | None = None
-    """weights to start from: a folder or a file of any format that `cogfast convert` reads, or the
-    id of a diffusers pipeline on the Hugging Face hub. A pipeline also fills in VAE and text
+    """weights to start from: a folder or a file of any format that `cogfast convert` reads, an address
+    of one, or the id of a diffusers pipeline on the Hugging Face hub. A pipeline also fills in VAE and text
     encoder"""
     load_lora: str | None = None
     """adapters to start from: a LoRA file, a SAT folder or a run"""
@@ -87,13 +87,13 @@ class TrainArguments:
     save: str | None = None
     """folder in which run folders are created, or its address, such as s3://bucket/runs; null: runs"""
     run_folder: str | None = None
-    """the run folder itself, in place of one with a date below args.save"""
+    """the run folder itself, or its address, in place of one with a date below args.save"""
     folder_layout: FolderLayout = "cogfast"
     """names in the run folder; finetune: those of CogVideo's diffusers trainer (checkpoint-N, logs,
     validation_res)"""
     resume: str | None = None
-    """latest: the newest checkpoint; auto: the same, or a new run if there is none; or the path of
-    a run or checkpoint. A checkpoint-N of CogVideo's diffusers trainer gives its LoRA weights and
+    """latest: the newest checkpoint; auto: the same, or a new run if there is none; or the path or
+    address of a run or checkpoint. A checkpoint-N of CogVideo's diffusers trainer gives its LoRA weights and
     its step"""
     accept_changes: bool = False
     """resume even if training-relevant keys changed"""
@@ -133,9 +133,10 @@ class TrainArguments:
     """profile three steps after this many steps (SAT's key); null or -1: never"""
 
     train_data: list[str] = field(default_factory=list)
-    """sources of training data: folders, manifests or shards, as data.target reads them"""
+    """sources of training data: folders, manifests or shards, as data.target reads them; paths, or addresses
+    such as s3://bucket/clips"""
     valid_data: list[str] = field(default_factory=list)
-    """sources of held-out data"""
+    """sources of held-out data, like train_data"""
     train_data_weights: list[Annotated[float, Range(0, 10**6)]] | None = None
     """how often an epoch reads each source of train_data"""
     split: str = "1,0,0"
@@ -154,7 +155,7 @@ class TrainArguments:
     the frame itself; each step noises and encodes it"""
     local_cache: Annotated[str | None, BeforeValidator(lambda x: _local_cache(x))] = None
     """FOLDER or FOLDER:SIZE, such as /nvme:500GB: where this machine keeps copies of files of object stores,
-    and at most how many bytes of them. null: COGFAST_LOCAL_CACHE, or a folder in ~/.cache, and half of its disk"""
+    and at most how many bytes of them. null: COGFAST_LOCAL_CACHE, or ~/.cache/cogfast/objects, and half of its disk"""
     num_workers: Annotated[int, Range(0, 256)] = 1
     """processes per rank that read and decode; 0: the training process reads"""
     prefetch_factor: Annotated[int, Range(1, 1024)] = 4

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, write_whole
-from cogfast.core.store_errors import NO_ANSWER, NO_BUCKET, brief, diagnosis
+from cogfast.core.store_errors import NO_BUCKET, OF_CHAIN, brief, diagnosis
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -51,7 +51,6 @@ _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
@@ -61,6 +60,7 @@ _VERSIONS += ("modify", "mtime", "created")
 _USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
 _UNCHANGING = "-"  # the version of objects that never change under their name
 _WEB = ("http://", "https://")  # servers without listings
+_OWN = ("s3://", "gs://", "hf://")
 
 
 class StoreError(OSError):
@@ -75,17 +75,6 @@ class Stat:
 
 def is_url(name: str | Path) -> bool:
     return "://" in str(name)
-
-
-def check_address(text: str) -> None:
-    """Raise ValueError for an address without a name, or one that its slash or capitals make a path."""
-    if match := _ADDRESS.fullmatch(text):
-        if not match[2].strip("/"):
-            raise ValueError(f"{text}: an address names a bucket or file; write {match[1]}://NAME")
-        fixed = f"{match[1].lower()}://{match[2]}"
-        if fixed != text:
-            what = "an address has a scheme in small letters and two slashes"
-            raise ValueError(f"{text}: {what}; write {fixed}")
 
 
 def join(folder: str, name: str) -> str:
@@ -122,6 +111,8 @@ class Versions:
         rows.update(row for one in lists for row in zip(*one._columns, strict=True))
         ordered = sorted(rows)
         self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
+        # {(URL, part): its error}. A read ahead has waited for them, so that no later read does.
+        self.given_up: dict[tuple, OSError] = {}
 
     @property
     def largest(self) -> int:
@@ -256,6 +247,16 @@ def write(name: str, data: bytes) -> None:
     write_whole(Path(name), lambda draft: draft.write_bytes(data))
 
 
+def check_writable(folder: str) -> None:
+    """Raise StoreError or WriteError if a folder, which is created, cannot be written."""
+    try:
+        write(test := join(folder, "write_test"), b"")
+        remove([test])
+    except StoreError as error:
+        reason = str(error).removeprefix(f"{test}: ")
+        raise StoreError(f"{folder}: cannot be written: {reason}") from None
+
+
 def create(name: str, data: bytes) -> bool:
     """Write an object unless there is one, and return whether its content is `data` then.
 
@@ -293,15 +294,15 @@ def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) ->
         raise StoreError(f"{url}: {NO_BUCKET}") from None
 
 
-def remove(urls: list[str]) -> None:
-    """Remove objects; those that are gone already are no error."""
+def remove(names: list[str]) -> None:
+    """Remove files; those that are gone already are no error."""
 
-    def remove_one(url: str) -> None:
+    def remove_one(name: str) -> None:
         with suppress(FileNotFoundError):
             # Not rm, which takes * ? and [ for patterns.
-            _call(url, lambda fs, path: fs.rm_file(path))
+            _call(name, lambda fs, path: fs.rm_file(path)) if is_url(name) else os.unlink(name)
 
-    list(in_threads(remove_one, urls))
+    list(in_threads(remove_one, names))
 
 
 def local_copy(
@@ -542,12 +543,12 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
             ) from None
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:
-            why, fix = diagnosis(error)
+            why, fix, most = diagnosis(url, error)
             # A call of minutes that fails once is not yet an outage.
             start += (time.monotonic() - began) * is_long
             seconds = time.monotonic() - start
-            if fix or seconds + pause > _PATIENCE:
-                raise StoreError(f"{url}: {why}; {fix or NO_ANSWER}") from None
+            if seconds + pause > min(most, _PATIENCE):
+                raise StoreError(f"{url}: {why}; {fix}") from None
             if pause == _LONGEST_PAUSE:
                 logger.warning("%s: %s; trying again for %.0f s", url, why, _PATIENCE - seconds)
         time.sleep(pause * random.uniform(0.5, 1))
@@ -564,7 +565,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
         raise StoreError(f"{url}: names no bucket or file; correct the address")
     # Some file systems that fsspec puts on top of others run code that their files contain.
     if "::" in url:
-        raise StoreError(f"{url}: has :: in it; use addresses of one scheme")
+        raise StoreError(f"{url}: {OF_CHAIN}")
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, too
     # Listings that fsspec keeps would hide what other processes write.
     given: dict[str, Any] = {"use_listings_cache": False}
@@ -578,8 +579,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
         file_system, path = fsspec.core.url_to_fs(url, **given)
     # No installed package handles the scheme.
     except (ImportError, ValueError) as error:
-        has_own = url.startswith(("s3://", "gs://", "hf://"))
-        package = "pip install s3fs gcsfs" if has_own else "docs/data.md"
+        package = "pip install s3fs gcsfs" if url[:5] in _OWN else "docs/data.md"
         raise StoreError(
             f"{url}: cannot be opened ({brief(error)}); install the package for its scheme ({package}), or "
             "correct it"

@@ -1,14 +1,18 @@
-"""Finds the reason of an error of an object store, and the fix that its message names."""
+"""Finds what is wrong with an address or with the answer of an object store, and the fix that the message names."""
 
 from __future__ import annotations
 
 import errno
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
 
-_OTHER_REGION = "the bucket is in another region; set AWS_DEFAULT_REGION to it"
-_NO_CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile (S3), GOOGLE_APPLICATION_CREDENTIALS (GS) or "
-    "HF_TOKEN (hf)"
-)
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
+_CHAIN = re.compile(r"[\w+.-]+::\S*://")  # of file systems, as fsspec has them
+OF_CHAIN = "has :: in it; use addresses of one scheme"
+_OTHER_REGION = "the bucket is in another region; set AWS_DEFAULT_REGION"
+_NO_CREDENTIALS = "set {keys}"
 # Part of an error that no repetition ends -> its fix
 _PERMANENT = {
     "PermanentRedirect": _OTHER_REGION,
@@ -20,33 +24,101 @@ _PERMANENT = {
     "redentials": _NO_CREDENTIALS,
     "Anonymous caller": _NO_CREDENTIALS,  # of Google
 }
+# Variables that set the host and the credentials, by scheme
+_HOSTS = {"s3": "AWS_ENDPOINT_URL", "hf": "HF_ENDPOINT"}
+_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "hf": "HF_TOKEN",
+}
 NO_BUCKET = "no such bucket; create it, or correct the address"
-NO_ANSWER = (
-    "the store does not answer; check its address, the network, and AWS_ENDPOINT_URL (S3) or "
-    "GOOGLE_APPLICATION_CREDENTIALS (GS), and try again later"
+_BUSY = (
+    "the store asks for fewer requests or is not available; try again later, or with fewer ranks and "
+    "args.num_workers"
 )
+_UNKNOWN_HOSTS = ("Name or service not known", "No address associated", "nodename nor servname")
+_SECONDS_OF_UNKNOWN_HOST = 5.0
+_FRAME = re.compile(r"^\[Errno -?\d+\] |\.$")  # of a text that a sentence includes
+_REQUEST = re.compile(r"(https?://[^\s/\"]+)/[^\s\"]*")
 
 
-def diagnosis(error: Exception) -> tuple[str, str]:
-    """Return the reason of an error, and its fix if repeating the call is of no use, else ""."""
-    name, text = type(error).__name__, brief(error)
+def check_address(text: str) -> None:
+    """Raise ValueError for an address without a name, or one that is not written as the stores take it."""
+    if _CHAIN.match(text):
+        raise ValueError(f"{text}: {OF_CHAIN}")
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
+        return
+    scheme, name = match[1].lower(), match[2]
+    if not name.strip("/"):
+        raise ValueError(f"{text}: an address names a bucket or file; write {scheme}://NAME")
+    rule = "an address has a scheme in small letters and two slashes"
+    if text != text.strip():
+        rule = "an address has no blanks around it"
+    elif {".", ".."}.intersection(name.split("/")):
+        name, rule = posixpath.normpath(f"/{name}")[1:], "an address has no . or .. between slashes"
+    elif scheme.startswith("s3") and (key := name.partition("?versionId=")[0]) != name:
+        name, rule = key, "versions of objects are not read"
+    if (fixed := f"{scheme}://{name}") != text:
+        raise ValueError(f"{text}: {rule}; write {fixed}")
+
+
+def diagnosis(url: str, error: Exception) -> tuple[str, str, float]:
+    """Return the reason of an error, its fix, and for how many seconds it is of use to repeat the call."""
+    name, text, scheme = type(error).__name__, brief(error), url.partition("://")[0]
+    status, region = _answer(error)
     cause = f"{name} {text} {error.__cause__ or ''}"
     fix = next((fix for part, fix in _PERMANENT.items() if part in cause), None)
+    if fix == _OTHER_REGION or status == 301:
+        return text, _OTHER_REGION + (f"={region}" if region else " to it"), 0
+    if fix == _NO_CREDENTIALS:
+        keys = _KEYS.get(scheme, "those of its package")
+        return f"no credentials ({text})", fix.format(keys=keys), 0
     if fix is not None:
-        return f"no credentials ({text})" if fix == _NO_CREDENTIALS else text, fix
+        return text, fix, 0
     if isinstance(error, PermissionError) or text.startswith("Forbidden"):  # the latter of gcsfs
-        return f"access denied ({text})", "check the credentials, their rights and the region"
+        return f"access denied ({text})", "check the credentials, their rights and the region", 0
     code = getattr(error, "errno", None)
     # S3 answers to HEAD without a text, also if a token has expired.
     if code == errno.EINVAL or name == "ParamValidationError":
-        return text, "correct the address, or renew the credentials if they have expired"
+        return text, "correct the address, or renew the credentials if they have expired", 0
     if isinstance(error, ImportError):
-        return text, "install the package"
+        return text, "install the package", 0
     odd = (NotImplementedError, TypeError, IsADirectoryError, FileExistsError)
     if isinstance(error, odd) or code == errno.ENOSYS:
-        return text, "use another store or address"
-    return text, ""
+        return text, "use another store or address", 0
+    if status in (429, 503):
+        return f"{text} ({status})", _BUSY, math.inf
+    host = "".join(f", {key}" for key in [_HOSTS.get(scheme)] if key)
+    if any(part in str(each) for each in _causes(error) for part in _UNKNOWN_HOSTS):
+        fix = f"no host has this name; check the address{host} and the network"
+        return text, fix, _SECONDS_OF_UNKNOWN_HOST
+    fix = f"the store does not answer; check its address{host} and the network, and try again later"
+    return text, fix, math.inf
 
 
 def brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    text = _FRAME.sub("", " ".join(str(error).split()))
+    return _REQUEST.sub(r"\1", text)[:200] or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _answer(error: Exception) -> tuple[int | None, str]:
+    """Return the status of the store's answer, and the region that it names, or ""."""
+    for cause in _causes(error):
+        answer = getattr(cause, "response", None)
+        if isinstance(answer, Mapping):  # of botocore
+            about = answer.get("ResponseMetadata", {})
+            region = about.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+            named = answer.get("Error", {}).get("Region") or region
+            return about.get("HTTPStatusCode"), named or ""
+        given = getattr(cause, "status", None), getattr(cause, "code", None)
+        for status in (*given, getattr(answer, "status_code", None)):  # of aiohttp, gcsfs, httpx
+            if isinstance(status, int):
+                return status, ""
+    return None, ""

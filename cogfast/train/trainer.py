@@ -13,6 +13,7 @@ from cogfast.config import Config
 from cogfast.config.values import counted
 from cogfast.core.mirror import name_of
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.store import is_url, local_cache
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.diffusion.denoiser import Conditioning
@@ -78,7 +79,7 @@ class Trainer:
             # For the last line, also if torchrun ends this rank because of another one's error.
             hint = self.parts.how_to_resume()
             keep_in_last_line(f"; {hint}")
-            if self.writer.saved is not None and str(self.writer.saved) not in str(error):
+            if self.writer.saved is not None and hint not in str(error):
                 error.add_note(hint)
             self.parts.log.end(error)
             raise
@@ -350,10 +351,12 @@ class Trainer:
         accumulation = self.args.gradient_accumulation_steps
         layers = counted(config.num_layers, "layer")
         args = self.args
+        places = [*args.train_data, *args.valid_data, args.latent_cache or "", name_of(self.folder)]
         rate = f"{args.lr:g}, {args.lr_schedule}, weight decay {args.weight_decay:g}"
         log_facts(
             {
                 "run folder": name_of(self.folder),
+                **({"local cache": str(local_cache()[0])} if any(map(is_url, places)) else {}),
                 "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {self.args.precision}",
                 "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
                 "data": counted(len(self.datasets.train), "sample"),

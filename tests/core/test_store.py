@@ -21,6 +21,7 @@ from cogfast.core import store
 from cogfast.core.files import UNFINISHED
 from cogfast.core.mirror import copy_of, named_by_urls, url_of
 from cogfast.core.store import StoreError, local_copy, parse_cache
+from cogfast.core.store_errors import diagnosis
 from tests.support.s3_server import Fault, S3Server
 
 _CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -142,8 +143,10 @@ def test_errors_that_pass_are_tried_again(server, kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (503, "does not answer; check its address"),
-        ("cut", "does not answer; check its address"),
+        (503, r": planted \(503\); the store asks for fewer requests or is not available; try"),
+        (429, r": planted \(429\); the store asks for fewer requests"),
+        (301, r": planted; the bucket is in another region; set AWS_DEFAULT_REGION=eu-west-1$"),
+        ("cut", "does not answer; check its address, AWS_ENDPOINT_URL and the network"),
         (403, "access denied .*; check the credentials"),
         ("no ranges", "must support HTTP ranges"),
     ],
@@ -155,6 +158,23 @@ def test_errors_that_stay_name_the_fix(server, kind, text):
         store.read(url, 5, 10)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(url)
+
+
+def test_an_unknown_host_is_named_without_the_request(server, monkeypatch):
+    host = "no.such.host.invalid:9000"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}")
+    S3FileSystem.clear_instance_cache()
+    text = f'endpoint URL: "http://{host}"; .*AWS_ENDPOINT_URL and the network'
+    with pytest.raises(StoreError, match=text):
+        store.list_folder("s3://data/clips")
+    S3FileSystem.clear_instance_cache()
+
+
+def test_an_unknown_host_is_not_tried_for_long(monkeypatch):
+    error = OSError(-2, "Name or service not known")
+    assert diagnosis("hf://a/b", error)[2] < 10
+    assert "GOOGLE" not in diagnosis("hf://a/b", error)[1]
+    assert diagnosis("s3://a/b", OSError("cut"))[2] > 60
 
 
 def test_errors_without_a_text_and_wrong_addresses_name_the_fix(server, tmp_path):

@@ -18,6 +18,7 @@ from cogfast.core.store import CACHE_VARIABLE
 
 _NUMBERS = count()
 _LINES = {
+    301: "301 Moved Permanently",
     400: "400 Bad Request",
     403: "403 Forbidden",
     429: "429 Too Many Requests",
@@ -25,6 +26,7 @@ _LINES = {
     503: "503 Service Unavailable",
 }
 _CODES = {
+    301: "PermanentRedirect",
     400: "ExpiredToken",
     403: "SignatureDoesNotMatch",
     429: "SlowDown",
@@ -98,7 +100,9 @@ class S3Server:
         if isinstance(kind, int):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             text = f"<Error><Code>{_CODES[kind]}</Code><Message>planted</Message></Error>"
-            start_response(_LINES[kind], [("Content-Type", "application/xml")])
+            headers = [("Content-Type", "application/xml")]
+            headers += [("x-amz-bucket-region", "eu-west-1")] * (kind == 301)
+            start_response(_LINES[kind], headers)
             return [b"" if method == "HEAD" else text.encode()]
         if kind == "slow":
             assert fault is not None

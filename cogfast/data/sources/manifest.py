@@ -27,6 +27,7 @@ import numpy as np
 
 from cogfast.config.values import counted
 from cogfast.core import store
+from cogfast.core.store_errors import check_address
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -308,6 +309,11 @@ def _text(value: object, where: str, name: str) -> str:
     is_half = name == "caption" and not text.isascii() and _HALF.search(text)
     if "\0" in text or is_half:
         raise ValueError(f"{where}: {name}={text[:80]!r} has an invalid character; remove it")
+    if name not in ("caption", "split") and ":" in text:
+        try:
+            check_address(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}={error}") from None
     return text
 
 

@@ -86,6 +86,7 @@ def test_parts_of_one_file_have_names(tmp_path):
 
 REFUSED = {
     "path,caption\nx.mp4,": r"1/1 rows of .*data.csv without a caption: line 2; .*allow_empty",
+    "path,caption\nx.mp4,a\nsimplecache::s3://b/c.mp4,a": "data.csv: line 3: path=simplecache::s3://b/c.mp4: has :: in",
     "path,caption\n,a": "data.csv: line 2 has no path; write the path of its video into",
     "path,words\nx.mp4,a": r"line 1 has no column caption \('path,words'\); add it to the header "
     r"\(or one of prompt, text\), with",

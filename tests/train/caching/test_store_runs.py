@@ -82,7 +82,7 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
         cache_latents(config)
     server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
     other = load_config([base], [f"args.latent_cache={server.url}/runs/other"])
-    match = "^args.latent_cache: s3:.*does not answer.*is kept: .*continues"
+    match = "^args.latent_cache: s3:.*asks for fewer requests.*is kept: .*continues"
     with pytest.raises(RuntimeError, match=match):
         cache_latents(other)
     left = objects(f"{server.url}/runs/other")
@@ -107,9 +107,7 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
         cache_latents(config)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "other"))
     server.faults = [Fault(503, method="GET", path=".*videos/1.mp4")]
-    match = (
-        f"^{url}/videos/1.mp4: .*does not answer.*; what is encoded is kept: run `cogfast cache`"
-    )
+    match = f"^{url}/videos/1.mp4: .*asks for fewer requests.*; what is encoded is kept: run `cogfast cache`"
     with pytest.raises(RuntimeError, match=match):
         cache_latents(config)
     server.faults = []
