@@ -142,7 +142,6 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
     folders: dict[str, list[str]] = {}
     for name in dict.fromkeys(filter(is_url, names)):
         folders.setdefault(parent(name), []).append(name)
-
     groups: list[list[str]] = []
     for found in folders.values():
         is_listed = len(found) >= _FEW and not found[0].startswith(_WEB)
@@ -199,8 +198,9 @@ def find(folder: str) -> dict[str, Stat]:
         found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
     except FileNotFoundError:
         return {}
-    each = {_address(folder, name): about for name, about in sorted(found.items())}
-    return {url: _stat_of(url, about) for url, about in each.items() if not url.endswith("/")}
+    # s3fs returns the folder itself if its first object comes just after the listing.
+    names = (name for name in sorted(found) if found[name]["type"] == "file" and name[-1] != "/")
+    return {url: _stat_of(url, found[name]) for name in names if (url := _address(folder, name))}
 
 
 def _address(folder: str, name: str) -> str:

@@ -406,3 +406,18 @@ def test_a_file_of_weights_stays_and_is_known_by_its_url(server, tmp_path):
     assert url_of(copy) == url
     assert named_by_urls(f"a={copy}: is damaged") == f"a={url}: is damaged"
     assert Path(copy).read_bytes() == _CONTENT
+
+
+def test_an_object_that_comes_while_its_folder_is_listed(server: S3Server) -> None:
+    """The folder itself is no object: s3fs asks for it if a listing is empty."""
+    url = f"{server.url}/late"
+
+    def watch(method: str, path: str) -> None:
+        if method == "HEAD" and path.endswith("/late"):
+            server.watch = lambda method, path: None
+            store.write(f"{url}/a", b"a")
+
+    server.watch = watch
+    assert set(store.find(url)) <= {f"{url}/a"}
+    assert ("PUT", f"/{server.bucket}/late/a") in server.requests
+    assert set(store.find(url)) == {f"{url}/a"}

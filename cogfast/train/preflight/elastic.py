@@ -120,16 +120,16 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         before = [select(manifest, f"config.args.{name}") for name in sizes]
     before = (num_before // of_model, *before)
     total = config.deepspeed.get("train_batch_size") or manifest.get("global_batch")
-    total = total or args.batch_size * args.gradient_accumulation_steps * before[0]
+    total = total or args.batch_size * args.gradient_accumulation_steps * max(1, before[0])
     if args.elastic == "shrink" and num_ranks < of_model:
         text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
         text += f" (args.model_parallel_size={tensor} x args.context_parallel_size={context}); raise MIN of "
         refuse(config, _KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
     here = divide(total, args.batch_size, num_ranks // of_model)
-    used = here[0] * of_model
-    if args.elastic == "wait" and used < max(num_before, 1):
+    used, wanted = here[0] * of_model, max(num_before, of_model)
+    if args.elastic == "wait" and used < wanted:
         text = f"{_KEY}=wait: {counted(num_ranks, 'rank is', 'ranks are')} here, {used} of which divide the "
-        text += f"global batch {total}; waiting until as many as before ({num_before}) can train: start more "
+        text += f"global batch {total}; waiting until as many as before ({wanted}) can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
     trains = counted(used, "rank trains", "ranks train")
     text = f"{_KEY}={args.elastic}: {trains}, {num_before} before"
