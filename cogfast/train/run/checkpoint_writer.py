@@ -32,6 +32,7 @@ from cogfast.core import store
 from cogfast.core.files import WriteError, sync, write_text
 from cogfast.core.mirror import is_of_rank, name_of, url_of
 from cogfast.core.store import StoreError
+from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.quantized.moment_codes import largest_key, read_moment
@@ -71,7 +72,8 @@ class CheckpointWriter:
 
     Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
     decides the checkpoints' names. saved_step, saved: step and folder of the newest complete checkpoint,
-    valid after `wait`.
+    valid after `wait`. unsent: the folder of this machine with a newer one that could not be uploaded to
+    its store; the next save removes it.
     """
 
     def __init__(
@@ -96,6 +98,10 @@ class CheckpointWriter:
         self.url = url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
+        self.unsent: Path | None = None
+        self._file: Path | None = (
+            None  # this rank's file of a save in a store, until it is uploaded
+        )
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -112,7 +118,9 @@ class CheckpointWriter:
             if kind is None:
                 raise
             # Only log it: the error that ends the run must reach the user.
-            logger.error("the last checkpoint is not complete: %s", error)
+            why = "another rank was lost" if is_of_another_rank(error) else error
+            last = "none" if self.saved is None else name_of(self.saved)
+            logger.error("a save was not completed: %s; the last complete one: %s", why, last)
 
     def save(self, step: int, extra: dict, export: Export | None = None) -> None:
         """Copy the state of `step` and start to write it; `extra` goes into the manifest.
@@ -170,6 +178,7 @@ class CheckpointWriter:
         except _LOGGED as error:
             self._report_failure(about["step"], error)
         except Exception as error:
+            self._discard()
             self._error = error
 
     def _write_all(self, about: dict, export: Export | None) -> None:
@@ -179,18 +188,22 @@ class CheckpointWriter:
         # This is a barrier, too: no rank writes before the folder is empty.
         mark = groups.on_main(lambda: self._begin(draft))
         file = draft / f"rank-{groups.rank:05d}{mark}.safetensors"
-        try:
-            slices, checksum, size = groups.on_all(lambda: self._write_file(file, snapshot))
-            reports = groups.gather((file.name, slices, checksum, snapshot.counters(), size))
-            groups.on_main(lambda: self._complete(draft, reports, about, export))
-        finally:
-            if self.url is not None:
-                file.unlink(missing_ok=True)
+        slices, checksum, size = groups.on_all(lambda: self._write_file(file, snapshot))
+        reports = groups.gather((file.name, slices, checksum, snapshot.counters(), size))
+        groups.on_main(lambda: self._describe(draft, reports, about, export))
+        if self.url is not None:
+            self.unsent = draft
+            groups.on_all(lambda: self._upload(file))
+        groups.on_main(lambda: self._make_newest(draft, self.path(about["step"])))
+        self._discard()
 
     def _begin(self, draft: Path) -> str:
         """Empty the draft, and return a mark of its files' names."""
-        self.check_owner()
-        shutil.rmtree(draft, ignore_errors=True)
+        if self.url is None:  # else each upload asks: the store may be away for a while
+            self.check_owner()
+        for folder in (draft, self.unsent):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         draft.mkdir(parents=True)
         # No file of another save of this step, perhaps by a machine that has lost the run, replaces one that
         # a manifest names.
@@ -198,14 +211,20 @@ class CheckpointWriter:
 
     def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
         """Write this rank's file, and return its slices, checksum and size."""
+        self._discard()
+        self._file = None if self.url is None else file
         file.parent.mkdir(exist_ok=True, parents=True)  # this machine may not be rank 0's
         slices, checksum = snapshot.write(file)
-        if self.url is not None:
-            self._upload(file)
         return slices, checksum, file.stat().st_size
 
-    def _complete(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
-        """Write the manifest, make the checkpoint the newest, and remove old ones."""
+    def _discard(self) -> None:
+        """Remove this rank's file of a save in a store."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        self._file = self.unsent = None
+
+    def _describe(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
+        """Write the manifest and what is exported."""
         # Every rank knows those of its own partitions; together they cover all parameters.
         counters: dict[str, dict[str, float]] = {}
         for report in reports:
@@ -227,13 +246,16 @@ class CheckpointWriter:
         # All content must be on disk before the folder gets its final name.
         sync(draft / "manifest.json")
         sync(draft)
-        final = self.path(about["step"])
+
+    def _make_newest(self, draft: Path, final: Path) -> None:
+        """Give the checkpoint its name, or upload its manifest, and remove old ones."""
         self.check_owner()
         if self.url is None:
             _publish(draft, final)
         else:
             self.upload_logs()
             self._upload_all(draft)
+            self._discard()
         latest = final.with_name("latest")
         try:
             write_text(latest, final.name)
@@ -283,9 +305,14 @@ class CheckpointWriter:
 
     def _report_failure(self, step: int, error: Exception) -> None:
         self._has_failed = True
+        if self.unsent is None:
+            self._discard()
         if self.groups.is_main:
-            shutil.rmtree(self._draft(step), ignore_errors=True)
             state = "the previous one is kept"
+            if self.unsent is None:
+                shutil.rmtree(self._draft(step), ignore_errors=True)
+            else:
+                state += f", and {self.unsent} stays until the next save"
             if isinstance(error, _LatestError):
                 state = f"it is complete; resume from it with --resume {name_of(self.path(step))}"
             logger.error("checkpoint of step %d failed: %s; %s", step, error, state)

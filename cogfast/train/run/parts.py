@@ -99,6 +99,9 @@ from cogfast.train.watchers.watcher import Watcher, Watchers
 
 logger = logging.getLogger(__name__)
 
+# Commands that copy a folder to a store, by its scheme
+_COPIES = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp --recursive"}
+
 
 class Parts:
     """All that the training loop uses. step: completed optimizer steps, of the run that it resumes.
@@ -256,10 +259,21 @@ class Parts:
     def how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
         path, folder = self.writer.saved, self.folder
+        # With args.elastic a restart removes these files, and continues from what is in the store.
+        if (unsent := self.writer.unsent) is not None and self.args.elastic == "off":
+            url = name_of(unsent)
+            copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
+            where = " on each machine" if self.groups.world_size > 1 else ""
+            return (
+                f"its files are in {unsent}, but not in the store; run `{copy}`{where}, then the same command "
+                f"with {resume_words(self.config, url)}"
+            )
         if path is None:
             return f"nothing is saved in {name_of(folder)}; run the same command to start again"
         # A run that continues another one in a folder of its own may not have saved yet.
         is_own = run_of(path).absolute() == folder.absolute()
+        if self.args.elastic != "off":
+            return f"the last checkpoint is {name_of(path)}; torchrun, or the same command, resumes from it"
         resume = resume_words(self.config, name_of(folder if is_own else path))
         return (
             f"the last checkpoint is {name_of(path)}; run the same command with {resume} to resume"

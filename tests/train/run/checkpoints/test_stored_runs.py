@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -242,6 +243,30 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     assert f"not all uploaded (first: log.txt); they are in {run}" in caplog.text
 
 
+def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, monkeypatch, caplog):
+    caplog.set_level("INFO", "cogfast")
+    monkeypatch.setattr(store, "_PATIENCE", 0.1)
+    save = f"{server.url}/away"
+    server.faults = [Fault(503, "PUT", "/checkpoints/")]
+    with pytest.raises(RuntimeError, match="step 3 could not be saved") as caught:
+        train(base, save, "args.exit_interval=3")
+    copy = re.search(
+        r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$", str(caught.value)
+    )
+    assert copy is not None
+    assert copy[2] == copy[3] == f"{run_url(save)}/checkpoints/00000003"
+    assert not any("/checkpoints/" in name for name in names(save))
+    here = Path(copy[1])
+    # That of step 2, which failed as well, is gone.
+    assert [path.name for path in here.parent.iterdir()] == ["00000003"]
+    server.faults = []
+    for file in here.iterdir():  # what the command does
+        store.upload(file, f"{copy[2]}/{file.name}")
+    train(base, save, f"args.resume={copy[3]}")
+    assert "checkpoints/00000006/manifest.json" in names(run_url(save))
+    assert "resumed s3://" in store.read(f"{run_url(save)}/log.txt").decode()
+
+
 TWO_MACHINES = """
 import os, sys
 from contextlib import closing
@@ -321,10 +346,12 @@ def test_objects_of_files_that_this_machine_has_lost_stay(server):
     run = place_of(f"{server.url}/cleaned")
     (run / "hang").mkdir(parents=True)
     with closing(Uploads(run)) as uploads:
-        for name in ("log.txt", "hang/rank-0.txt"):
-            (run / name).write_text("x" * (name == "log.txt"))
+        for name in ("log.txt", "hang/rank-0.txt", "hang/rank-1.txt"):
+            (run / name).write_text("x" * ("1" not in name))
         uploads.upload()
-        assert names(str(url_of(run))) == {"log.txt", "hang/rank-0.txt"}
+        assert names(str(url_of(run))) == {"log.txt", "hang/rank-0.txt"}, "no empty ones"
+        (run / "hang" / "rank-0.txt").write_text("")
+        uploads.upload()
         shutil.rmtree(run)
     assert names(str(url_of(run))) == {"log.txt"}
 
