@@ -21,6 +21,7 @@ if __name__ == "__main__" and not _IS_PROJECT and _is_current(sys.path[0]):
 
 import contextlib
 import gc
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,7 @@ _KEPT = {
 # Keys of args that `cogfast sample RUN` does not take from the run's file: what it reads and writes.
 _OF_CALLER = ("input_type", "input_file", "output_dir", "local_cache")
 _LONGEST_CAUSE = 200  # characters of a library's message
+_OF_GLOO = re.compile(r"\[\S*gloo/\S+\] |\. This is typically caused.*")  # around what happened
 _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 # If rank 0 failed the same way, torchrun stops this rank within this time, and one report suffices.
 _GRACE_SECONDS = 3
@@ -380,7 +382,7 @@ def _line(error: Exception) -> str:
     # gloo raises its errors in C++, so that the last frame may be one of cogfast's.
     if _is_raised_by_cogfast(error) and not is_lost_connection(error):
         return line + notes
-    return f"{OTHER_RANK} ({line[:_LONGEST_CAUSE]}){notes}"
+    return f"{OTHER_RANK} ({_OF_GLOO.sub('', line)[:_LONGEST_CAUSE]}){notes}"
 
 
 def _report(error: Exception) -> None:

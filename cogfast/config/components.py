@@ -291,10 +291,9 @@ def _arguments(
             name = name.removesuffix("_config")
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if name not in parameters and not takes_any:
-            for other in PLACES["data"].paths if where == "data" else ():
-                if given_name in _parameters(import_target(other, key, (), where)):
-                    text = f"unknown key {key}; {other} has it: set data.target to that"
-                    raise KeyProblem(key, text)
+            if where == "data" and (other := data_set_with(given_name, key)):
+                text = f"unknown key {key}; {other} has it: set data.target to that"
+                raise KeyProblem(key, text)
             known = {k: v for k, v in parameters.items() if k not in (given or ())}
             raise unknown_key(where_params, given_name, _known_names(known, hints, params))
         if name in (given or ()):
@@ -386,6 +385,12 @@ def _components(value: object, key: str) -> list[tuple[Any, str]]:
     if isinstance(value, list | ListConfig) and value and all(is_component(v) for v in value):
         return [(item, f"{key}[{i}]") for i, item in enumerate(value)]
     return []
+
+
+def data_set_with(name: str, key: str) -> str | None:
+    """Return the dotted path of a data set that has a parameter of this name, if any does."""
+    paths = PLACES["data"].paths
+    return next((p for p in paths if name in _parameters(import_target(p, key, (), "data"))), None)
 
 
 def _parameters(target: Callable) -> dict[str, inspect.Parameter]:

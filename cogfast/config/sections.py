@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len, MaxLen
 
 from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
-from cogfast.config.components import OWN_OPTIMIZERS, check_component, import_target, is_component
+from cogfast.config.components import (
+    OWN_OPTIMIZERS,
+    check_component,
+    data_set_with,
+    import_target,
+    is_component,
+)
 from cogfast.config.deepspeed_keys import (
     FOLDED,
     LOSS_SCALING,
@@ -212,6 +218,8 @@ def _check_section(
         elif key in UNUSED:
             unused[key] = UNUSED[key]
         elif name not in components:
+            if where == "args" and data_set_with(str(name), key):
+                raise KeyProblem(key, f"unknown key {key}; did you mean data.params.{name}?")
             raise unknown_key(where, str(name), [*names, *silent, *single, *components])
     validated({k: v for k, v in section.items() if k in names}, schema, where)
 

@@ -189,7 +189,8 @@ class Uploads:
         of_main = () if is_main else ("bad_samples",)
         self._left_out = ("checkpoint", "latest", LOCK, "hub-", *of_main)
         self.run, self.url, self.check_owner = run, url_of(run), check_owner
-        self._sent = self._states()  # what the store has
+        self._sent: dict[str, tuple[int, int]] = {}  # what the store has
+        self._sent = self._states()
         self._asked, self._is_over = threading.Event(), False
         self._passes, self._has_failed = threading.Lock(), False
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -254,14 +255,14 @@ class Uploads:
             self._has_failed = failed is not None
 
     def _states(self) -> dict[str, tuple[int, int]]:
-        """Return size and time of change of each file, by its name in the folder."""
+        """Return size and time of change of each file, by its name in the folder. Empty files are not sent."""
         found = {}
         for path in [] if self.url is None else self.run.rglob("*"):
             name = str(path.relative_to(self.run))
             if not name.startswith(self._left_out) and UNFINISHED not in name:
                 with suppress(FileNotFoundError):
                     about = path.stat()
-                    if stat.S_ISREG(about.st_mode):
+                    if stat.S_ISREG(about.st_mode) and (about.st_size or name in self._sent):
                         found[name] = about.st_size, about.st_mtime_ns
         return found
 

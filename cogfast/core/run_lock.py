@@ -117,7 +117,7 @@ class RunLock:
 
     def _take_object(self, url: str, dead: str, is_new: bool) -> None:
         """Write the object, once no other process does. dead: a holder that is known to have ended."""
-        mine, start, first = self._content(), time.monotonic(), ""
+        mine, start, first = self._content(), time.monotonic(), None
         while True:
             try:
                 found = store.read(url).decode(errors="replace")
@@ -127,7 +127,7 @@ class RunLock:
                 continue
             if is_new:
                 raise FileExistsError(f"{url}: another process has it")
-            if first and found != first:
+            if first is not None and found != first:
                 raise self._refusal(found)
             seconds = _LEASE + start - time.monotonic()
             if seconds < 0 or (dead and found.startswith(dead)):
@@ -137,9 +137,10 @@ class RunLock:
                 if (found := store.read(url).decode(errors="replace")) != mine.decode():
                     raise self._refusal(found)
                 return
-            if not first:
+            if first is None:
                 text = "%s: %s has trained in it; waiting up to %.0f s to see whether it still does"
-                logger.info(text, name_of(self.run), _brief(found), seconds)
+                who = _brief(found) or "an unknown process (the lock is empty)"
+                logger.info(text, name_of(self.run), who, seconds)
             first = found
             time.sleep(_SETTLING)
 

@@ -16,6 +16,7 @@ SAMPLING = "sgm.modules.diffusionmodules.sampling"
 # Override -> the whole start of the message: origin, key, and what to do.
 UNKNOWN = {
     "args.sav_interval=5": "unknown key args.sav_interval; did you mean save_interval?",
+    "args.trust_index=true": "unknown key args.trust_index; did you mean data.params.trust_index?",
     "train_iters=5": "unknown key train_iters; did you mean args.train_iters?",
     "model.loss_fn_config.params.offset_noise=1": (
         "unknown key model.loss_fn_config.params.offset_noise; did you mean offset_noise_level?"

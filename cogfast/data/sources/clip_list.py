@@ -113,14 +113,18 @@ class ClipList:
         BadSample if its store does not give it, or it has changed since the run began."""
         if not store.is_url(name):
             return name
-        about = self.versions.get(name)
+        about, error = self.versions.get(name), self.versions.given_up.get((name, part))
         try:
             if about is None:
                 raise FileNotFoundError(f"{name}: no such object")
-            return str(store.local_copy(name, about.version, part, about.num_bytes))
-        except OSError as error:
-            kind = Unavailable if isinstance(error, store.StoreError) else BadSample
-            raise kind(name, str(error)) from None
+            if error is None:
+                return str(store.local_copy(name, about.version, part, about.num_bytes))
+        except OSError as caught:
+            error = caught
+            if str(error).startswith(name):  # not an error of the local cache
+                self.versions.given_up[name, part] = error
+        kind = Unavailable if isinstance(error, store.StoreError) else BadSample
+        raise kind(name, str(error)) from None
 
     @property
     def largest_copy(self) -> int:

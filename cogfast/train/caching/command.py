@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
-from cogfast.core.store import StoreError, is_url
+from cogfast.core.store import StoreError, check_writable
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
@@ -98,15 +97,19 @@ def _fill(
     overrides: EncodeOverrides,
     price: float | None = None,
 ) -> None:
+    has_written: list[bool] = []
     try:
-        _CacheRun(config, args, groups, overrides, price).run()
+        # Before the videos are hashed, which may take hours.
+        groups.on_main(lambda: check_writable(args.latent_cache or ""))
+        _CacheRun(config, args, groups, overrides, price, has_written).run()
     except (WriteError, StoreError) as error:
         is_disk = isinstance(error, WriteError)
         is_of_cache = is_disk or str(error).startswith(str(args.latent_cache))
-        raise RuntimeError(
-            f"{'args.latent_cache: ' if is_of_cache else ''}{error}; what is encoded is kept: "
-            f"{'free disk space and ' if is_disk else ''}run {command} again, which continues from there"
-        ) from None
+        text = f"{'args.latent_cache: ' if is_of_cache else ''}{error}; "
+        text += "what is encoded is kept: " if has_written else ""
+        text += f"{'free disk space and ' if is_disk else ''}run {command} again"
+        text += ", which continues from there" if has_written else ""
+        raise RuntimeError(text) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,15 +156,15 @@ class _CacheRun:
         groups: ProcessGroups,
         overrides: EncodeOverrides,
         price: float | None,
+        has_written: list[bool],
     ) -> None:
+        self.has_written = has_written  # with an element as soon as an entry is
         self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
         if data_arguments(config).get("tensors"):  # training reads them from their files
             config = with_words(config, ["data.params.tensors=null"], DEFAULT)
         self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
         self.folder = args.latent_cache
-        if not is_url(self.folder):
-            groups.on_main(lambda: Path(self.folder).mkdir(parents=True, exist_ok=True))
         # The videos, and not the cache that this command fills.
         of_videos = dataclasses.replace(args, latent_cache=None)
         every = assemble_datasets(config, of_videos, groups)
@@ -340,6 +343,7 @@ class _CacheRun:
                 while len(writing) > 2 * _WRITING_THREADS:
                     writing.popleft().result()
                 written += len(found)
+                self.has_written.append(True)
                 now = time.monotonic()
                 if now - last_line > _SECONDS_PER_LINE:
                     last_line, rate, done = now, written / (now - start), passed + written

@@ -15,6 +15,7 @@ from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.load import with_words
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
+from cogfast.core.store import StoreError
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.model.weights.formats.checkpoint_manifest import (
@@ -108,7 +109,11 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
     args = TrainArguments.from_config(config)
     resume = _resume(config, args)
-    checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+    try:
+        checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+    except StoreError as error:
+        key = "args.save" if args.run_folder is None else "args.run_folder"
+        refuse(config, key, f"{key}={error}")
     has_state = checkpoint is not None and adapters_to_resume(checkpoint) is None
     manifest: dict[str, Any] = read_manifest(checkpoint, RESUMABLE) if has_state else {}
     tensor, context = args.model_parallel_size, args.context_parallel_size
@@ -129,11 +134,14 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     used, wanted = here[0] * of_model, max(num_before, of_model)
     if args.elastic == "wait" and used < wanted:
         text = f"{_KEY}=wait: {counted(num_ranks, 'rank is', 'ranks are')} here, {used} of which divide the "
-        text += f"global batch {total}; waiting until as many as before ({wanted}) can train: start more "
+        number = f"as many as before ({wanted})" if manifest else wanted
+        text += f"global batch {total}; waiting until {number} can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
-    trains = counted(used, "rank trains", "ranks train")
-    text = f"{_KEY}={args.elastic}: {trains}, {num_before} before"
-    text += f"; global batch {total} = {_DIVISION % here} (before: {_DIVISION % before})"
+    then, divided = (
+        (f", {num_before} before", f" (before: {_DIVISION % before})") if manifest else ("", "")
+    )
+    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}{then}"
+    text += f"; global batch {total} = {_DIVISION % here}{divided}"
     if here[1] != args.batch_size:
         text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"
     if used < num_ranks:

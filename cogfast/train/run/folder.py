@@ -246,13 +246,10 @@ def check_creatable(args: TrainArguments) -> None:
     """Raise ValueError if the folder that the run writes into cannot be created. Leaves nothing there."""
     key, folder = _given_folder(args)
     if (url := url_of(folder)) is not None:
-        test = f"{url}/write_test"
         try:
-            store.write(test, b"")
-            store.remove([test])
-        except OSError as error:
-            reason = str(error).removeprefix(f"{test}: ")
-            raise ValueError(f"args.{key}={url}: cannot be written: {reason}") from None
+            store.check_writable(url)
+        except StoreError as error:
+            raise ValueError(f"args.{key}={error}") from None
     above = folder
     while not os.path.exists(above):
         above = above.parent

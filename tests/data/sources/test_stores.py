@@ -175,6 +175,18 @@ def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypat
                 assert own.endswith("b/videos/01.mp4")
 
 
+def test_an_object_that_was_given_up_is_bad_at_once(bucket):
+    _, server = bucket
+    data = VideoFolder([f"{server.url}/sat/b"], **CLIP)
+    server.faults = [Fault(503, method="GET", path="00.mp4")]
+    data.fetch([0, 1])
+    server.requests = []
+    with pytest.raises(BadSample, match="b/videos/00.mp4: planted .503."):
+        data[0]
+    assert server.requests == []
+    assert data[1]["num_frames"] == 9
+
+
 def test_an_object_that_changes_or_has_no_ranges_is_a_bad_sample(bucket):
     folder, server = bucket
     data = VideoFolder([f"{server.url}/sat/b"], **CLIP)
@@ -184,6 +196,7 @@ def test_an_object_that_changes_or_has_no_ranges_is_a_bad_sample(bucket):
         with pytest.raises(BadSample, match="b/videos/00.mp4: changed since it was listed; start"):
             data[0]
     store.write(f"{server.url}/sat/b/videos/00.mp4", video)
+    data = VideoFolder([f"{server.url}/sat/b"], **CLIP)  # the other one has given it up
     assert torch.equal(data[0]["video"], VideoFolder([str(folder / "sat/b")], **CLIP)[0]["video"])
     shards = VideoShards([f"{server.url}/shards"], **CLIP)
     server.faults = [Fault("no ranges", method="GET")]

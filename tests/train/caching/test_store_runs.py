@@ -101,13 +101,20 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
         store.write(f"{url}/{file.relative_to(data)}", file.read_bytes())
     words = [f"args.train_data=[{url}]", f"args.latent_cache={url}/cache"]
     config = load_config([base], words)
+    server.faults, server.requests = [Fault(403, method="PUT", path="/cache")], []
+    with pytest.raises(
+        RuntimeError,
+        match=f"^args.latent_cache: {url}/cache: cannot be written: access denied .*; run `cogfast cache` again$",
+    ):
+        cache_latents(config)
+    assert not any(path.endswith(".mp4") for _, path in server.requests), "it has read no video"
     # This run has no copies of the videos, which the other one made for their hashes.
     server.faults = [Fault(503, method="PUT", path="video-.*/.*safetensors")]
     with pytest.raises(RuntimeError, match=r"^args.latent_cache: .*continues from there"):
         cache_latents(config)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "other"))
     server.faults = [Fault(503, method="GET", path=".*videos/1.mp4")]
-    match = f"^{url}/videos/1.mp4: .*asks for fewer requests.*; what is encoded is kept: run `cogfast cache`"
+    match = f"^{url}/videos/1.mp4: .*asks for fewer requests.*; (what is encoded is kept: )?run `cogfast cache`"
     with pytest.raises(RuntimeError, match=match):
         cache_latents(config)
     server.faults = []

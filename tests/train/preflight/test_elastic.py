@@ -47,11 +47,11 @@ def test_a_first_start_has_the_batch_of_the_configuration(base: Path) -> None:
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 1)
     assert plan.text.endswith("; 1 rank idles")
     plan = plan_world(configured(base, "args.elastic=wait", "deepspeed.train_batch_size=4"), 3)
-    assert plan.num_ranks == 0 and "waiting until as many as before (3)" in plan.text
+    assert plan.num_ranks == 0 and "waiting until 3 can train" in plan.text
     words = ("args.elastic=wait", "args.model_parallel_size=2", "args.batch_size=2")
     plan = plan_world(configured(base, *words), 1)
     assert (
-        "1 rank is here, 0 of which divide the global batch 2; waiting until as many as before (2)"
+        "1 rank is here, 0 of which divide the global batch 2; waiting until 2 can train"
         in plan.text
     )
 
