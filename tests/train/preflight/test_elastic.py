@@ -6,12 +6,17 @@ import itertools
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cogfast.__main__ import _line
 from cogfast.config import Config, load_config
 from cogfast.core.run_lock import RunLock
 from cogfast.train.preflight.elastic import Plan, divide, follow_world, plan_world
+from cogfast.train.run.checkpoint_writer import CheckpointWriter
+from cogfast.train.run.parts import Parts
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import run_folder, write_clips, write_config
 
@@ -45,7 +50,7 @@ def test_a_first_start_has_the_batch_of_the_configuration(base: Path) -> None:
     config = configured(base, "args.elastic=shrink", "deepspeed.train_batch_size=4")
     plan = plan_world(config, 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 1)
-    assert plan.text.endswith("; 1 rank idles")
+    assert plan.text.endswith("; 1 rank idles") and "before" not in plan.text
     plan = plan_world(configured(base, "args.elastic=wait", "deepspeed.train_batch_size=4"), 3)
     assert plan.num_ranks == 0 and "waiting until 3 can train" in plan.text
     words = ("args.elastic=wait", "args.model_parallel_size=2", "args.batch_size=2")
@@ -128,3 +133,24 @@ def test_it_needs_a_torchrun_that_restarts(base: Path, monkeypatch: pytest.Monke
         follow_world(config)
     off = configured(base)
     assert follow_world(off) == (off, None)
+
+
+def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "[/a/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:47822"
+    error = RuntimeError(f"{text}. This is typically caused by a remote worker crashing. GLHF!")
+
+    def wait() -> None:
+        raise error
+
+    path = tmp_path / "checkpoints" / "00000002"
+    writer: Any = SimpleNamespace(wait=wait, saved=path, unsent=None)
+    CheckpointWriter.__exit__(writer, RuntimeError)
+    assert f"another rank was lost; the last complete one: {path}" in caplog.text
+    assert "gloo" not in caplog.text
+    assert _line(error).endswith("(Connection closed by peer [127.0.0.1]:47822)")
+    parts: Any = SimpleNamespace(writer=writer, folder=tmp_path)
+    parts.args = SimpleNamespace(elastic="shrink")
+    last = f"the last checkpoint is {path}; torchrun, or the same command, resumes from it"
+    assert Parts.how_to_resume(parts) == last

@@ -307,6 +307,19 @@ def test_machines_with_folders_of_their_own_share_bad_samples_and_videos(server,
     assert [(scored / f"{rank}.mp4").read_text() for rank in (0, 1)] == ["0", "1"]
 
 
+def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, caplog):
+    caplog.set_level("INFO", "cogfast")
+    monkeypatch.setattr(run_lock, "_LEASE", 0.6)
+    monkeypatch.setattr(run_lock, "_SETTLING", 0.2)
+    run = place_of(f"{server.url}/unnamed")
+    run.mkdir(parents=True)
+    store.write(f"{url_of(run)}/run.lock", b"")
+    with RunLock(run) as lock:
+        lock.check()
+    line = f"{url_of(run)}: an unknown process (the lock is empty) has trained in it; waiting up to"
+    assert caplog.text.count("has trained in it") == 1 and line in caplog.text
+
+
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_LEASE", 1.0)
     monkeypatch.setattr(run_lock, "_BETWEEN_RENEWALS", 0.2)
