@@ -99,7 +99,8 @@ def test_sparse_attention_learns_as_dense_attention_does(tmp_path: Path) -> None
 
     draw_curves({name: lines for name, (_, lines) in runs.items()}, tmp_path / "curves.png")
     # The sparse weights with dense attention, after one more step.
-    words = ("args.attention=dense", f"args.resume={runs['sparse:0.8'][0]}")
+    words = ("args.attention=dense", "args.accept_changes=true")
+    words += (f"args.resume={runs['sparse:0.8'][0]}",)
     words += (f"args.train_iters={STEPS + 1}", f"args.eval_interval={STEPS + 1}")
     _, lines = train(tmp_path, "sparse", *words)
     print("sparse weights, dense attention", lines[-1]["valid_loss"])
