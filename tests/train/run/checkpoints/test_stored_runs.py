@@ -247,19 +247,24 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     caplog.set_level("INFO", "cogfast")
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
     save = f"{server.url}/away"
-    server.faults = [Fault(503, "PUT", "/checkpoints/")]
+
+    def watch(method: str, path: str) -> None:
+        if method == "PUT" and "/checkpoints/" in path:  # from then on nothing is answered
+            server.faults = [Fault(503)]
+
+    server.faults, server.watch = [Fault(503, "PUT", "/checkpoints/")], watch
     with pytest.raises(RuntimeError, match="step 3 could not be saved") as caught:
         train(base, save, "args.exit_interval=3")
     copy = re.search(
         r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$", str(caught.value)
     )
     assert copy is not None
+    server.faults, server.watch = [], lambda method, path: None
     assert copy[2] == copy[3] == f"{run_url(save)}/checkpoints/00000003"
     assert not any("/checkpoints/" in name for name in names(save))
     here = Path(copy[1])
     # That of step 2, which failed as well, is gone.
     assert [path.name for path in here.parent.iterdir()] == ["00000003"]
-    server.faults = []
     for file in here.iterdir():  # what the command does
         store.upload(file, f"{copy[2]}/{file.name}")
     train(base, save, f"args.resume={copy[3]}")
