@@ -111,7 +111,7 @@ class Versions:
         rows.update(row for one in lists for row in zip(*one._columns, strict=True))
         ordered = sorted(rows)
         self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
-        # {(URL, part): its error}. A read ahead has waited for them, so that no later read does.
+        # {(URL, part): its error}. Who reads ahead has waited for it, so that the next read does not.
         self.given_up: dict[tuple, OSError] = {}
 
     @property

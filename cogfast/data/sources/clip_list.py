@@ -113,7 +113,7 @@ class ClipList:
         BadSample if its store does not give it, or it has changed since the run began."""
         if not store.is_url(name):
             return name
-        about, error = self.versions.get(name), self.versions.given_up.get((name, part))
+        about, error = self.versions.get(name), self.versions.given_up.pop((name, part), None)
         try:
             if about is None:
                 raise FileNotFoundError(f"{name}: no such object")
