@@ -26,7 +26,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
-from cogfast.core.store import StoreError, check_writable
+from cogfast.core.store import StoreError, check_writable, in_threads
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import in_unit_range, read_sample
 from cogfast.data.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
@@ -487,7 +487,10 @@ class _Clips(Reads):
         return ", ".join(self._clip(one).name for one in key)
 
     def __getitem__(self, key: Sequence[str]) -> dict[str, Sample | BadSample]:
-        return {one: self._sample(self._clip(one)) for one in key}
+        clips = [self._clip(one) for one in key]
+        # A slow store does not count for args.decode_timeout, which makes a clip bad for ever.
+        list(in_threads(lambda clip: clip.dataset.fetch([clip.index]), clips))
+        return {one: self._sample(clip) for one, clip in zip(key, clips, strict=True)}
 
     def _sample(self, clip: _Clip) -> Sample | BadSample:
         try:
