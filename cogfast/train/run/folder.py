@@ -151,7 +151,7 @@ def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[
     else:
         save, name = place_of(args.save or "runs"), args.experiment_name
         run, checkpoint = _find(save, name, args.resume, lock)
-        if checkpoint is not None and url_of(run) is not None:
+        if checkpoint is not None and url_of(run) is not None and not _is_copy(run):
             run.mkdir(parents=True, exist_ok=True)
             lock(run)
             if args.resume not in ("auto", "latest"):
@@ -198,7 +198,7 @@ def checkpoint_to_resume(args: TrainArguments) -> Path | None:
 
 def _copied(found: Path | None) -> Path | None:
     """Return a run's or checkpoint's own path, or the checkpoint in a copy of what is in a store, if any."""
-    if found is None or (url := url_of(found)) is None:
+    if found is None or (url := url_of(found)) is None or _is_copy(found):
         return found
     return find_run_checkpoint(Path(copy_of(url))) if store.find(url) else None
 
@@ -223,8 +223,10 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
         )
     checkpoint = None
     if args.resume not in (None, "auto"):
-        is_own = place_of(args.resume).is_relative_to(run)  # and so downloaded, if it is in a store
-        checkpoint = _named(place_of(args.resume) if is_own else Path(copy_of(args.resume)))[1]
+        place = place_of(args.resume)
+        is_own = place.is_relative_to(run)  # and so downloaded, if it is in a store
+        copy = None if is_own else _their_adapters(place) or Path(copy_of(args.resume))
+        checkpoint = _named(copy or place)[1]
     if checkpoint is not None and run.is_dir() and run_of(checkpoint).samefile(run):
         return checkpoint
     problem = None
@@ -339,6 +341,8 @@ def _find(
         path = place_of(resume)
         if url_of(path) is None:
             return _named(path)
+        if (theirs := _their_adapters(path)) is not None:
+            return _named(theirs)
         if is_in_run(path):
             return run_of(path), path
         run = path.parent if path.name == "checkpoints" else path
@@ -386,6 +390,20 @@ def _stored_runs(folder: Path) -> dict[Path, Path]:
     files = (folder / file[len(url) + 1 :] for file in store.find(url))
     found = [file.parent for file in files if file.name == "manifest.json"]
     return {run_of(path): path for path in found if is_in_run(path)}
+
+
+def _their_adapters(path: Path) -> Path | None:
+    """Return a copy of a checkpoint of CogVideo's trainer in a store: of its LoRA file alone, as files of
+    DeepSpeed may lie beside it."""
+    url = url_of(path)
+    is_one = url is not None and layout_of(path) == "finetune" and is_in_run(path)
+    if not is_one or store.exists(f"{url}/manifest.json"):
+        return None
+    return Path(copy_of(f"{url}/{LORA_FILE_NAME}")).parent
+
+
+def _is_copy(path: Path) -> bool:
+    return path != place_of(name_of(path))
 
 
 def _no_checkpoint(path: Path) -> ValueError:

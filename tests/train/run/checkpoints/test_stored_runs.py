@@ -30,7 +30,7 @@ from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.model.weights.open import open_source
 from cogfast.train.run import folder
 from cogfast.train.run.checkpoint_writer import _prune
-from cogfast.train.run.folder import checkpoint_to_resume, open_run_folder
+from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, open_run_folder
 from cogfast.train.run.parts import _take_adapters
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
@@ -389,6 +389,17 @@ def test_adapters_of_another_trainer_are_copied_to_each_machine(server):
     store.write(file, b"adapters")
     step, args = _take_adapters(file, TrainArguments(), ALONE)
     assert step == 3 and Path(args.load_lora).read_bytes() == b"adapters"
+    # Their folder, which may be large, is neither locked nor downloaded.
+    store.write(large := f"{server.url}/theirs/checkpoint-3/pytorch_model/0_states.pt", b"x")
+    server.requests.clear()
+    for place in ({"save": f"{server.url}/ours"}, {"run_folder": f"{server.url}/own"}):
+        args = TrainArguments(resume=f"{server.url}/theirs/checkpoint-3/", **place)
+        with ExitStack() as held:
+            run, checkpoint, _ = open_run_folder(args, ALONE, held)
+            assert str(url_of(run)).startswith([*place.values()][0])
+            assert adapters_to_resume(checkpoint).read_bytes() == b"adapters"
+            assert adapters_to_resume(checkpoint_to_resume(args)) is not None
+    assert not [p for _, p in server.requests if p.endswith((large[-12:], "theirs/run.lock"))]
 
 
 def test_a_url_is_read_again_once_its_files_have_changed(server):
