@@ -118,7 +118,9 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
         clips = dataset.clips
         for column in (*clips.columns.values(), *(one.files for one in clips.others.values())):
             for array in column.arrays if isinstance(column, PackedStrings) else (column,):
-                digest.update(b"-" if array is None else np.ascontiguousarray(array))
+                values = np.ascontiguousarray("-" if array is None else array)
+                # An array of Python's objects has their addresses.
+                digest.update(values.astype(str) if values.dtype.hasobject else values)
     found = groups.gather((0 if dataset is None else len(dataset), digest.hexdigest()))
     for rank, (number, _) in enumerate(found):
         if found[rank] != found[0]:

@@ -59,7 +59,8 @@ class Differs(ListedVideos):
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         (column,), is_main = data_dir, get_ident() in MAIN  # pyright: ignore
         captions = ["a", "b" if is_main or column != "captions" else "c"]
-        weights = np.array([1.0, 2.0 if is_main or column != "weights" else 5.0])
+        number = "2" if is_main or column != "weights" else "5"
+        weights = np.array([1, float(number)], object)  # as of a table of numbers of two types
         files, texts = PackedStrings(["a.mp4", "b.mp4"]), PackedStrings(captions)
         return [ClipList(files=files, captions=texts, weights=weights)]
 
@@ -100,6 +101,8 @@ def test_ranks_that_find_other_samples_are_refused(column: str) -> None:
     match = "args.train_data: rank 0 finds 2 samples, and rank 1 finds 2, or others; give all ranks"
     with pytest.raises(ValueError, match=match):
         on_ranks(f"{__name__}.Differs", [column])
+    with pytest.raises(ValueError, match="2/2 videos unreadable"):
+        on_ranks(f"{__name__}.Differs", ["nothing"])
 
 
 @pytest.mark.parametrize("name", ["VideoFolder", "VideoManifest", "VideoList", "VideoShards"])
