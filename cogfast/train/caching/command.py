@@ -107,7 +107,8 @@ def _fill(
         is_of_cache = is_disk or str(error).startswith(str(args.latent_cache))
         text = f"{'args.latent_cache: ' if is_of_cache else ''}{error}; "
         text += "what is encoded is kept: " if has_written else ""
-        text += f"{'free disk space and ' if is_disk else ''}run {command} again"
+        fix = "free disk space" if has_written else "use another folder or free disk space"
+        text += f"{f'{fix} and ' if is_disk else ''}run {command} again"
         text += ", which continues from there" if has_written else ""
         raise RuntimeError(text) from None
 
