@@ -110,7 +110,7 @@ def _fill(
         fix = "free disk space" if has_written else "use another folder or free disk space"
         text += f"{f'{fix} and ' if is_disk else ''}run {command} again"
         text += ", which continues from there" if has_written else ""
-        raise RuntimeError(text) from None
+        raise (RuntimeError if has_written or not is_disk else ValueError)(text) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -501,6 +501,5 @@ def test_a_real_full_disk_costs_no_entry(data: Path, tmp_path: Path, file_limit)
     assert contents(cache) == contents(straight)
     done = run(["cache", "--base", str(base), f"args.latent_cache={base}"])
     assert done.returncode == 2
-    assert done.stdout.splitlines()[-1].startswith(
-        f"cogfast: {base}: File exists; correct the path"
-    )
+    expected = f"{base}/write_test cannot be written (File exists); use another folder or free disk"
+    assert done.stdout.splitlines()[-1].startswith(f"cogfast: args.latent_cache: {expected}")
