@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[object, str]] = {
     "prompts": (Evaluator, "_prompts"),
     "condition": (VideoMaker, "condition"),
     "write": (checkpoint_writer, "write_safetensors"),
-    "complete": (CheckpointWriter, "_complete"),
+    "complete": (CheckpointWriter, "_describe"),
     "first batch": (Encoder, "__call__"),  # in training: it ends the run
 }
 FATAL = ("first batch",)
