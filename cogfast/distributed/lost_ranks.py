@@ -179,8 +179,7 @@ class Heartbeat:
     def _end(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the disk is full
             tell_torchrun(text)
-        if text != OTHER_RANK:  # that rank has its own line, and torchrun prints this text
-            os.write(2, f"cogfast: rank {self.rank} ends: {text}\n".encode())
+        os.write(2, f"cogfast: rank {self.rank} ends: {text}\n".encode())
         os._exit(1)  # nothing else ends the main thread's wait in a collective
 
 

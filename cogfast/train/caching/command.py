@@ -97,20 +97,22 @@ def _fill(
     overrides: EncodeOverrides,
     price: float | None = None,
 ) -> None:
-    has_written: list[bool] = []
+    kept = continues = ""
     try:
         # Before the videos are hashed, which may take hours.
         groups.on_main(lambda: check_writable(args.latent_cache or ""))
-        _CacheRun(config, args, groups, overrides, price, has_written).run()
-    except (WriteError, StoreError) as error:
-        is_disk = isinstance(error, WriteError)
-        is_of_cache = is_disk or str(error).startswith(str(args.latent_cache))
-        text = f"{'args.latent_cache: ' if is_of_cache else ''}{error}; "
-        text += "what is encoded is kept: " if has_written else ""
-        fix = "free disk space" if has_written else "use another folder or free disk space"
-        text += f"{f'{fix} and ' if is_disk else ''}run {command} again"
-        text += ", which continues from there" if has_written else ""
-        raise (RuntimeError if has_written or not is_disk else ValueError)(text) from None
+        kept, continues = "what is encoded is kept: ", ", which continues from there"
+        _CacheRun(config, args, groups, overrides, price).run()
+    except StoreError as error:
+        key = "args.latent_cache: " if str(error).startswith(str(args.latent_cache)) else ""
+        raise RuntimeError(f"{key}{error}; {kept}run {command} again{continues}") from None
+    except WriteError as error:
+        text = f"args.latent_cache: {error}"
+        if not kept:
+            text += f"; use another folder or free disk space and run {command} again"
+            raise ValueError(text) from None
+        text += f"; {kept}free disk space and run {command} again{continues}"
+        raise RuntimeError(text) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,9 +159,7 @@ class _CacheRun:
         groups: ProcessGroups,
         overrides: EncodeOverrides,
         price: float | None,
-        has_written: list[bool],
     ) -> None:
-        self.has_written = has_written  # with an element as soon as an entry is
         self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
         if data_arguments(config).get("tensors"):  # training reads them from their files
@@ -344,7 +344,6 @@ class _CacheRun:
                 while len(writing) > 2 * _WRITING_THREADS:
                     writing.popleft().result()
                 written += len(found)
-                self.has_written.append(True)
                 now = time.monotonic()
                 if now - last_line > _SECONDS_PER_LINE:
                     last_line, rate, done = now, written / (now - start), passed + written
