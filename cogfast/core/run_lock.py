@@ -31,7 +31,7 @@ _MOST_BYTES = 255
 
 
 class RunLock:
-    """Lets no other run train in a folder until `close`, or until this process ends.
+    """Lets no other run train in a folder until its `with` block or this process ends.
 
     ValueError if another process does; it names the process and its machine. is_new: no run has been
     there, and FileExistsError at once if another process has begun one.
@@ -44,7 +44,7 @@ class RunLock:
         self.holder = f"process {os.getpid()} on {platform.node()} {os.urandom(8).hex()}"
         try:
             # "w" would erase the line of another run before the lock shows that it is running.
-            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by `__exit__`
         except OSError as error:
             raise ValueError(
                 f"{self.path}: cannot be written ({error.strerror}); set args.run_folder to another folder"

@@ -99,9 +99,8 @@ class CheckpointWriter:
         self.saved_step = 0
         self.saved: Path | None = None
         self.unsent: Path | None = None
-        self._file: Path | None = (
-            None  # this rank's file of a save in a store, until it is uploaded
-        )
+        # This rank's file of a save in a store, until it is uploaded
+        self._file: Path | None = None
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
