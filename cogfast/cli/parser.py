@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shlex
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import SECTIONS
@@ -19,6 +18,8 @@ from cogfast.config.values import nearest
 from cogfast.core.mirror import name_of, url_of
 from cogfast.core.store import is_url
 from cogfast.core.store_errors import check_address
+
+N = TypeVar("N", int, float)
 
 RUN_CONFIG = "training_config.yaml"
 _MOST_NAMED = 3  # runs that an error lists
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     example = ""  # a complete command, for errors about missing words
 
     # All methods that parse call this one.
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         for word in args or ():
             check_address(re.sub(r"^--[\w-]+=", "", word))
         return super().parse_known_args(args, namespace)
@@ -76,17 +77,15 @@ def local_path(text: str) -> str:
     return text
 
 
-def number_up_to(
-    kind: type[int] | type[float], most: int, least: float = 1
-) -> Callable[[str], float]:
+def number_up_to(kind: type[N], most: int, least: float = 1) -> Callable[[str], N]:
     """Return a function that reads a number from `least` to `most`."""
 
-    def read(text: str) -> float:
+    def read(text: str) -> N:
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan
-        if not least <= value <= most:  # true for nan
+            value = None
+        if value is None or not least <= value <= most:  # not nan, either
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {what} from {least} to {most}")
         return value

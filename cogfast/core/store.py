@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 # Read by every process of a run; args.local_cache sets it before the processes that read data begin.
 CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
@@ -249,8 +250,9 @@ def write(name: str, data: bytes) -> None:
 
 def check_writable(folder: str) -> None:
     """Raise StoreError or WriteError if a folder, which is created, cannot be written."""
+    test = join(folder, "write_test")
     try:
-        write(test := join(folder, "write_test"), b"")
+        write(test, b"")
         remove([test])
     except StoreError as error:
         reason = str(error).removeprefix(f"{test}: ")
@@ -481,9 +483,8 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
             list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
     # Asked after it is read: a change before the last byte came shows.
     if version != _UNCHANGING and stat(url).version != version:
-        raise StoreError(
-            f"{url}: changed since it was listed; start again, with files that stay as they are"
-        )
+        text = "changed since it was listed; start again, with files that stay as they are"
+        raise StoreError(f"{url}: {text}")
 
 
 def _range(url: str, start: int, end: int) -> bytes:
@@ -538,9 +539,8 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
         except FileNotFoundError as error:
             if "bucket does not exist" in str(error):
                 raise StoreError(f"{url}: {NO_BUCKET}") from None
-            raise FileNotFoundError(
-                f"{url}: no such object or bucket; correct the address"
-            ) from None
+            text = f"{url}: no such object or bucket; correct the address"
+            raise FileNotFoundError(text) from None
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:
             why, fix, most = diagnosis(url, error)
@@ -556,7 +556,7 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
 
 
 def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
-    import fsspec
+    import fsspec.config
 
     if (shown := _USER.sub(r"\1", url)) != url:
         fix = "leave it out; the environment and ~/.config/fsspec hold credentials"

@@ -279,7 +279,7 @@ class ZeroEngine:
             self._guard_non_finite_steps()
         self.allocate_state([])  # activations would cut the device's memory into pieces
 
-    def __call__(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         return self.engine(*inputs, **named)
 
     @property
@@ -350,7 +350,7 @@ class ZeroEngine:
 
         The number is that of all ranks and steps: a kernel's order of sums depends on it.
         """
-        number, device = 0, self.engine.device
+        number, device = 0, self.num_skipped.device
         is_shared = torch.distributed.get_world_size(self.zero.dp_process_group) > 1
         if device.type == "cuda" and overlaps and is_shared:
             given = os.environ.get("NCCL_MAX_CTAS", "")

@@ -49,13 +49,13 @@ def choose_kernels(
     if attention_backend is not None:
         load_backend(attention_backend)
     # Attention has one implementation for both choices: its backend is chosen by name.
-    attentions = [
-        partial(run, backend=attention_backend) for run in (flash_attention, sparse_attention)
-    ]
+    attention = partial(flash_attention, backend=attention_backend)
+    sparse = partial(sparse_attention, backend=attention_backend)
     if kernels == "triton":
-        return BlockKernels(*attentions)
+        return BlockKernels(attention, sparse)
     return BlockKernels(
-        *attentions,
+        attention,
+        sparse,
         adaptive_layernorm=norm.adaptive_layernorm_reference,
         residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,
         gated_residual=norm.gated_residual_reference,

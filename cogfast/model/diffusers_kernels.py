@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,12 +63,16 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of layers, side by side, and the bias that they still need, or None."""
     join = lambda tensors, dim=0: tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-    apart = [_take_apart(layer, lora) for layer in layers]
-    adapters = {part: each[1] for part, each in enumerate(apart) if each is not None and each[1]}
-    a, b, scalings = zip(*adapters.values(), strict=True) if adapters else ((), (), ())
+    apart = [one for layer in layers if (one := _take_apart(layer, lora)) is not None]
+    adapters = {part: adapter for part, (_, adapter) in enumerate(apart) if adapter}
+    a, b, scalings = map(list, zip(*adapters.values(), strict=True)) if adapters else ([], [], [])
     # One call adds the adapters of q, k and v, if they are alike.
     is_one_call = len({(len(m), scaling) for m, scaling in zip(a, scalings, strict=True)}) <= 1
-    if None in apart or len({each[0].bias is None for each in apart}) > 1 or not is_one_call:
+    if (
+        len(apart) < len(layers)
+        or len({each[0].bias is None for each in apart}) > 1
+        or not is_one_call
+    ):
         return join([layer(x) for layer in layers], -1), None
     # The weights of q, k and v side by side: to copy them takes less than to copy their products.
     weight = join([linear.weight for linear, _ in apart])
@@ -144,9 +148,10 @@ def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
             return torch.cat([text, video], 1), None
         qkv, _ = _product([attention.to_q, attention.to_k, attention.to_v], x, lora, adds_bias=True)
         qkv = qkv.unflatten(-1, (3, attention.heads, width))
-        affine = [(n.weight, n.bias) for n in norms] or [None, None]
-        q, k, v = qk_norm_rope3d(qkv, *affine, rotary and rotary[2], num_text)
-        x = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+        of_query, of_key = [(n.weight, n.bias) for n in norms] or [None, None]
+        of_rows = qk_norm_rope3d(qkv, of_query, of_key, rotary and rotary[2], num_text)
+        q, k, v = (each.transpose(1, 2) for each in of_rows)
+        x = F.scaled_dot_product_attention(q, k, v)
         return _product([attention.to_out[0]], x.transpose(1, 2).flatten(2), lora)
 
     def feed_forward(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -192,8 +197,8 @@ def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
 
     class Transformer(source.CogVideoXTransformer3DModel):
         @functools.wraps(source.CogVideoXTransformer3DModel.forward)
-        def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
-            tables, config = named.get("image_rotary_emb"), self.config
+        def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            tables, config = named.get("image_rotary_emb"), cast(Any, self.config)
             if tables is not None:
                 patch = (config.patch_size_t or 1, config.patch_size, config.patch_size)
                 sizes = (hidden_states.shape[1], *hidden_states.shape[3:])  # frames, height, width

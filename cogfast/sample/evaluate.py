@@ -382,7 +382,7 @@ class Evaluator:
             if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
             image = in_unit_range(pixels)
-        others: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
         if "control" in self.encoder.conditions:
             others["control"] = _video(dataset, sample, item, "control", video)
         if {"frames", "masked_video"} & set(self.encoder.conditions):

@@ -333,7 +333,8 @@ class Encoder(FrozenEncoders):
             raise ValueError(text + "returns pixels, without a latent cache")
         masks = batch["mask"].transpose(1, 2) if "mask" in batch else None
         if masks is None:
-            masks = random_masks(*pixels.shape[2:], rng)
+            frames, height, width = pixels.shape[2:]
+            masks = random_masks(frames, height, width, rng)
         masked = masked_pixels(pixels, masks)
         if self.masked_video_noise:
             masked = noised_masked_pixels(masked, rng)

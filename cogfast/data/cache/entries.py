@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -257,7 +258,7 @@ class CachedVideos(CaptionedVideos):
         caption = self.captions[index]
         clip = self._entry("video", self.keys["video"][index], index)
         text = self._entry("text", hash_text(caption), index)
-        found = {name: clip[stored] for name, stored in _STORED.items() if stored in clip}
+        found: dict[str, Any] = {n: clip[stored] for n, stored in _STORED.items() if stored in clip}
         if "control" in self.keys:
             control = self._entry("video", self.keys["control"][index], index)
             found |= {f"control_{n}": control[n] for n in ("mean", "logvar") if n in control}

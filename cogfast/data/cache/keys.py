@@ -149,7 +149,9 @@ class Sources:
         try:
             self._index.add(found)
         except OSError as error:
-            raise WriteError(self._index.path, error) from None
+            path = self._index.path
+            assert path is not None, "an index without a file writes nothing"
+            raise WriteError(path, error) from None
         if self._folder is None or not found:
             return
         is_many = len(self._objects) >= _MOST_OBJECTS

@@ -36,7 +36,7 @@ class PackedStrings(Sequence[str]):
         return self._bytes, self._ends
 
     def __iter__(self) -> Iterator[str]:
-        view = memoryview(self._bytes)
+        view = self._bytes.data
         for start, end in pairwise(self._ends.tolist()):
             yield str(view[start:end], "utf-8", "surrogatepass")
 
@@ -198,8 +198,8 @@ def _join_others(lists: Sequence[ClipList], name: str) -> OtherFiles:
     for one in lists:
         other = one.others.get(name)
         files += [""] * len(one) if other is None else other.files
-        is_apart = other is None or other.places is None
-        places.append(np.full((len(one), 2), -1) if is_apart else other.places)
+        own = None if other is None else other.places
+        places.append(np.full((len(one), 2), -1) if own is None else own)
     joined = np.concatenate(places)
     shape = next(one.others[name].shape for one in lists if name in one.others)
     return OtherFiles(PackedStrings(files), joined if (joined >= 0).any() else None, shape)

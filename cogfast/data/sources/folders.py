@@ -155,7 +155,7 @@ def read_labels(
             {store.join(store.parent(folder), "labels")} if folder.endswith("/videos") else set()
         )
         for other in beside - {folder}:
-            files = files | store.find(other)
+            files = {**files, **store.find(other)}
 
     def read(video: str) -> tuple[str | None, str, bool]:
         label = label_of(video, folder, files)

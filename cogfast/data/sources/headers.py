@@ -101,7 +101,7 @@ class _Scan:
     def _take(self, name: str, values: list | None) -> bool:
         """Take a header of the index; False if it is none that a video can have."""
         try:
-            num_frames, fps, height, width, reason = values or ()
+            num_frames, fps, height, width, reason = values or []
             is_one = 0 < num_frames <= MAX_FRAMES and 0 < height <= _MAX_SIDE >= width > 0
             is_one &= reason == "" and (0 < fps < math.inf or num_frames == 1 and fps == 0)
             key = int(num_frames), float(fps), int(height), int(width)

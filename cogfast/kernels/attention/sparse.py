@@ -213,7 +213,7 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_SHAPES)
     # Activation checkpointing sees a wrapped region as one op, whose results it can keep.
-    options = {"wrap_inductor_compiled_regions": True}
+    options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
     return torch.compile(flex_attention, fullgraph=True, dynamic=False, options=options)
 
 

@@ -114,8 +114,9 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     except StoreError as error:
         key = "args.save" if args.run_folder is None else "args.run_folder"
         refuse(config, key, f"{key}={error}")
-    has_state = checkpoint is not None and adapters_to_resume(checkpoint) is None
-    manifest: dict[str, Any] = read_manifest(checkpoint, RESUMABLE) if has_state else {}
+    manifest: dict[str, Any] = {}
+    if checkpoint is not None and adapters_to_resume(checkpoint) is None:
+        manifest = read_manifest(checkpoint, RESUMABLE)
     tensor, context = args.model_parallel_size, args.context_parallel_size
     of_model, num_before = tensor * context, num_ranks
     sizes = ("batch_size", "gradient_accumulation_steps")

@@ -120,7 +120,7 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
             for array in column.arrays if isinstance(column, PackedStrings) else (column,):
                 values = np.ascontiguousarray("-" if array is None else array)
                 # An array of Python's objects has their addresses.
-                digest.update(values.astype(str) if values.dtype.hasobject else values)
+                digest.update((values.astype(str) if values.dtype.hasobject else values).data)
     found = groups.gather((0 if dataset is None else len(dataset), digest.hexdigest()))
     for rank, (number, _) in enumerate(found):
         if found[rank] != found[0]:

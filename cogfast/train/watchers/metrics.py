@@ -24,6 +24,7 @@ from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.model.attention import Attention
 from cogfast.plan.gpus import peak_flops
 from cogfast.plan.trace import train_flops
 from cogfast.sample.generate import SampledVideo
@@ -245,7 +246,8 @@ class Metrics(Watcher):
         if self.sparse_share is None or self.is_compiled:
             return self.loss_sum.new_zeros(0)
         nothing = self.loss_sum.new_zeros(())
-        masses = [b.attention.kept_mass for b in self.engine.transformer.blocks]
+        modules = self.engine.transformer.modules()
+        masses = [one.kept_mass for one in modules if isinstance(one, Attention)]
         return torch.stack([nothing if mass is None else mass.mean() for mass in masses])
 
     def _flops(self) -> float:

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -101,7 +101,7 @@ def write_facts(
     args: TrainArguments,
     attention_backend: str | None,
     adapters: str | None,
-    **numbers: int,
+    **numbers: Any,
 ) -> None:
     """Write the facts of a run that its page shows and no other file has; a full disk is logged.
 
