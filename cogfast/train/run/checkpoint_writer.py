@@ -73,7 +73,7 @@ class CheckpointWriter:
     Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
     decides the checkpoints' names. saved_step, saved: step and folder of the newest complete checkpoint,
     valid after `wait`. unsent: the folder of this machine with a newer one that could not be uploaded to
-    its store; the next save removes it.
+    its store; it stays until a later one is complete here.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class CheckpointWriter:
         self.saved_step = 0
         self.saved: Path | None = None
         self.unsent: Path | None = None
-        # This rank's file of a save in a store, until it is uploaded
-        self._file: Path | None = None
+        # {checkpoint: this rank's file} of saves in a store, until they are uploaded
+        self._files: dict[Path, Path] = {}
         self._snapshot: _Snapshot | None = None
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -177,7 +177,7 @@ class CheckpointWriter:
         except _LOGGED as error:
             self._report_failure(about["step"], error)
         except Exception as error:
-            self._discard()
+            self._discard(self._draft(about["step"]))
             self._error = error
 
     def _write_all(self, about: dict, export: Export | None) -> None:
@@ -185,24 +185,22 @@ class CheckpointWriter:
         draft, groups, snapshot = self._draft(about["step"]), self.groups, self._snapshot
         assert snapshot is not None, "save takes it before it starts this thread"
         # This is a barrier, too: no rank writes before the folder is empty.
+        self._discard(draft)  # the last save may be one of the same step, which failed
         mark = groups.on_main(lambda: self._begin(draft))
         file = draft / f"rank-{groups.rank:05d}{mark}.safetensors"
         slices, checksum, size = groups.on_all(lambda: self._write_file(file, snapshot))
         reports = groups.gather((file.name, slices, checksum, snapshot.counters(), size))
         groups.on_main(lambda: self._describe(draft, reports, about, export))
         if self.url is not None:
-            self.unsent = draft
-            groups.on_all(lambda: self._upload(file))
+            groups.on_all(lambda: self._upload_own(draft))
         groups.on_main(lambda: self._make_newest(draft, self.path(about["step"])))
-        self._discard()
+        self._discard(draft)
 
     def _begin(self, draft: Path) -> str:
         """Empty the draft, and return a mark of its files' names."""
         if self.url is None:  # else each upload asks: the store may be away for a while
             self.check_owner()
-        for folder in (draft, self.unsent):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         # No file of another save of this step, perhaps by a machine that has lost the run, replaces one that
         # a manifest names.
@@ -210,17 +208,18 @@ class CheckpointWriter:
 
     def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
         """Write this rank's file, and return its slices, checksum and size."""
-        self._discard()
-        self._file = None if self.url is None else file
+        if self.url is not None:
+            self._files[file.parent] = file
         file.parent.mkdir(exist_ok=True, parents=True)  # this machine may not be rank 0's
         slices, checksum = snapshot.write(file)
         return slices, checksum, file.stat().st_size
 
-    def _discard(self) -> None:
-        """Remove this rank's file of a save in a store."""
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-        self._file = self.unsent = None
+    def _discard(self, checkpoint: Path) -> None:
+        """Remove this rank's file of a checkpoint in a store from this machine."""
+        if (file := self._files.pop(checkpoint, None)) is not None:
+            file.unlink(missing_ok=True)
+        if self.unsent == checkpoint:
+            self.unsent = None
 
     def _describe(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest and what is exported."""
@@ -254,7 +253,7 @@ class CheckpointWriter:
         else:
             self.upload_logs()
             self._upload_all(draft)
-            self._discard()
+            self._discard(draft)
         latest = final.with_name("latest")
         try:
             write_text(latest, final.name)
@@ -271,6 +270,15 @@ class CheckpointWriter:
             _prune(newest, self.keep_last, self.kept)
         except OSError as error:
             logger.warning("old checkpoints are not removed: %s", error)
+
+    def _upload_own(self, draft: Path) -> None:
+        """Upload this rank's file of a checkpoint, which is complete on the ranks' machines now."""
+        for earlier in [path for path in self._files if path != draft]:
+            self._discard(earlier)
+            if self.groups.is_main:
+                shutil.rmtree(earlier, ignore_errors=True)
+        self.unsent = draft
+        self._upload(self._files[draft])
 
     def _upload(self, file: Path) -> None:
         self.check_owner()
@@ -303,15 +311,15 @@ class CheckpointWriter:
         return path.with_name(f"{path.name}.incomplete") if self.url is None else path
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        self._has_failed = True
-        if self.unsent is None:
-            self._discard()
+        self._has_failed, draft = True, self._draft(step)
+        if self.unsent != draft:
+            self._discard(draft)
         if self.groups.is_main:
             state = "the previous one is kept"
-            if self.unsent is None:
-                shutil.rmtree(self._draft(step), ignore_errors=True)
-            else:
-                state += f", and {self.unsent} stays until the next save"
+            if self.unsent != draft:
+                shutil.rmtree(draft, ignore_errors=True)
+            if self.unsent is not None:
+                state += f", and {self.unsent} stays until a later one is complete here"
             if isinstance(error, _LatestError):
                 state = f"it is complete; resume from it with --resume {name_of(self.path(step))}"
             logger.error("checkpoint of step %d failed: %s; %s", step, error, state)

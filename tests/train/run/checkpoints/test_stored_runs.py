@@ -29,7 +29,7 @@ from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.model.weights.open import open_source
 from cogfast.train.run import folder
-from cogfast.train.run.checkpoint_writer import _prune
+from cogfast.train.run.checkpoint_writer import DamagedWeights, _prune, _Snapshot
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, open_run_folder
 from cogfast.train.run.parts import _take_adapters
 from cogfast.train.trainer import Trainer
@@ -272,6 +272,33 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     assert "resumed s3://" in store.read(f"{run_url(save)}/log.txt").decode()
 
 
+def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
+    server, base, monkeypatch, caplog
+):
+    monkeypatch.setattr(store, "_PATIENCE", 0.1)
+    save, check, rounds = f"{server.url}/damaged", _Snapshot._check_finite, []
+
+    def check_finite(snapshot: _Snapshot) -> None:
+        (folder,) = place_of(save).glob("*/checkpoints")
+        rounds.append(sorted(path.parent.name for path in folder.glob("*/rank-*")))
+        if len(rounds) == 2:
+            raise DamagedWeights("its weights are not finite")
+        if len(rounds) == 3:
+            server.faults = []
+        check(snapshot)
+
+    monkeypatch.setattr(_Snapshot, "_check_finite", check_finite)
+    server.faults = [Fault(503, "PUT", "/checkpoints/")]
+    train(base, save)
+    # That of step 2 is there when that of step 4 is refused, and after it.
+    assert rounds == [[], ["00000002"], ["00000002"]]
+    assert "not finite; the previous one is kept, and /" in caplog.text
+    assert "00000002 stays until a later one is complete here" in caplog.text
+    assert not [*place_of(save).rglob("rank-*")] and not [*place_of(save).rglob("00000002")]
+    url = run_url(save)
+    assert store.read(f"{url}/checkpoints/latest") == b"00000006"
+
+
 TWO_MACHINES = """
 import os, sys
 from contextlib import closing
@@ -326,7 +353,10 @@ def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, caplog):
 
 
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_LEASE", 1.0)
+    monkeypatch.setattr(store, "_PATIENCE", 20.0)
+    monkeypatch.setattr(
+        run_lock, "_LEASE", 3.0
+    )  # much longer than a renewal takes beside other work
     monkeypatch.setattr(run_lock, "_BETWEEN_RENEWALS", 0.2)
     monkeypatch.setattr(run_lock, "_SETTLING", 0.3)
     run = place_of(f"{server.url}/locked")
