@@ -119,12 +119,13 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         manifest = read_manifest(checkpoint, RESUMABLE)
     tensor, context = args.model_parallel_size, args.context_parallel_size
     of_model, num_before = tensor * context, num_ranks
-    sizes = ("batch_size", "gradient_accumulation_steps")
-    before = [getattr(args, name) for name in sizes]
+    before = (num_before // of_model, args.batch_size, args.gradient_accumulation_steps)
     if manifest:
         num_before = len(manifest["slices"])  # a file for each rank
-        before = [select(manifest, f"config.args.{name}") for name in sizes]
-    before = (num_before // of_model, *before)
+        sizes = ("model_parallel_size", "context_parallel_size", "batch_size")
+        keys = (*sizes, "gradient_accumulation_steps")
+        tp, cp, *each = (select(manifest, f"config.args.{key}") for key in keys)
+        before = (num_before // (tp * cp), *each)
     total = config.deepspeed.get("train_batch_size") or manifest.get("global_batch")
     total = total or args.batch_size * args.gradient_accumulation_steps * max(1, before[0])
     if args.elastic == "shrink" and num_ranks < of_model:

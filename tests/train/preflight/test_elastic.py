@@ -81,6 +81,7 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
     pairs = configured(base, *words, "args.model_parallel_size=2", "args.batch_size=2")
     plan = plan_world(pairs, 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 2)
+    assert "(before: dp 1 x batch 4 x accumulation 1)" in plan.text  # it had model_parallel_size=1
     with pytest.raises(
         ValueError, match=r"shrink: 1 rank is left, but 2 share a model .* raise MIN"
     ):
