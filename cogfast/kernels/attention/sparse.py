@@ -200,10 +200,15 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, choice: Choice, backend: st
         # Objects of the compiler refer to q, k, v, out and their gradients, and to each other. This
         # looks at Python's objects and waits for no device.
         _COMPILED.add(compiled)
-        gc.collect()  # sync: none, and once for a shape
+        _collect_garbage()
         if q.requires_grad:
-            q.register_hook(lambda _: gc.collect() and None)  # sync: none, and once for a shape
+            q.register_hook(_collect_garbage)
     return out.transpose(1, 2)
+
+
+def _collect_garbage(grad: Tensor | None = None) -> None:
+    """Collect garbage. A hook of a gradient must return None, which leaves the gradient as it is."""
+    gc.collect()  # sync: none, and once for a shape
 
 
 @cache
