@@ -339,7 +339,7 @@ def _block_inputs(
     if isinstance(split, ContextParallelRows):
         split.rows = [rows] * split.group.size
         whole = rows * split.group.size
-        split.num_text = num_text
+        split.num_text = min(config.text_length, whole)
     if isinstance(block, SequenceParallelBlock) and not block.is_first:
         rows //= block.group.size
     rotation = None

@@ -97,6 +97,16 @@ def test_a_step_takes_what_the_allocator_counted(
     assert plan.step_peak / GIB == pytest.approx(gib, rel=0.006)
 
 
+def test_a_rank_may_have_only_text() -> None:
+    """A picture of 480x720 has 1,576 rows, 226 of them text: 197 on each of eight ranks."""
+    words = [*CACHED, "data.params.max_num_frames=1", "args.activation_checkpointing=none"]
+    few, many = (
+        plan_of("_5b", *words, f"args.context_parallel_size={ranks}", lora=True, gpus=ranks)
+        for ranks in (4, 8)
+    )
+    assert many.step_peak < few.step_peak
+
+
 def test_state_of_the_optimizer_by_stage_and_ranks() -> None:
     """Counted by hand: 2 + 2 bytes of weights and gradients, 16 of float32 state, for 2B in fp16."""
     numel = 1_693_775_960
