@@ -383,7 +383,7 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
     """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
     folder, colon, size = text.rpartition(":")
     if not colon and not _SIZE.fullmatch(text):
-        return Path(text).absolute(), None
+        return Path(os.path.expanduser(text)).absolute(), None
     match = _SIZE.fullmatch(size)
     number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if not folder or number <= 0:
@@ -391,7 +391,7 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
             f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in "
             "bytes, K, M, G or T"
         )
-    return Path(folder).absolute(), number
+    return Path(os.path.expanduser(folder)).absolute(), number
 
 
 def _is_used(copy: Path) -> bool:

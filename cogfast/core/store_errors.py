@@ -49,7 +49,8 @@ def check_address(text: str) -> None:
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         return
-    scheme, name = match[1].lower(), match[2]
+    scheme = match[1].lower()
+    name = match[2].lstrip("/") if scheme in _KEYS else match[2]  # file:///folder is an address
     if not name.strip("/"):
         raise ValueError(f"{text}: an address names a bucket or file; write {scheme}://NAME")
     rule = "an address has a scheme in small letters and two slashes"

@@ -52,6 +52,7 @@ WRONG = {
     "args.save=s3://b/a/../c": "args.save=s3://b/a/../c: an address has no . or .. between slashes; write s3://b/c",
     "args.train_data=['simplecache::s3://b/c']": "has :: in it; use addresses of one scheme",
     "args.train_data=[x,S3://b/c]": "two slashes; write s3://b/c",
+    "args.train_data=[s3:///b/c]": "two slashes; write s3://b/c",
     f"{VAE}.ckpt_path=gs:/b/vae": "two slashes; write gs://b/vae",
     "args.local_cache=s3://b/c:1GB": "args.local_cache=s3://b/c:1GB: must be a path of this machine",
     "args.local_cache=500GB": "args.local_cache=500GB: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE",

@@ -378,6 +378,7 @@ def test_sizes_of_local_caches():
     # core/mirror.py reads the URL of a run from the folder's whole path.
     assert parse_cache(".") == (Path.cwd(), None)
     assert parse_cache(".:1GB") == (Path.cwd(), 10**9)
+    assert parse_cache("~/c:1GB")[0] == parse_cache("~/c")[0] == Path.home() / "c"
     for text in ("/nvme:", "/nvme:0", "/nvme:5X", ":5G"):
         with pytest.raises(ValueError, match="must be FOLDER or FOLDER:SIZE"):
             parse_cache(text)

@@ -180,7 +180,12 @@ def read_manifest(
         logger.info(text, file, counted(num_pictures, "row"), ADD_BUCKET)
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
-    found = store.stats(itertools.chain.from_iterable(texts[n] for n in texts if n != "caption"))
+    try:
+        found = store.stats(
+            itertools.chain.from_iterable(texts[n] for n in texts if n != "caption")
+        )
+    except store.StoreError as error:
+        raise ValueError(f"{file}: {error}") from None
     is_gone = are_missing(texts["path"], found)
     if any(is_gone):
         first = is_gone.index(True)

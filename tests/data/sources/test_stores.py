@@ -225,6 +225,13 @@ def test_sources_that_cannot_be_read_name_the_fix(bucket, source, fault, text):
     assert "\n" not in str(caught.value)
 
 
+def test_a_manifest_that_names_a_missing_bucket_is_named(bucket, tmp_path):
+    file = tmp_path / "clips.csv"
+    file.write_text(f"path,caption\n{bucket[1].url}-none/0.mp4,a clip\n")
+    with pytest.raises(ValueError, match=f"^{file}: {bucket[1].url}-none/0.mp4: no such bucket"):
+        VideoManifest([str(file)], **CLIP)
+
+
 @pytest.mark.soak
 def test_a_run_of_two_ranks_is_that_of_a_disk(bucket, tmp_path):
     """Losses and weights bit for bit, with a cold and a warm local cache; a source that fails ends in one line."""
