@@ -394,7 +394,7 @@ class Trainer:
             log_results(self.metrics.history, self.evaluator.samples)
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
             folder = name_of(self.folder)
-            log_commands(self.config, folder, self.num_steps, is_lora, shows_ema)
+            log_commands(self.config, folder, self.step, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
         reason = (

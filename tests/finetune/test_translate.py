@@ -24,7 +24,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.plan.text import describe_plan
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
-from cogfast.train.run.terminal import log_commands
+from cogfast.train.run.terminal import log_commands, resume_words
 from cogfast.train.video_size import sampled_size
 from tests.distributed.test_optimizers import gradient, prodigy_by_the_paper
 from tests.support.pipelines import Pipelines
@@ -175,6 +175,9 @@ def test_the_command_that_continues_a_run_has_the_options_of_this_command(option
         log_commands(translate(Args(**options(**given))), "a run", 7, is_lora=True, shows_ema=False)
         assert caplog.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {words}")
         assert caplog.messages[-2].endswith(" --to peft")
+    # --resume_from_checkpoint takes no address.
+    stored = translate(Args(**options(), overrides=["args.run_folder=s3://b/run"]))
+    assert resume_words(stored, "s3://b/run") == "args.resume=s3://b/run"
 
 
 def test_steps_come_before_epochs_and_clips_by_time(options):

@@ -48,9 +48,11 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
 def resume_words(config: Config, folder: str) -> str:
     """Return the option that resumes the run in `folder`, for the command that started it."""
     # cogfast finetune sets this key by its own option, and resumes by its own, too.
-    is_finetune = config.origins.get("args.run_folder") == "--output_dir"
-    option = "--resume_from_checkpoint" if is_finetune else "--resume"
-    return f"{option} {shlex.quote(folder)}"
+    if config.origins.get("args.run_folder") == "--output_dir":
+        return f"--resume_from_checkpoint {shlex.quote(folder)}"
+    # Its option takes no address, and cogfast train has the key, too.
+    option = "args.resume=" if config.args.get("folder_layout") == "finetune" else "--resume "
+    return option + shlex.quote(folder)
 
 
 def log_commands(

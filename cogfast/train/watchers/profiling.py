@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cogfast.config.values import counted
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.core.mirror import name_of
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.train.watchers.watcher import Watcher
@@ -137,7 +138,9 @@ class Profiler(Watcher):
             logger.warning("profile: %s; training continues", error)
         else:
             end = self.first + self.num_steps
-            logger.info("profile from step %d to step %d in %s", self.first, end, self.folder)
+            logger.info(
+                "profile from step %d to step %d in %s", self.first, end, name_of(self.folder)
+            )
         logger.info(text)
 
 
