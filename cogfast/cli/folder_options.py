@@ -34,8 +34,12 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     """Return the folders of the runs, and the file to write; None: the default."""
     text = "Write the page of a run again: index.html in its folder. With several runs, write one page that "
     parser = Parser(prog="cogfast report", description=text + "compares them.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
-    text = "the page; default: RUN/index.html, or report.html for several runs"
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the folder of a run, or its address"
+    )
+    text = (
+        "the page; default: RUN/index.html, or report.html for several runs; needed for addresses"
+    )
     parser.add_argument("--out", type=local_path, metavar="FILE", help=text)
     found = parser.parse_args([*argv])
     if found.out is None and any(map(is_url, found.runs)):
@@ -53,7 +57,9 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     text = "Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four videos of "
     text += "its last evaluation. Captions and paths of the data stay here."
     parser = Parser(prog="cogfast publish", description=text, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="a run or one of its checkpoints")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run or one of its checkpoints, or its address"
+    )
     text = "the repository; created if it is missing"
     parser.add_argument("repo", metavar="OWNER/NAME", help=text)
     text = "write the files to RUN/hub and upload nothing"
@@ -75,7 +81,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     text += "file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its "
     text += "checkpoints, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."
     parser = Parser(prog="cogfast convert", description=text, allow_abbrev=False)
-    parser.add_argument("src", metavar="SRC", help="the weights to convert")
+    parser.add_argument("src", metavar="SRC", help="the weights to convert, or their address")
     parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
     text = "format of DST; peft: adapters alone, as a LoRA file"
     parser.add_argument("--to", required=True, choices=("sat", "diffusers", "peft"), help=text)

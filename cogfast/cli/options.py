@@ -104,7 +104,7 @@ def _parse_run(
 ) -> tuple[argparse.Namespace, Request]:
     """Parse the words of a command about a run: a model's folder or --base, and key=value."""
     start.add_options(parser, rank=number_up_to(int, 4096))
-    text = "a pipeline's folder or hub id, in place of --base; set a key of the configuration, such as "
+    text = "a pipeline's folder, address or hub id, in place of --base; set a key of the configuration, such as "
     parser.add_argument("words", nargs="*", metavar="FOLDER | key=value", help=text + example)
     found = _parse_words(parser, argv, shown)
     # `--base a.yaml b.yaml key=value`: nargs="+" also takes the overrides that follow.
@@ -206,7 +206,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
     parser.add_argument("--out", type=local_path, metavar="DIR", help=text + "samples")
     _add_sampling_flags(parser)
-    text = "a run, a model folder or a hub id; key=value sets a key of the configuration"
+    text = "a run or a model folder, or the address of one, or a hub id; key=value sets a key of the configuration"
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     shown = {
         "seed": "seed of the first video; the next ones count up",
