@@ -234,6 +234,9 @@ class _MicroBatches(Reads):
         for attempt in range(first, min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
             index = self._order.index(step, slot, attempt)
             tried.append(index)
+            # `read` has fetched the first ones. A slow store does not count for the timeout.
+            if attempt > first and isinstance(self._dataset, CaptionedVideos):
+                self._dataset.fetch([index])
             try:
                 return self._read(index)
             except BadSample as error:

@@ -15,7 +15,6 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
@@ -223,8 +222,7 @@ class CaptionedVideos(Dataset):
             for one in lists:
                 file, member, _ = one.files[index].partition(MEMBER)
                 part = one.places[index].tolist() if member and one.places is not None else None
-                with suppress(BadSample):
-                    self.clips.local(file, part and tuple(part))
+                self.clips.fetch(file, part and tuple(part))
 
         list(store.in_threads(copy, indices))
 

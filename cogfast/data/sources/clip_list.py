@@ -113,18 +113,25 @@ class ClipList:
         BadSample if its store does not give it, or it has changed since the run began."""
         if not store.is_url(name):
             return name
-        about, error = self.versions.get(name), self.versions.given_up.pop((name, part), None)
+        about = self.versions.get(name)
+        if given_up := self.versions.given_up.pop((name, part), None):
+            raise given_up
         try:
             if about is None:
                 raise FileNotFoundError(f"{name}: no such object")
-            if error is None:
-                return str(store.local_copy(name, about.version, part, about.num_bytes))
-        except OSError as caught:
-            error = caught
-            if str(error).startswith(name):  # not an error of the local cache
+            return str(store.local_copy(name, about.version, part, about.num_bytes))
+        except OSError as error:
+            kind = Unavailable if isinstance(error, store.StoreError) else BadSample
+            raise kind(name, str(error)) from None
+
+    def fetch(self, name: str, part: tuple[int, int] | None = None) -> None:
+        """Call `local`, ahead of its use; the next call of it for this file raises its error."""
+        self.versions.given_up.pop((name, part), None)
+        try:
+            self.local(name, part)
+        except BadSample as error:
+            if error.reason.startswith(name):  # not an error of the local cache
                 self.versions.given_up[name, part] = error
-        kind = Unavailable if isinstance(error, store.StoreError) else BadSample
-        raise kind(name, str(error)) from None
 
     @property
     def largest_copy(self) -> int:

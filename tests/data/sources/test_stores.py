@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +176,8 @@ def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypat
                 assert own.endswith("b/videos/01.mp4")
 
 
-def test_an_object_that_was_given_up_is_bad_at_once(bucket):
+def test_an_object_that_was_given_up_is_bad_at_once(bucket, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE", 0.4)
     _, server = bucket
     data = VideoFolder([f"{server.url}/sat/b"], **CLIP)
     server.faults = [Fault(503, method="GET", path="00.mp4")]
@@ -185,10 +187,30 @@ def test_an_object_that_was_given_up_is_bad_at_once(bucket):
         data[0]
     assert server.requests == []
     assert data[1]["num_frames"] == 9
-    # The next epoch asks for it again.
+    # The next epoch asks for it again, and so does who reads it without reading ahead.
+    data.fetch([0])
     server.faults = []
     data.fetch([0])
     assert data[0]["num_frames"] == 9
+    shutil.rmtree(store.local_cache()[0])
+    server.faults = [Fault(503, method="GET", path="00.mp4")]
+    with pytest.raises(BadSample, match="b/videos/00.mp4: planted .503."):
+        data[0]
+    server.faults = []
+    assert data[0]["num_frames"] == 9
+
+
+def test_a_slow_store_makes_no_sample_bad_that_replaces_another(bucket):
+    folder, server = bucket
+    local, remote = (VideoFolder([f"{n}/sat/b"], **CLIP) for n in (folder, server.url))
+    first, second = (local.order(0, 1).index(0, 0, attempt) for attempt in (0, 1))
+    names = [remote.paths[i].rpartition("/sat/")[2] for i in (first, second)]
+    server.faults = [Fault(403, path=names[0]), Fault("slow", "GET", names[1], seconds=1.2)]
+    given = {"micro_batch": 1, "num_steps": 1, "num_workers": 0, "timeout": 0.8}
+    with BatchLoader(remote, remote.order(0, 1), max_bad_fraction=0.9, **given) as loader:
+        (batch,) = loader
+    assert batch["paths"] == [remote.paths[second]]
+    assert torch.equal(batch["mp4"][0], local[second]["video"])
 
 
 def test_an_object_that_changes_or_has_no_ranges_is_a_bad_sample(bucket):
