@@ -113,7 +113,7 @@ class Versions:
         ordered = sorted(rows)
         self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
         # {(URL, part): its error}. Who reads ahead has waited for it, so that the next read does not.
-        self.given_up: dict[tuple, OSError] = {}
+        self.given_up: dict[tuple, Exception] = {}
 
     @property
     def largest(self) -> int:
@@ -328,20 +328,20 @@ def local_copy(
         version, num_bytes = found.version, found.num_bytes
     key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
     copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
-    if _is_used(copy):
+    start, size = part or (0, num_bytes)
+    if _is_used(copy, size):
         return copy
     # One process downloads, while the others of this machine wait for it.
     with writing_cache(folder), locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
-        if _is_used(copy):
+        if _is_used(copy, size):
             return copy
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
-        start, size = part or (0, whole)
-        size = max(0, min(size, whole - start))
+        size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
         draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
         try:
             for is_full in (False, True):
-                _make_place(folder, limit, size, is_full)
+                make_place(folder, limit, size, is_full)
                 try:
                     _download(name, draft, start, size, part is None, version)
                     break
@@ -394,15 +394,15 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
     return Path(os.path.expanduser(folder)).absolute(), number
 
 
-def _is_used(copy: Path) -> bool:
-    """Return whether a local copy is there, and note its use."""
+def _is_used(copy: Path, size: int | None) -> bool:
+    """Return whether a local copy is there, whole even if the machine has crashed since, and note its use."""
     try:
         os.utime(copy)
     except PermissionError:  # the copy of another user
         return os.access(copy, os.R_OK)
     except OSError:
         return False
-    return True
+    return size is None or copy.stat().st_size == size
 
 
 @contextmanager
@@ -432,7 +432,7 @@ def locked(file: Path) -> Iterator[io.FileIO]:
             fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
+def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
     """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
     _check_fits(folder, limit, num_bytes)
     with locked(folder / "size") as file:
