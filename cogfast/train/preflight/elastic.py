@@ -124,7 +124,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         num_before = len(manifest["slices"])  # a file for each rank
         sizes = ("model_parallel_size", "context_parallel_size", "batch_size")
         keys = (*sizes, "gradient_accumulation_steps")
-        tp, cp, *each = (select(manifest, f"config.args.{key}") for key in keys)
+        tp, cp, *each = (select(manifest, f"config.args.{key}") or 1 for key in keys)
         before = (num_before // (tp * cp), *each)
     total = config.deepspeed.get("train_batch_size") or manifest.get("global_batch")
     total = total or args.batch_size * args.gradient_accumulation_steps * max(1, before[0])

@@ -343,9 +343,8 @@ def _find(
             return _named(path)
         if (theirs := _their_adapters(path)) is not None:
             return _named(theirs)
-        if is_in_run(path):
-            return run_of(path), path
         run = path.parent if path.name == "checkpoints" else path
+        run = run_of(path) if is_in_run(path) else run
         if run not in _stored_runs(run):  # before all that lies there is downloaded
             raise _no_checkpoint(path)
         return run, path

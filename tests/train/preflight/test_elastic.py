@@ -14,6 +14,7 @@ import pytest
 from cogfast.__main__ import _line
 from cogfast.config import Config, load_config
 from cogfast.core.run_lock import RunLock
+from cogfast.model.weights.formats.checkpoint_manifest import read_manifest, write_manifest
 from cogfast.train.preflight.elastic import Plan, divide, follow_world, plan_world
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.parts import Parts
@@ -86,6 +87,11 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
         ValueError, match=r"shrink: 1 rank is left, but 2 share a model .* raise MIN"
     ):
         plan_world(pairs, 1)
+    # A checkpoint of a version without a key
+    manifest = read_manifest(checkpoint := run_folder(tmp_path) / "checkpoints/00000001")
+    del manifest["config"]["args"]["context_parallel_size"], manifest["checksum"]
+    write_manifest(checkpoint, manifest)
+    assert plan_world(pairs, 3) == plan
     waiting = configured(base, *words[:1], "args.elastic=wait", "args.model_parallel_size=2")
     assert plan_world(waiting, 1).num_ranks == 0
     run = run_folder(tmp_path)

@@ -106,8 +106,8 @@ def step_of(checkpoint: Path) -> int | None:
 
 def is_in_run(path: Path) -> bool:
     """Return whether a path is that of a checkpoint in a run, which may be damaged."""
-    is_in_root = layout_of(path) == "finetune"
-    return path.parent.name == "checkpoints" or (is_in_root and step_of(path) is not None)
+    is_at_place = path.parent.name == "checkpoints" or layout_of(path) == "finetune"
+    return is_at_place and step_of(path) is not None  # runs may lie in a folder checkpoints, too
 
 
 def newest_checkpoint(run: Path) -> Path | None:
