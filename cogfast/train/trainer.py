@@ -79,7 +79,7 @@ class Trainer:
             # For the last line, also if torchrun ends this rank because of another one's error.
             hint = self.parts.how_to_resume()
             keep_in_last_line(f"; {hint}")
-            if self.writer.saved is not None and hint not in str(error):
+            if (self.writer.saved or self.writer.unsent) and hint not in str(error):
                 error.add_note(hint)
             self.parts.log.end(error)
             raise

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from cogfast.config.arguments import FolderLayout
 from cogfast.core import store
-from cogfast.core.files import WriteError, sync, write_text
+from cogfast.core.files import WriteError, is_disk_full, sync, write_text
 from cogfast.core.mirror import is_of_rank, name_of, url_of
 from cogfast.core.store import StoreError
 from cogfast.distributed.lost_ranks import is_of_another_rank
@@ -211,7 +211,17 @@ class CheckpointWriter:
         if self.url is not None:
             self._files[file.parent] = file
         file.parent.mkdir(exist_ok=True, parents=True)  # this machine may not be rank 0's
-        slices, checksum = snapshot.write(file)
+        try:
+            slices, checksum = snapshot.write(file)
+        except OSError as error:
+            if self.url is None or not is_disk_full(error):
+                raise
+            # Copies of data, or a checkpoint that was not uploaded, would let no later save succeed.
+            folder, limit = store.local_cache()
+            num_bytes = sum(4 * values.numel() for values in snapshot.partitions.values())
+            store.make_place(folder, limit, min(limit, num_bytes), is_full=True)
+            self._drop_earlier(file.parent)
+            slices, checksum = snapshot.write(file)
         return slices, checksum, file.stat().st_size
 
     def _discard(self, checkpoint: Path) -> None:
@@ -273,12 +283,16 @@ class CheckpointWriter:
 
     def _upload_own(self, draft: Path) -> None:
         """Upload this rank's file of a checkpoint, which is complete on the ranks' machines now."""
+        self._drop_earlier(draft)
+        self.unsent = draft
+        self._upload(self._files[draft])
+
+    def _drop_earlier(self, draft: Path) -> None:
+        """Remove files of earlier checkpoints that were not uploaded."""
         for earlier in [path for path in self._files if path != draft]:
             self._discard(earlier)
             if self.groups.is_main:
                 shutil.rmtree(earlier, ignore_errors=True)
-        self.unsent = draft
-        self._upload(self._files[draft])
 
     def _upload(self, file: Path) -> None:
         self.check_owner()

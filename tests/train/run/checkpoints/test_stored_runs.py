@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -26,12 +27,13 @@ from cogfast.core import mirror, run_lock, store
 from cogfast.core.mirror import Uploads, copy_of, download_run, place_of, url_of
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import is_in_run, read_manifest
 from cogfast.model.weights.open import open_source
 from cogfast.train.run import folder
 from cogfast.train.run.checkpoint_writer import DamagedWeights, _prune, _Snapshot
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, open_run_folder
 from cogfast.train.run.parts import _take_adapters
+from cogfast.train.run.run_log import RunLog
 from cogfast.train.trainer import Trainer
 from tests.support.kills import assert_same_run
 from tests.support.s3_server import Fault, S3Server
@@ -218,8 +220,12 @@ def test_places_that_cannot_be_written_are_named_first(server, base):
     store.write(f"{server.url}/data/0.mp4", b"x")
     server.requests.clear()
     # A folder that is no run is neither downloaded nor locked.
-    with pytest.raises(ValueError, match=r"args.resume=.*/data: .* set it to the folder of a run"):
-        train(base, f"{server.url}/none", f"args.resume={server.url}/data")
+    for place in ("data", "data/checkpoints/3"):
+        with pytest.raises(
+            ValueError, match=rf"args.resume=.*/{place}: .* set it to the folder of"
+        ):
+            train(base, f"{server.url}/none", f"args.resume={server.url}/{place}")
+    assert not is_in_run(Path("checkpoints/experiment"))
     assert not [path for _, path in server.requests if path.endswith(("0.mp4", "run.lock"))]
     for words in (["args.resume=latest"], [f"args.resume={server.url}/none"]):
         with pytest.raises(ValueError, match="no run of 'tiny'|has no checkpoint of cogfast"):
@@ -272,6 +278,18 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     assert "resumed s3://" in store.read(f"{run_url(save)}/log.txt").decode()
 
 
+def test_any_error_names_the_files_that_are_not_uploaded():
+    def fail() -> None:
+        raise error
+
+    error, hint = ValueError("of a sample"), "its files are in /here"
+    writer = SimpleNamespace(saved=None, unsent=Path("/here"))
+    parts = SimpleNamespace(how_to_resume=lambda: hint, log=RunLog(), held=ExitStack())
+    with pytest.raises(ValueError, match="of a sample"):
+        Trainer.train(SimpleNamespace(_train=fail, writer=writer, parts=parts))
+    assert error.__notes__ == [hint]
+
+
 def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
     server, base, monkeypatch, caplog
 ):
@@ -283,15 +301,16 @@ def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
         rounds.append(sorted(path.parent.name for path in folder.glob("*/rank-*")))
         if len(rounds) == 2:
             raise DamagedWeights("its weights are not finite")
-        if len(rounds) == 3:
+        if len(rounds) == 3:  # a disk for one checkpoint
             server.faults = []
+            raise OSError(errno.ENOSPC, "No space left on device")
         check(snapshot)
 
     monkeypatch.setattr(_Snapshot, "_check_finite", check_finite)
     server.faults = [Fault(503, "PUT", "/checkpoints/")]
     train(base, save)
-    # That of step 2 is there when that of step 4 is refused, and after it.
-    assert rounds == [[], ["00000002"], ["00000002"]]
+    # That of step 2 is there when that of step 4 is refused, and after it, until there is no place for both.
+    assert rounds == [[], ["00000002"], ["00000002"], []]
     assert "not finite; the previous one is kept, and /" in caplog.text
     assert "00000002 stays until a later one is complete here" in caplog.text
     assert not [*place_of(save).rglob("rank-*")] and not [*place_of(save).rglob("00000002")]
@@ -463,6 +482,9 @@ def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
         server.watch = watch
     assert names(f"{server.url}/fenced") == {"run.lock", "file-True", "0.mp4", "1.mp4"}
     assert "process 7 on elsewhere has taken the folder" in caplog.text
+    # An upload that outlives the run writes nothing over the next one's files.
+    with pytest.raises(RuntimeError, match="/fenced: the run has ended"):
+        lock.check()
 
 
 def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
