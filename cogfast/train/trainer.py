@@ -126,10 +126,10 @@ class Trainer:
             stop.finish()
             self.engine.wait_for_weights()
             if self.step > self.writer.saved_step:
-                raise RuntimeError(
-                    f"step {self.step} could not be saved (see the error above); "
-                    f"{self.parts.how_to_resume()}"
-                )
+                # A long hint, with a command, would be cut here: `train` adds it.
+                hint = "" if self.writer.unsent else f"; {self.parts.how_to_resume()}"
+                text = f"step {self.step} could not be saved (see the error above)"
+                raise RuntimeError(text + hint)
             self._log_end(stop)
             if not groups.is_main:  # before rank 0 gives the run's folder to others
                 self.parts.uploads.close()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from cogfast.__main__ import main
+from cogfast.__main__ import _line, main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core import mirror, run_lock, store
@@ -261,14 +261,15 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     server.faults, server.watch = [Fault(503, "PUT", "/checkpoints/")], watch
     with pytest.raises(RuntimeError, match="step 3 could not be saved") as caught:
         train(base, save, "args.exit_interval=3")
-    copy = re.search(
-        r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$", str(caught.value)
-    )
-    assert copy is not None
+    # The end of the log and the last line have the whole command, however long the paths are.
+    pattern = r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$"
+    copy = re.search(pattern, line := _line(caught.value))
+    assert copy is not None and len(line) > 400
     server.faults, server.watch = [], lambda method, path: None
     assert copy[2] == copy[3] == f"{run_url(save)}/checkpoints/00000003"
     assert not any("/checkpoints/" in name for name in names(save))
     here = Path(copy[1])
+    assert (here.parents[1] / "log.txt").read_text().endswith(f"cogfast: {line}\n")
     # That of step 2, which failed as well, is gone.
     assert [path.name for path in here.parent.iterdir()] == ["00000003"]
     for file in here.iterdir():  # what the command does
