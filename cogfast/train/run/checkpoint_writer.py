@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -264,15 +265,33 @@ class CheckpointWriter:
             self.upload_logs()
             self._upload_all(draft)
             self._discard(draft)
-        latest = final.with_name("latest")
+        self._write_latest(final)
+        self._remove_old(final)
+
+    def _write_latest(self, newest: Path) -> None:
+        latest = newest.with_name("latest")
         try:
-            write_text(latest, final.name)
+            write_text(latest, newest.name)
             if self.url is not None:
                 self.check_owner()
-                store.write(name_of(latest), final.name.encode())
+                store.write(name_of(latest), newest.name.encode())
         except (StoreError, WriteError) as error:
             raise _LatestError(str(error)) from None
-        self._remove_old(final)
+
+    def resume(self, checkpoint: Path, step: int) -> None:
+        """Note which checkpoint was loaded, on all ranks. If `latest` names an older one of the run, as after
+        an upload by hand, let it name this one."""
+        self.saved_step, self.saved = step, checkpoint
+
+        def check_latest() -> None:
+            steps = [step_of(path) or 0 for path in checkpoint.parent.iterdir()]
+            if checkpoint.parent == self.folder and step_of(checkpoint) == max(steps):
+                with suppress(OSError, ValueError):
+                    if (self.folder / "latest").read_text() == checkpoint.name:
+                        return
+                self._write_latest(checkpoint)
+
+        self.groups.on_main(check_latest)
 
     def _remove_old(self, newest: Path) -> None:
         try:

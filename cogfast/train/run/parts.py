@@ -243,7 +243,7 @@ class Parts:
             load_checkpoint(checkpoint, manifest, engine, groups)
             _log_changes(manifest, args, order, len(datasets.train))
             # A run that ends before its first step need not save this one again.
-            writer.saved_step, writer.saved = step, checkpoint
+            writer.resume(checkpoint, step)
             logger.info("resumed %s at step %d", name_of(checkpoint), step)
         self.config, self.args, self.groups, self.log = config, args, groups, log
         self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps

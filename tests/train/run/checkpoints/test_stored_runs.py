@@ -274,9 +274,12 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     assert [path.name for path in here.parent.iterdir()] == ["00000003"]
     for file in here.iterdir():  # what the command does
         store.upload(file, f"{copy[2]}/{file.name}")
-    train(base, save, f"args.resume={copy[3]}")
+    # Nothing is left to train, but later commands find what was copied.
+    train(base, save, f"args.resume={copy[3]}", "args.train_iters=3")
+    assert store.read(f"{run_url(save)}/checkpoints/latest") == b"00000003"
+    train(base, save, "args.resume=latest")
     assert "checkpoints/00000006/manifest.json" in names(run_url(save))
-    assert "resumed s3://" in store.read(f"{run_url(save)}/log.txt").decode()
+    assert "00000003 at step 3" in store.read(f"{run_url(save)}/log.txt").decode()
 
 
 def test_any_error_names_the_files_that_are_not_uploaded():
