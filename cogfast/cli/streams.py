@@ -17,6 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, TextIO
 
 from cogfast.config.values import printable
+from cogfast.core.mirror import named_by_urls
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -35,7 +36,7 @@ class _ToStderr(logging.Handler):
 
 
 class _PlainText(logging.Formatter):
-    """Escapes control characters and line breaks in log arguments.
+    """Escapes control characters and line breaks in log arguments, and names copies of a store by their URLs.
 
     File names and captions come from data and could otherwise send commands to the terminal or
     fake a log line. A message of several lines is therefore logged without arguments.
@@ -44,7 +45,8 @@ class _PlainText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record.args, tuple):
             record.args = tuple(
-                a if isinstance(a, numbers.Number) else printable(str(a)) for a in record.args
+                a if isinstance(a, numbers.Number) else printable(named_by_urls(str(a)))
+                for a in record.args
             )
         return printable(super().format(record), keep="\n\t")
 

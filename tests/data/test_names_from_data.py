@@ -81,6 +81,7 @@ def test_the_log_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
         start_logging()
         logger.warning("%s of %d: %s %.1f", Path("x\x1b]0;t\x07.mp4"), np.int64(3), "a\nb", 0.5)
         logger.warning("a table\n  \x1b[2Jof two lines")
+        logger.warning("in %s", "/c/folders/7-0123456789ab/s3:/b/m")  # a copy of a store
         log = BadSampleLog(None, num_samples=9)
         log.add("bad\x1b[31m\nname", "why\nnot")
     finally:
@@ -90,6 +91,7 @@ def test_the_log_shows_data_as_text(capsys: pytest.CaptureFixture) -> None:
         r"x\x1b]0;t\x07.mp4 of 3: a\nb 0.5",
         "a table",
         r"  \x1b[2Jof two lines",
+        "in s3://b/m",
         r"skipped bad\x1b[31m\nname: why\nnot",
     ]
 

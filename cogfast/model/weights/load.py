@@ -11,7 +11,6 @@ import torch
 
 from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
-from cogfast.core.mirror import named_by_urls
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -35,7 +34,7 @@ class LoadReport:
     lacking: list[str]  # of `missing`, those that a run's checkpoint leaves to its base model
 
     def __str__(self) -> str:
-        line = f"{named_by_urls(self.description)}: {self.num_loaded} tensors loaded"
+        line = f"{self.description}: {self.num_loaded} tensors loaded"
         # Adapters come from elsewhere or are new, and a base model has what a run's checkpoint lacks.
         missing = [n for n in self.missing if n not in self.lacking and not is_lora_parameter(n)]
         return f"{line}; {len(missing)} not in it: {first_of(missing)}" if missing else line
