@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -283,6 +284,9 @@ def _override(
         value = [item.strip() for item in text[1:-1].split(",")] if is_list else text
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"{origin}: {cut(key)} cannot be set: {error}")) from None
+    if key in ("args.train_data", "args.valid_data") and origins.get(key) == origin:
+        text = "%s is given twice, and only the last one counts: %s; give one list, in quotes, since a shell expands {..}"
+        logging.getLogger(__name__).info(text, key, show(value))
     # The check takes 10 ms; load_config checks the whole once more after the last override.
     _set(merged, key, value, origins, origin, is_checked="${" in text)
 

@@ -188,11 +188,17 @@ def test_a_command_of_a_file_is_ignored_whatever_it_is(tmp_path: Path, value: st
     assert config.unused["args.eval_command"].startswith("a.yaml sets it")
 
 
-def test_a_list_with_braces_is_a_list(sat_configs):
-    """YAML takes the braces of tar shards for a mapping."""
+def test_a_list_with_braces_is_a_list(sat_configs, caplog):
+    """YAML takes the braces of tar shards for a mapping. Without quotes a shell makes two words of them."""
+    caplog.set_level("INFO", logger="cogfast")
     files = [sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"]
     config = load_config(files, ["args.train_data=[s3://b/s-{000..001}.tar, t-{0..1}.tar]"])
     assert list(config.args.train_data) == ["s3://b/s-{000..001}.tar", "t-{0..1}.tar"]
+    assert "given twice" not in caplog.text
+    load_config(files, ["args.train_data=[a-0.tar]", "args.train_data=[a-1.tar]"])
+    assert (
+        "args.train_data is given twice, and only the last one counts: ['a-1.tar']" in caplog.text
+    )
 
 
 def test_a_base_in_a_store(sat_configs):
