@@ -94,7 +94,8 @@ _GRACE_SECONDS = 3
 def _load(
     request: Request, is_of_run: bool = False, own: Mapping[str, tuple[object, str]] | None = None
 ) -> Config:
-    """Read the configuration of a command, and start logging. own: settings of the command itself."""
+    """Start logging, and read the configuration of a command. own: settings of the command itself."""
+    start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
     from cogfast.config import load_config
 
@@ -108,7 +109,6 @@ def _load(
         )
     finally:
         gc.enable()
-    start_logging()
     return config
 
 
