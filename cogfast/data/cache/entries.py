@@ -128,7 +128,7 @@ class Entries:
     def write_bad(self, key: str, reason: str) -> None:
         store.write(self.path(key, _BAD), reason.encode("utf-8", "backslashreplace"))
 
-    def read(self, key: str) -> dict[str, Tensor]:
+    def read(self, key: str, is_again: bool = False) -> dict[str, Tensor]:
         """Read an entry: {name: tensor}. FileNotFoundError if there is none; BadEntry if it is a bad
         sample or damaged."""
         from safetensors import SafetensorError, safe_open
@@ -152,8 +152,9 @@ class Entries:
         else:
             if not why:
                 return tensors
-        if is_url(path):  # it may be the copy that is damaged
+        if is_url(path) and not is_again:  # it may be the copy that is damaged
             Path(copy).unlink(missing_ok=True)
+            return self.read(key, is_again=True)
         raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
 
     def reason(self, key: str) -> str:

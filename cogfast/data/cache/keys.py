@@ -199,7 +199,8 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
         if not version:
             raise FileNotFoundError(path)
         # The copy of an object stays for the reader of the clip.
-        copy = store.local_copy(path, version, part or None)  # pyright: ignore[reportArgumentType]
+        size = store.stat(path).num_bytes if is_url(path) else None
+        copy = store.local_copy(path, version, part or None, size)  # pyright: ignore[reportArgumentType]
         start, num_bytes = (0, 2**63) if is_url(path) or not part else part
         with open(copy, "rb") as file:
             file.seek(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_entries_are_those_of_a_folder(server: S3Server, tmp_path: Path) -> None
 
 def test_a_damaged_entry_is_read_again_once_it_is_mended(server: S3Server) -> None:
     entries = write_all(Entries(f"{server.url}/damaged", "video", VIDEO))
+    # A crash of the machine has cut copies.
+    url, mean = entries.path(KEYS[1]), entries.read(KEYS[1])["mean"].clone()
+    os.truncate(store.local_copy(url, "-"), 10)
+    assert torch.equal(entries.read(KEYS[1])["mean"], mean)
+    of_whole = hash_file(url)
+    os.truncate(store.local_copy(url, store.stat(url).version), 0)
+    assert hash_file(url) == of_whole
     url = f"{entries.folder}/a0/{KEYS[0]}.safetensors"
     whole = store.read(url)
     store.write(url, whole[:-1] + bytes([whole[-1] ^ 1]))
