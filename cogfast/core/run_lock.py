@@ -77,7 +77,8 @@ class RunLock:
             except (OSError, RuntimeError) as error:
                 logger.warning("%s", error)
         self._is_over.set()
-        self._file.close()
+        with suppress(OSError):  # of the full disk, in place of the error that names it
+            self._file.close()
 
     def check(self) -> None:
         """Raise RuntimeError if another process has taken the folder meanwhile.

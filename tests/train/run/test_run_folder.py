@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
+from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
@@ -350,3 +352,14 @@ def test_sample_and_convert_find_checkpoints_in_the_finetune_layout(
             Trainer(load_config([base], [f"args.resume={whole}", f"args.run_folder={whole}"]))
     finally:
         (tmp_path / "manifest.json").rename(whole / "checkpoint-5" / "manifest.json")
+
+
+def test_a_full_disk_hides_no_error_of_a_run(tmp_path):
+    """The lock's own line cannot be written, nor when its file is closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ValueError, match="of the run"), RunLock(tmp_path):
+            raise ValueError("of the run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
