@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
-from cogfast.config.values import MOST_IN_NOTE, Problems, nearest, one_line, printable
+from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.core.mirror import named_by_urls
 from cogfast.core.store import StoreError
@@ -378,8 +378,7 @@ def _is_raised_by_cogfast(error: BaseException) -> bool:
 
 def _line(error: Exception) -> str:
     line = printable(one_line(str(error)))
-    notes = [one_line(note, MOST_IN_NOTE) for note in getattr(error, "__notes__", ())]
-    notes = "".join(f"; {printable(note)}" for note in notes)
+    notes = "".join(f"; {printable(one_line(note))}" for note in getattr(error, "__notes__", ()))
     # gloo raises its errors in C++, so that the last frame may be one of cogfast's.
     if _is_raised_by_cogfast(error) and not is_lost_connection(error):
         return line + notes
@@ -392,9 +391,8 @@ def _report(error: Exception) -> None:
     if rank != "0":
         time.sleep(_GRACE_SECONDS)
     prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
-    is_list = isinstance(error, Problems)
-    lines = map(one_line, str(error).splitlines()) if is_list else [_line(error)]
-    lines = [named_by_urls(printable(line)) for line in lines]
+    lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
+    lines = [named_by_urls(printable(one_line(line))) for line in lines]
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
 
 

@@ -45,7 +45,6 @@ _MOST_LISTED = 12  # known keys or list items in a message, which must stay one 
 _MOST_SHOWN = 100  # characters of a key or a value in a message
 _MOST_COMPARED = 200  # characters of a name; difflib takes quadratic time
 _MOST_IN_LINE = 380  # characters of a message
-MOST_IN_NOTE = 2000  # characters of what is added to an error, such as a command with paths
 _MOST_BITS = 256  # of an integer that is printed in full
 _brief = reprlib.Repr()  # prints at most six levels with four keys or six items each
 
@@ -69,9 +68,9 @@ def cut(text: str, most: int = _MOST_SHOWN) -> str:
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
-def one_line(text: str, most: int = _MOST_IN_LINE) -> str:
+def one_line(text: str) -> str:
     """Join a message to one line. A long one loses its middle, where the user's value is quoted."""
-    return cut(" ".join(text.split()), most)
+    return cut(" ".join(text.split()), _MOST_IN_LINE)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

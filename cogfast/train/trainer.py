@@ -76,6 +76,9 @@ class Trainer:
         try:
             self._train()
         except Exception as error:
+            # On a line of its own: error messages are cut, and this is all that names the command.
+            if (text := self.parts.how_to_upload()) and self.parts.groups.is_main:
+                logger.error("%s", text)
             # For the last line, also if torchrun ends this rank because of another one's error.
             hint = self.parts.how_to_resume()
             keep_in_last_line(f"; {hint}")
@@ -126,10 +129,10 @@ class Trainer:
             stop.finish()
             self.engine.wait_for_weights()
             if self.step > self.writer.saved_step:
-                # A long hint, with a command, would be cut here: `train` adds it.
-                hint = "" if self.writer.unsent else f"; {self.parts.how_to_resume()}"
-                text = f"step {self.step} could not be saved (see the error above)"
-                raise RuntimeError(text + hint)
+                raise RuntimeError(
+                    f"step {self.step} could not be saved (see the error above); "
+                    f"{self.parts.how_to_resume()}"
+                )
             self._log_end(stop)
             if not groups.is_main:  # before rank 0 gives the run's folder to others
                 self.parts.uploads.close()

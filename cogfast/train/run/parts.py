@@ -256,18 +256,25 @@ class Parts:
         self.evaluator, self.exporter, self.writer = evaluator, exporter, writer
         self.gradient_check = gradient_check
 
+    def how_to_upload(self) -> str | None:
+        """Return the commands for a checkpoint that is not in its store and from which no restart continues."""
+        unsent = self.writer.unsent
+        # With args.elastic a restart removes these files, and continues from what is in the store.
+        if unsent is None or self.args.elastic != "off":
+            return None
+        url = name_of(unsent)
+        copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
+        where = " on each machine" if self.groups.world_size > 1 else ""
+        resume = resume_words(self.config, url)
+        return (
+            f"{url} is not in the store; run `{copy}`{where}, then the same command with {resume}"
+        )
+
     def how_to_resume(self) -> str:
         """Describe the last checkpoint and the command that resumes from it."""
         path, folder = self.writer.saved, self.folder
-        # With args.elastic a restart removes these files, and continues from what is in the store.
-        if (unsent := self.writer.unsent) is not None and self.args.elastic == "off":
-            url = name_of(unsent)
-            copy = _COPIES.get(url.partition("://")[0], "copy") + f" {unsent} {url}"
-            where = " on each machine" if self.groups.world_size > 1 else ""
-            return (
-                f"its files are in {unsent}, but not in the store; run `{copy}`{where}, then the same command "
-                f"with {resume_words(self.config, url)}"
-            )
+        if self.how_to_upload():
+            return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
         if path is None:
             return f"nothing is saved in {name_of(folder)}; run the same command to start again"
         # A run that continues another one in a folder of its own may not have saved yet.

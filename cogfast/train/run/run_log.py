@@ -7,7 +7,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from cogfast.config.values import MOST_IN_NOTE, one_line, printable
+from cogfast.config.values import one_line, printable
 from cogfast.train.run.folder import command_line
 from cogfast.train.run.trackers import LogFile
 
@@ -44,8 +44,8 @@ class RunLog(logging.Handler):
         """Stop. error: what ends the run; it is written as the command prints it."""
         logging.getLogger("cogfast").removeHandler(self)
         if error is not None and self._file is not None:
-            notes = [one_line(str(note), MOST_IN_NOTE) for note in getattr(error, "__notes__", ())]
-            self._write("cogfast: " + "; ".join([one_line(str(error)), *notes]))
+            notes = getattr(error, "__notes__", ())
+            self._write("cogfast: " + "; ".join(one_line(str(each)) for each in (error, *notes)))
 
     def _write(self, text: str) -> None:
         self._lines.append(text)

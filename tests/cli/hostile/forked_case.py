@@ -30,9 +30,6 @@ MAX_WAIT = 60.0
 _PROGRESS = 0.5  # seconds of processor time
 MAX_BYTES = 2 * 2**30
 MAX_LINE = 400
-HINT = (
-    "; the last checkpoint is "  # with the whole command that resumes, however long its paths are
-)
 # Programs that record the commit and the machine of a run. DeepSpeed's ZeRO-3 lists the cores by numactl.
 COMMANDS = {"numactl", "git", "nvidia-smi", "lscpu", "uname", "ldconfig"}
 COMMANDS |= {"gcc", "cc", "c++", "g++"}
@@ -132,7 +129,7 @@ def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
         found.append(f"exit status {outcome.status}: {line[:200]}")
     elif outcome.status != 0 and not line.startswith("cogfast"):
         found.append(f"ends without a line of cogfast's: {line[:200]!r}")
-    elif outcome.status != 0 and len(line.partition(HINT)[0]) > MAX_LINE:
+    elif outcome.status != 0 and len(line) > MAX_LINE:
         found.append(f"a line of {len(line)} characters: {line[:120]}...")
     if outcome.seconds > MAX_SECONDS:
         found.append(f"took {outcome.seconds:.1f} s of CPU time")

@@ -159,5 +159,6 @@ def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
     assert _line(error).endswith("(Connection closed by peer [127.0.0.1]:47822)")
     parts: Any = SimpleNamespace(writer=writer, folder=tmp_path)
     parts.args = SimpleNamespace(elastic="shrink")
+    parts.how_to_upload = lambda: Parts.how_to_upload(parts)
     last = f"the last checkpoint is {path}; torchrun, or the same command, resumes from it"
     assert Parts.how_to_resume(parts) == last

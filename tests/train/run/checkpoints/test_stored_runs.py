@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from cogfast.__main__ import _line, main
+from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core import mirror, run_lock, store
@@ -261,15 +261,15 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     server.faults, server.watch = [Fault(503, "PUT", "/checkpoints/")], watch
     with pytest.raises(RuntimeError, match="step 3 could not be saved") as caught:
         train(base, save, "args.exit_interval=3")
-    # The end of the log and the last line have the whole command, however long the paths are.
+    # A line of its own has the whole command, however long the paths are.
     pattern = r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$"
-    copy = re.search(pattern, line := _line(caught.value))
-    assert copy is not None and len(line) > 400
+    (copy,) = re.finditer(pattern, caplog.text, re.MULTILINE)
     server.faults, server.watch = [], lambda method, path: None
     assert copy[2] == copy[3] == f"{run_url(save)}/checkpoints/00000003"
     assert not any("/checkpoints/" in name for name in names(save))
     here = Path(copy[1])
-    assert (here.parents[1] / "log.txt").read_text().endswith(f"cogfast: {line}\n")
+    assert copy[0] in (here.parents[1] / "log.txt").read_text()
+    assert f"its files are in {here}, but not in the store" in str(caught.value)
     # That of step 2, which failed as well, is gone.
     assert [path.name for path in here.parent.iterdir()] == ["00000003"]
     for file in here.iterdir():  # what the command does
@@ -282,16 +282,17 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     assert "00000003 at step 3" in store.read(f"{run_url(save)}/log.txt").decode()
 
 
-def test_any_error_names_the_files_that_are_not_uploaded():
+def test_any_error_names_the_files_that_are_not_uploaded(caplog):
     def fail() -> None:
         raise error
 
     error, hint = ValueError("of a sample"), "its files are in /here"
     writer = SimpleNamespace(saved=None, unsent=Path("/here"))
-    parts = SimpleNamespace(how_to_resume=lambda: hint, log=RunLog(), held=ExitStack())
+    given = {"how_to_upload": lambda: "run `copy`", "how_to_resume": lambda: hint}
+    parts = SimpleNamespace(**given, groups=ALONE, log=RunLog(), held=ExitStack())
     with pytest.raises(ValueError, match="of a sample"):
         Trainer.train(SimpleNamespace(_train=fail, writer=writer, parts=parts))
-    assert error.__notes__ == [hint]
+    assert error.__notes__ == [hint] and "run `copy`" in caplog.text
 
 
 def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
