@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports the kernels: their Triton versions then run on CPU tensors. The model takes
 # the CPU's own versions all the same; tests of the kernels call the launchers. A GPU is hidden, so
@@ -24,6 +25,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.support.s3_server import S3Server, s3_server  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.runs import Run
 
 # A shell that starts the tests in the background ignores Ctrl-C and hang-ups for all below it.
 for number in (signal.SIGINT, signal.SIGHUP):
@@ -109,6 +113,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_run import write_clips
 
     return write_clips(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Run:
+    """A tiny run whose files lie in the test's folder."""
+    from tests.support.runs import Run
+
+    return Run(data, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A tiny run whose files lie in a folder of the tests of a file; tests train it `into` theirs."""
+    from tests.support.runs import Run
+
+    return Run(data, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="session")

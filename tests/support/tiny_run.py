@@ -222,7 +222,9 @@ def write_config(
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(sections)))
+    text = OmegaConf.to_yaml(OmegaConf.create(sections))
+    if not path.is_file() or path.read_text() != text:  # a process may be reading it
+        path.write_text(text)
     return path
 
 
