@@ -18,7 +18,7 @@ import torch
 
 from cogfast.core import store
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
-from tests.support.kills import newest_step
+from tests.support.interrupted.kills import newest_step
 from tests.support.ranks.forked import Forked
 from tests.support.s3_server import s3_server
 from tests.support.tiny_run import (

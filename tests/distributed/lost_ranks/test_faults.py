@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Path
     """Start all runs except those that end early in one launch, and one in this process to compare."""
     folder = tmp_path_factory.mktemp("runs")
     arguments = [str(base), str(folder), *(f"{run},{MICRO}" for run in RUNS.values())]
-    (folder / "log").write_text(launch_ranks(2, "tests/support/faults.py", *arguments))
+    (folder / "log").write_text(launch_ranks(2, "tests/support/interrupted/faults.py", *arguments))
     Trainer(load_config([base], [f"args.save={folder}/one"])).train()
     two = {name: run_folder(folder / str(number)) for number, name in enumerate(RUNS)}
     return {"log": folder / "log", "one": run_folder(folder / "one"), **two}
@@ -117,7 +117,7 @@ def test_the_log_says_what_failed(runs: dict[str, Path]) -> None:
 def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
     """The error is printed last, also if the other rank reports a lost connection."""
     arguments = [str(base), str(tmp_path), f"first batch:,{MICRO}"]
-    done = run_program(["tests/support/faults.py", *arguments], 2)
+    done = run_program(["tests/support/interrupted/faults.py", *arguments], 2)
     assert done.returncode != 0
     last = done.stdout.rpartition("Root Cause")[2]
     assert "ZeroDivisionError: first batch" in last, done.stdout

@@ -14,7 +14,7 @@ import torch
 from cogfast.config import load_config
 from cogfast.distributed.lost_ranks import OTHER_RANK
 from cogfast.train.trainer import Trainer
-from tests.support.kills import SECONDS_TO_END, newest_step
+from tests.support.interrupted.kills import SECONDS_TO_END, newest_step
 from tests.support.ranks.forked import Forked
 from tests.support.tiny_run import (
     free_port,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kills import assert_same_run, newest_step
-from tests.support.stops import Stop, draw_stops, run_with_stops
+from tests.support.interrupted.kills import assert_same_run, newest_step
+from tests.support.interrupted.stops import Stop, draw_stops, run_with_stops
 from tests.support.tiny_run import run, write_clips, write_config
 
 LAYOUTS = {1: [], 2: ["deepspeed.train_micro_batch_size_per_gpu=2"]}

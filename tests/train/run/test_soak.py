@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kills import assert_same_run, draw_kills, run_with_kills
+from tests.support.interrupted.kills import assert_same_run, draw_kills, run_with_kills
 from tests.support.tiny_run import ROOT, run, write_clips, write_config
 
 pytestmark = pytest.mark.soak

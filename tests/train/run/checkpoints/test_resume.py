@@ -23,7 +23,7 @@ from cogfast.core.run_lock import RunLock
 from cogfast.distributed.stop_signals import StopSignals
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
-from tests.support.kills import Kill, assert_same_run, run_with_kills
+from tests.support.interrupted.kills import Kill, assert_same_run, run_with_kills
 from tests.support.tiny_run import (
     ROOT,
     losses,

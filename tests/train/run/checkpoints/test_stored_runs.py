@@ -35,7 +35,7 @@ from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume, o
 from cogfast.train.run.parts import _take_adapters
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.trainer import Trainer
-from tests.support.kills import assert_same_run
+from tests.support.interrupted.kills import assert_same_run
 from tests.support.s3_server import Fault, S3Server
 from tests.support.tiny_run import launch_ranks, run, start, write_clips, write_config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.kills import SECONDS_TO_END, newest_step
+from tests.support.interrupted.kills import SECONDS_TO_END, newest_step
 from tests.support.tiny_run import Started, start, wait_for
 
 SECONDS_TO_SAVE = 90  # on a machine that does other things, too

@@ -1,4 +1,4 @@
-"""Runs in which one rank fails somewhere: `torchrun ... tests/support/faults.py BASE SAVE FAULT:WORD,WORD ...`.
+"""Runs in which one rank fails somewhere: `torchrun ... tests/support/interrupted/faults.py BASE SAVE FAULT:WORD,WORD ...`.
 
 Each argument is a run with its overrides, saved below SAVE/<number of the run>. Rank 1 fails where
 FAULT names, or rank 0 where only rank 0 does such work.
