@@ -62,7 +62,7 @@ $(BIN)/pyright: $(INSTALLED)
 	@touch $@
 
 soak: $(INSTALLED)
-	$(PYTEST) -m soak
+	$(BIN)/python -m scripts.soak
 
 docs: $(BIN)/mkdocs
 	$(BIN)/mkdocs build --strict
