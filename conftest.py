@@ -1,4 +1,4 @@
-"""Triton's interpreter, and shared fixtures: where the golden files are, one thread, NaN in uninitialised memory."""
+"""Triton's interpreter, and shared fixtures: the golden files, one thread, NaN in uninitialised memory."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # beside each other do not fight for them.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-
-COMPLETE = Path(os.environ.get("COGFAST_GOLDEN", ROOT.parent / "shared" / "golden"))
-SUBSET = ROOT / "tests" / "golden"
 
 
 # Files that take longest although none of their tests is slow.
@@ -97,8 +94,8 @@ def server(
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The complete golden folder if it exists, else the part in the project."""
-    return COMPLETE if COMPLETE.is_dir() else SUBSET
+    """Numbers that upstream's own code computed."""
+    return ROOT / "tests" / "golden"
 
 
 @pytest.fixture(scope="session")

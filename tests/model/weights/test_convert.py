@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from dataclasses import replace
@@ -34,7 +35,6 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.sat import sat_tensors, to_sat_state_dict
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae import to_sat as vae_to_sat
-from conftest import COMPLETE
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.tiny_run import ROOT
@@ -222,10 +222,7 @@ def test_names_are_those_of_the_golden_maps(golden: Path) -> None:
         }
 
 
-# The project carries the model of t2v_5b once, in the two shards of t2v_5b_mp2.
-@pytest.mark.parametrize(
-    "case", ["t2v_2b", "t2v_5b_mp2", "i2v_1.5_5b", *(["t2v_5b"] if COMPLETE.is_dir() else [])]
-)
+@pytest.mark.parametrize("case", ["t2v_2b", "t2v_5b_mp2", "i2v_1.5_5b"])
 def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> None:
     """Its folders through diffusers' format and back: tensors, shares and outputs are upstream's."""
     folder = golden / case
@@ -240,6 +237,20 @@ def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> N
         for key, value in before.items():
             computed = ".pos_embed." in key  # by us, in upstream's float32
             assert torch.allclose(after[key], value, atol=1e-6 if computed else 0, rtol=0), key
+
+
+def test_two_shards_join_to_upstreams_one_file(golden: Path, tmp_path: Path) -> None:
+    """Of the one file of the same model, the project has the hashes of the tensors."""
+    convert(golden / "t2v_5b_mp2", tmp_path / "theirs", "diffusers")
+    convert(tmp_path / "theirs", tmp_path / "one", "sat")
+    joined = sat_state(tmp_path / "one")
+    wanted = json.loads((golden / "t2v_5b" / "sha256.json").read_text())
+    found = {
+        key: hashlib.sha256(joined[key].contiguous().view(torch.uint8).numpy()).hexdigest()
+        for key in wanted
+    }
+    assert found == wanted
+    assert all(key == UNUSED or ".pos_embed." in key for key in joined.keys() - wanted.keys())
 
 
 def test_the_vae_both_ways(tmp_path: Path) -> None:
