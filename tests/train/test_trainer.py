@@ -184,8 +184,19 @@ def test_ema_is_the_average_of_the_weights(tmp_path: Path, data: Path) -> None:
             torch.testing.assert_close(value.double(), shadow[name], rtol=1e-5, atol=1e-7)
 
 
-def test_encoded_batches_load_no_encoder(tmp_path: Path, data: Path) -> None:
-    before = {*threading.enumerate()}
+def test_encoded_batches_load_no_encoder(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Threads that earlier tests left may start others meanwhile.
+    started = [threading.main_thread()]
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        if threading.current_thread() in started:
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
     trainer = make(
         write_config(tmp_path / "base.yaml", data, dataset={"target": ENCODED}, train_iters=3)
     )
@@ -194,9 +205,10 @@ def test_encoded_batches_load_no_encoder(tmp_path: Path, data: Path) -> None:
     assert len(losses(run_folder(tmp_path / "runs"))) == 3
     assert trainer.encoder._first_stage is None
     assert trainer.encoder._text_encoder is None
-    for thread in {*threading.enumerate()} - before:
-        thread.join(10)  # the one that waits for signals ends a moment later
-    assert {*threading.enumerate()} <= before
+    assert len(started) > 1
+    for thread in started[1:]:
+        thread.join(60)  # the one that waits for signals ends a moment later
+    assert not any(thread.is_alive() for thread in started[1:])
 
 
 NON_FINITE = (  # every pair of values, and what trains by default
