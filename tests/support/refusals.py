@@ -2,7 +2,8 @@
 
 A table is a text file beside its tests. A row is a line of words, as a shell takes them, and an
 indented line with a part of the message (a message ends there if the line ends with `$`, and begins
-there if it starts with `^`). `== NAME` begins the rows of one base: what the words are added to.
+there if it starts with `^`; `<...>` stands for any text). `== NAME` begins the rows of one base: what
+the words are added to. `{name}` in a row is a place that the test fills.
 
     == 5b lora
     args.bf16=true args.fp16=true
@@ -12,11 +13,13 @@ there if it starts with `^`). `== NAME` begins the rows of one base: what the wo
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from cogfast.__main__ import main
 
 MOST_CHARACTERS = 400
 
@@ -27,6 +30,16 @@ class Refusal(NamedTuple):
     base: str
     words: list[str]
     line: str
+
+    def fill(self, **places: object) -> Refusal:
+        """Replace each `{name}` by its value; other braces stay."""
+
+        def filled(text: str) -> str:
+            for name, value in places.items():
+                text = text.replace(f"{{{name}}}", str(value))
+            return text
+
+        return Refusal(self.base, [filled(word) for word in self.words], filled(self.line))
 
 
 def read_refusals(path: Path) -> Iterator[Refusal]:
@@ -57,14 +70,31 @@ def assert_line(found: str, line: str) -> None:
     """The message is one line, not too long, and has `line` in it."""
     assert "\n" not in found and len(found) <= MOST_CHARACTERS, found
     begins, ends = line.startswith("^"), line.endswith("$")
-    text = line.removeprefix("^").removesuffix("$")
-    assert text in found, f"\n{found}\nhas no\n{text}"
-    assert not begins or found.startswith(text), found
-    assert not ends or found.endswith(text), found
+    parts = line.removeprefix("^").removesuffix("$").split("<...>")
+    place = 0
+    for part in parts:
+        place = found.find(part, place)
+        assert place >= 0, f"\n{found}\nhas no\n{part}"
+        place += len(part)
+    assert not begins or found.startswith(parts[0]), found
+    assert not ends or found.endswith(parts[-1]), found
 
 
-def assert_refused(call: Callable[[], object], line: str) -> None:
-    """`call` raises ValueError with the line."""
-    with pytest.raises(ValueError) as raised:
+def assert_refused(call: Callable[[], object], line: str, kind: type[Exception] = ValueError) -> str:
+    """`call` raises ValueError, or another `kind`, with the line; return the whole message."""
+    with pytest.raises(kind) as raised:
         call()
     assert_line(str(raised.value), line)
+    return str(raised.value)
+
+
+def assert_command_refused(
+    capsys: pytest.CaptureFixture[str], words: Iterable[object], line: str
+) -> str:
+    """`cogfast WORDS` ends with status 2, prints nothing, and its one error line has the line."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("cogfast: "), printed
+    assert_line(printed.err.removesuffix("\n"), line)
+    return printed.err
