@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import LORA_KEY, transformer_arguments
 from cogfast.model.config import TransformerConfig
+from tests.support.refusals import assert_refused
 from tests.support.tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
 SAT = ROOT / "tests" / "golden" / "sat_configs" / "cogvideox_5b_lora.yaml"
 PLAIN, SHORT = CONFIGS / "cogvideox_5b.yaml", CONFIGS / "lora.yaml"
+
+
+def offloading(config: Config) -> DictConfig:
+    return config.deepspeed.zero_optimization.offload_optimizer
 
 
 def network(config: Config) -> TransformerConfig:
@@ -68,33 +73,11 @@ def test_a_rank_keeps_its_origin() -> None:
     assert list(load_config([PLAIN], words).model.not_trainable_prefixes) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("args.lora_rank=8", f"{LORA_KEY}.r=9"),
-            r"^command line: args.lora_rank=8, but .*params.r=9 \(command line\); keep one",
-        ),
-        (("args.lora_alpha=3",), r"^command line: args.lora_alpha=3 has no rank .*args.lora_rank"),
-        (("args.lora_rank=0",), r"^command line: args.lora_rank=0 must be a whole number from 1"),
-        (
-            ("args.lora_rank=8", "args.lora_modules=[z]"),
-            r"^command line: args.lora_modules=\['z'\]: use one or more of q, k, v, out",
-        ),
-        (("args.lora_rnk=8",), "did you mean lora_rank"),
-    ],
-)
-def test_mistakes_name_the_key_that_was_written(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_config([PLAIN], words)
-
-
 def test_two_files_must_not_contradict_each_other(tmp_path: Path) -> None:
     above = tmp_path / "own.yaml"
     above.write_text("args: {lora_rank: 64}")
-    message = r"^own.yaml: args.lora_rank=64, but .*params.r=128 \(cogvideox_5b_lora.yaml\); keep"
-    with pytest.raises(ValueError, match=message):
-        load_config([SAT, above])
+    line = "^own.yaml: args.lora_rank=64, but <...>params.r=128 (cogvideox_5b_lora.yaml); keep"
+    assert_refused(lambda: load_config([SAT, above]), line)
     above.write_text("args: {lora_modules: [q, k, v, out], lora_rank: 128}")
     assert network(load_config([SAT, above])) == network(load_config([SAT]))
 
@@ -154,27 +137,18 @@ def test_the_older_key_of_offloading_must_not_contradict_the_newer_one(
     older: str, device: str, tmp_path: Path
 ) -> None:
     """DeepSpeed refuses both; a file of SAT, which has cpu_offload: false, is no contradiction."""
-    words = [f"{ZERO}.cpu_offload={older}", f"{ZERO}.offload_optimizer.device={device}"]
-    message = f"^command line: {ZERO}.cpu_offload={older}, but .*device='{device}'; keep one"
-    for both in (words, words[::-1]):
-        with pytest.raises(ValueError, match=message):
-            load_config([PLAIN], both)
+    words = [f"{ZERO}.offload_optimizer.device={device}"]
     file = tmp_path / "own.yaml"
     file.write_text(f"deepspeed: {{zero_optimization: {{cpu_offload: {older}}}}}")
-    assert (
-        load_config([PLAIN, file], words[1:]).deepspeed.zero_optimization.offload_optimizer.device
-        == device
-    )
+    assert offloading(load_config([PLAIN, file], words)).device == device
     text = file.read_text().replace("}}", f", offload_optimizer: {{device: {device}}}}}}}")
     file.write_text(text)
     if older == "false":
-        assert load_config([file]).deepspeed.zero_optimization.offload_optimizer.device == device
-        return
-    with pytest.raises(ValueError, match="^own.yaml: .*; keep one"):
-        load_config([file])
+        assert offloading(load_config([file])).device == device
+    else:
+        assert_refused(lambda: load_config([file]), "^own.yaml: <...>; keep one")
 
 
 def test_the_older_key_of_offloading_completes_the_newer_one() -> None:
     words = [f"{ZERO}.cpu_offload=true", f"{ZERO}.offload_optimizer.pin_memory=true"]
-    found = load_config([PLAIN], words).deepspeed.zero_optimization.offload_optimizer
-    assert found == {"pin_memory": True, "device": "cpu"}
+    assert offloading(load_config([PLAIN], words)) == {"pin_memory": True, "device": "cpu"}
