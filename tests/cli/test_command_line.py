@@ -15,8 +15,8 @@ from cogfast.__main__ import _COMMANDS, main
 from cogfast.cli.options import parse_sample, parse_train, read_prompts
 from cogfast.config import load_config
 from cogfast.distributed.lost_ranks import OTHER_RANK
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.refusals import assert_command_refused, assert_refused, refusals
+from tests.support.tiny_run import ROOT
 
 
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
@@ -67,105 +67,28 @@ def test_overrides_may_come_anywhere(sat_configs, arguments):
     assert {"args.seed=5", "data.params.fps=4"} <= set(request.overrides)
 
 
-BAD_ARGUMENTS = {
-    "--train-itres 3": "cogfast train has no option --train-itres; did you mean --train-iters?",
-    "--foo": "cogfast train has no option --foo; --help lists the options",
-    "--train-iters 5 args.train_iters=2": (
-        "--train_iters and args.train_iters on the command line set the same; keep one"
-    ),
-    "--seed 5 args.seed=2": "--seed and args.seed on the command line set the same; keep one",
-    "--data a args.train_data=[b]": "--data and args.train_data on the command line set the same",
-    "--lora 8 args.lora_rank=4": "--lora and args.lora_rank on the command line set the same",
-    "--out a args.save=b": "--out and args.save on the command line set the same; keep one",
-    "--out a --save b": "--out and args.save on the command line set the same; keep one",
-    "fast": "no such file",
-    "--base=fast": "--base fast: no such file; give the path of a YAML file",
-    "--seed x": "command line: args.seed='x' must be a whole number",
-    "--sdedit": "args.sdedit=true: SAT's code does not read it; use false",
-    "--deepspeed_config x.json": "put its contents into the deepspeed section",
-}
+TABLE = Path(__file__).with_name("refusals.txt")
 
 
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
-def test_wrong_arguments(sat_configs, capsys, arguments):
-    assert main(["train", *train_arguments(sat_configs, *arguments.split())]) == 2
-    printed = capsys.readouterr()
-    assert BAD_ARGUMENTS[arguments] in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
+@refusals(TABLE, "train 2b and sft")
+def test_wrong_arguments(sat_configs, capsys, refusal):
+    words = ["train", *train_arguments(sat_configs, *refusal.words)]
+    assert_command_refused(capsys, words, refusal.line)
 
 
-def test_commands_without_files_or_with_wrong_names(capsys):
-    assert main(["train"]) == 2
-    assert "--base is missing" in capsys.readouterr().err
-    assert main(["trian"]) == 2
-    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
-    assert main(["xyzzy"]) == 2
-    assert "unknown command 'xyzzy'; use one of train, cache, sample" in capsys.readouterr().err
-    assert main(["sample", "--prompt", "x"]) == 2
-    assert "either --base model.yaml inference.yaml or one folder" in capsys.readouterr().err
-    assert main(["sample", "nowhere", "--prompt", "x"]) == 2
-    assert "nowhere: no such folder" in capsys.readouterr().err
-
-
-CUT = {
-    "train model args.train_iters 5": "write args.train_iters=5",
-    "train model args.lr : 1e-4": "write args.lr=1e-4",
-    "train --base m.yaml s.yaml train_iters --data x": "write args.train_iters=VALUE",
-    "plan args.batch_size 2 model": "write args.batch_size=2",
-    "cache model args.latent_cache= folder": "leave out the space: args.latent_cache=folder",
-    "train model data.params.video_size=[480, 720]": (
-        'quote it, "data.params.video_size=[480, 720]", or leave out the spaces'
-    ),
-    "train --base m.yaml data.params.x=[1, 2, 3]": 'quote it, "data.params.x=[1, 2, 3]"',
-    "sample model --prompt x args.sampling_image_size=[32, 48]": '=[32, 48]", or leave out',
-    "sample model args.seed 3": "write args.seed=3",
-    "train model my_videos": "--data is missing before 'my_videos'; write cogfast train model --data my_",
-    "train my_videos model": "write cogfast train model --data my_videos",
-    "cache --base m.yaml my_videos": "write cogfast cache --base ... --data my_videos",
-    "train model fast": "'fast' is neither an option nor key=value; files go after --base, and videos",
-    "sample model --prompt a red ball --out x": 'quotes around a prompt: --prompt "a red ball"',
-    "sample --prompt a red ball model": 'quotes around a prompt: --prompt "a red ball"',
-    "sample model a red ball": 'quotes around a prompt: --prompt "a red ball"',
-    "convert model out --to difusers": (
-        "--to difusers: must be one of sat, diffusers, peft; did you mean diffusers?"
-    ),
-    "convert model out": "convert needs --to; write cogfast convert model my_folder --to diffusers",
-    "convert runs/my-lora --to peft": "DST; write cogfast convert runs/my-lora my_folder --to peft",
-    "publish runs/my-lora": "needs OWNER/NAME; write cogfast publish runs/my-lora me/my-lora",
-    "publish": "needs RUN, OWNER/NAME; write cogfast publish runs/my-lora me/my-lora",
-    "sample model --control": "cogfast: --control needs a video: --control dance.mp4",
-}
-
-
-@pytest.mark.parametrize("words", CUT)
-def test_words_that_spaces_have_cut(words, tmp_path, monkeypatch, capsys):
+@refusals(TABLE, "beside a model and videos")
+def test_words_that_spaces_have_cut(refusal, tmp_path, monkeypatch, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").touch()
     (tmp_path / "my_videos").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert CUT[words] in line
+    assert_command_refused(capsys, refusal.words, refusal.line)
 
 
-ADDRESSES = {
-    "report s3://b/run --out s3://b/page.html": "--out: 's3://b/page.html' must be a path of this machine",
-    "report s3:/b/run --out page.html": "s3:/b/run: an address has a scheme in small letters and two slashes; write",
-    "report run --out=s3:/b/page.html": "two slashes; write s3://b/page.html",
-    "sample s3:/b/run --prompt a": "two slashes; write s3://b/run",
-    "sample --base a.yaml --prompt-file s3://b/p.txt": "--prompt-file: 's3://b/p.txt' must be a path",
-    "convert src s3:/b/dst --to sat": "two slashes; write s3://b/dst",
-    "plan --base cogvideox_2b.yaml sft.yaml --table": "--table needs --gpu NAME; use --gpu b300",
-}
-
-
-@pytest.mark.parametrize("words", ADDRESSES)
-def test_addresses_that_are_wrong_there(words, tmp_path, monkeypatch, capsys):
+@refusals(TABLE, "in an empty folder")
+def test_words_that_are_wrong_leave_nothing(refusal, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ADDRESSES[words] in line
+    assert_command_refused(capsys, refusal.words, refusal.line)
     assert not [*tmp_path.iterdir()]
 
 
@@ -197,10 +120,9 @@ def test_a_run_that_is_none_is_answered_with_the_newest(
         file.touch()
         os.utime(file, (time, time))
     monkeypatch.chdir(tmp_path)
-    assert main(command.format(given).split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{NO_RUN[given]}; the runs, newest first, are runs/b, runs/a, runs/c; " in line
-    assert line.endswith(f"for the newest write {OF_ONE_RUN[command]}")
+    line = f"{NO_RUN[given]}; the runs, newest first, are runs/b, runs/a, runs/c; <...>"
+    line += f"for the newest write {OF_ONE_RUN[command]}$"
+    assert_command_refused(capsys, command.format(given).split(), line)
 
 
 def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
@@ -231,8 +153,8 @@ def test_errors_of_other_packages_keep_their_traceback(sat_configs, tmp_path, mo
     arguments = ["--allow-import", "broken_clips", "data={target: broken_clips.X, params: null}"]
     with pytest.raises(ValueError, match="mine"):
         main(["train", *train_arguments(sat_configs, *arguments)])
-    with pytest.raises(ValueError, match="--base nothing.yaml: no such file"):
-        main(["train", "--base", "nothing.yaml", "--traceback"])
+    words = ["train", "--base", "nothing.yaml", "--traceback"]
+    assert_refused(lambda: main(words), "--base nothing.yaml: no such file")
 
 
 def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
@@ -246,11 +168,8 @@ def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     waited = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("cogfast.__main__.time.sleep", waited.append)
-    assert main(arguments[3:]) == 2
-    assert (
-        capsys.readouterr().err
-        == "cogfast: rank 1: --base nothing.yaml: no such file; give the path of a YAML file\n"
-    )
+    line = "^cogfast: rank 1: --base nothing.yaml: no such file; give the path of a YAML file$"
+    assert_command_refused(capsys, arguments[3:], line)
     assert waited == [3]
 
 
@@ -310,10 +229,10 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
         assert request.overrides[-1] == "args.seed=3"
     assert parse_sample([str(run_folder), "--prompt", "x", "--no-ema"]).ema is False
     assert parse_sample(["--base", "m.yaml", "--prompt", "x"]).ema is None
-    with pytest.raises(ValueError, match=f"{tmp_path}: "):  # neither a run nor a model
-        parse_sample([str(tmp_path), "--prompt", "x"])
-    with pytest.raises(ValueError, match="--prompt and --prompt-file are both given"):
-        parse_sample([str(run_folder), "--prompt", "x", "--prompt-file", "y"])
+    words = [str(tmp_path), "--prompt", "x"]  # neither a run nor a model
+    assert_refused(lambda: parse_sample(words), f"{tmp_path}:")
+    words = [str(run_folder), "--prompt", "x", "--prompt-file", "y"]
+    assert_refused(lambda: parse_sample(words), "--prompt and --prompt-file are both given")
 
 
 def test_a_runs_file_does_not_say_what_is_read_or_where_to_write(tmp_path, capsys):
@@ -353,22 +272,23 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     assert asked("--prompt", "x") == (["x"], [None])
     both = ["--prompt", "x", "--prompt", "y", "--image", str(image)]
     assert asked(*both) == (["x", "y"], [image, image])
-    with pytest.raises(ValueError, match="--image names 2 files for 3 prompts"):
-        asked(*both, "--image", str(image), "--prompt", "z")
-    with pytest.raises(ValueError, match="--image none.png: no such file"):
-        asked("--prompt", "x", "--image", "none.png")
-    with pytest.raises(ValueError, match="--prompt-file=none.txt: no such file"):
-        asked("--prompt-file", "none.txt")
-    with pytest.raises(ValueError, match="--prompt-file=.*: is a folder; give --prompt TEXT or"):
-        asked("--prompt-file", str(tmp_path))
     file.write_text("\n\n")
-    with pytest.raises(ValueError, match="--prompt-file=.*prompts.txt: there is no prompt; give"):
-        asked("--prompt-file", str(file))
+    for words, line in (
+        ((*both, "--image", str(image), "--prompt", "z"), "--image names 2 files for 3 prompts"),
+        (("--prompt", "x", "--image", "none.png"), "--image none.png: no such file"),
+        (("--prompt-file", "none.txt"), "--prompt-file=none.txt: no such file"),
+        (
+            ("--prompt-file", str(tmp_path)),
+            f"--prompt-file={tmp_path}: is a folder; give --prompt TEXT or",
+        ),
+        (("--prompt-file", str(file)), f"--prompt-file={file}: there is no prompt; give"),
+    ):
+        assert_refused(lambda words=words: asked(*words), line)
     file.write_bytes("a cat".encode("utf-8-sig"))
     assert asked("--prompt-file", str(file)) == (["a cat"], [None])
     file.write_bytes("ein Kätzchen".encode("latin-1"))
-    with pytest.raises(ValueError, match="not UTF-8; save the prompts as UTF-8"):
-        asked("--prompt-file", str(file))
+    line = "not UTF-8; save the prompts as UTF-8"
+    assert_refused(lambda: asked("--prompt-file", str(file)), line)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
     prompts, files = read_prompts(parse_sample([run_folder]), load_config([]).args)
     assert (prompts, files["image"]) == (["typed"], [None])

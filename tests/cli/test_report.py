@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
+from tests.support.refusals import assert_command_refused
 from tests.train.run.page.run_folders import Page
 
 
@@ -18,15 +19,6 @@ def write_metrics(run: Path, seed: int = 1) -> Path:
     lines = [{"step": i, "loss": 1 / (i + seed)} for i in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run the command, which must fail with one line that the user can act on."""
-    capsys.readouterr()
-    assert main(["report", *map(str, arguments)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    return printed.err
 
 
 def test_one_run_gets_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,24 +59,27 @@ def test_out_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out = tmp_path / "elsewhere.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
     assert out.is_file() and not (run / "index.html").exists()
-    assert "is a folder; give the path of a file" in error_of(capsys, run, "--out", tmp_path)
-    missing = tmp_path / "missing" / "a.html"
-    assert "does not exist; create it" in error_of(capsys, run, "--out", missing)
     mine = tmp_path / "mine.html"
     mine.write_text("my own")
-    assert "is no page of cogfast" in error_of(capsys, run, "--out", mine)
+    for out, line in (
+        (tmp_path, "is a folder; give the path of a file"),
+        (tmp_path / "missing" / "a.html", "does not exist; create it"),
+        (mine, "is no page of cogfast"),
+    ):
+        assert_command_refused(capsys, ["report", run, "--out", out], line)
     assert mine.read_text() == "my own"
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is not the folder of a run, since it has neither metrics.jsonl nor" in error_of(
-        capsys, tmp_path
-    )
-    assert "no such folder; give the folder of a run" in error_of(capsys, tmp_path / "missing")
-    run = write_metrics(tmp_path / "run")
-    assert "the same run is given twice" in error_of(capsys, run, tmp_path / "run" / ".")
-    assert "RUN" in error_of(capsys)
-    assert "has no option --output" in error_of(capsys, run, "--output", "x")
+    run = write_metrics(tmp_path / "a" / "run")
+    for words, line in (
+        ([tmp_path], "is not the folder of a run, since it has neither metrics.jsonl nor"),
+        ([tmp_path / "missing"], "no such folder; give the folder of a run"),
+        ([run, tmp_path / "a" / "run" / "."], "the same run is given twice"),
+        ([], "RUN"),
+        ([run, "--output", "x"], "has no option --output"),
+    ):
+        assert_command_refused(capsys, ["report", *words], line)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_cache, parse_plan, parse_train
 from tests.support.pipelines import Pipelines
-from tests.support.tiny_run import run_folder
+from tests.support.refusals import Refusal, assert_line, refusals
+from tests.support.tiny_run import losses, run_folder
 
 SHORT = ("args.train_iters=2", "args.warmup_steps=0", "args.log_interval=1", "args.num_workers=0")
 
 
 def losses_of(save: Path) -> list[float]:
-    lines = (run_folder(save) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines if "loss" in line]
+    return losses(run_folder(save))
 
 
 @pytest.mark.parametrize("lora", [4, None], ids=["LoRA", "all weights"])
@@ -77,30 +77,9 @@ def test_plan_and_cache_take_the_words_of_train(
     assert request.settings.items() < parse_train(words).settings.items()
 
 
-MISTAKES = {
-    "nowhere --data {data}": "nowhere: no such folder; give the folder of a CogVideoX pipeline",
-    "{data} --data {data}": "has no model_index.json; give the folder of a CogVideoX pipeline",
-    "{5b}": "--data is missing; give the folder of your videos: --data my_videos",
-    "{5b} --data nowhere": "--data: args.train_data: folder nowhere does not exist",
-    "{5b} --data {data} --lora": "cogfast: --lora needs a rank: --lora 64",
-    "{5b} --data {data} --lora args.run_folder=z": "the rank is missing after --lora; write --lora 64",
-    "{5b} --data": "cogfast: --data needs a folder: --data my_videos",
-    "{5b} --data {data} args.load=x": "and args.load=x are both given; give one of them",
-    "Pictures --data {data}": "pipeline, or its id on the hub; did you mean pictures?",
-    "runs/mine --data {data}": "FOLDER=runs/mine: no such folder; give a run or a model that exists",
-    "--base control.yaml": "target and params; give the model's file first: --base cogvideox_5b.yaml",
-    "{5b} --data {data} --lora 0": "--lora: '0' must be a whole number from 1 to 4096",
-    "{5b} --data {data} --base sft.yaml": "and --base are both given; give the folder as args.load=",
-    "--data {data}": "or a pipeline: cogfast train FOLDER --data PATH",
-    "{5b} --data {data} --resume lastest": "args.resume=lastest does not exist; did you mean latest?",
-    "{5b} --data pictures": "no .mp4 file in it, but 1 picture; training needs clips, also for image-to",
-    "{5b} --data none.csv": "2/2 videos unreadable (>5%), args.max_bad_fraction=0.05; repair or remove",
-}
-
-
-@pytest.mark.parametrize("words", MISTAKES)
+@refusals(Path(__file__).with_name("refusals.txt"), "train")
 def test_mistakes_end_in_one_line(
-    words: str,
+    refusal: Refusal,
     pipelines: Pipelines,
     data: Path,
     tmp_path: Path,
@@ -111,8 +90,8 @@ def test_mistakes_end_in_one_line(
     Path("pictures").mkdir()
     Path("pictures", "a.png").touch()
     Path("none.csv").write_text("path,caption\na.mp4,x\nb.mp4,y\n")
-    given = words.replace("{5b}", str(pipelines.path("5b"))).replace("{data}", str(data)).split()
-    assert main(["train", *given]) == 2
+    refusal = refusal.fill(data=data, **{"5b": pipelines.path("5b")})
+    assert main(["train", *refusal.words]) == 2
     *logged, line = capsys.readouterr().err.splitlines()
-    assert MISTAKES[words] in line
+    assert_line(line, refusal.line)
     assert not logged or "none.csv: 2 of 2 rows name a file that does not exist" in logged[-1]
