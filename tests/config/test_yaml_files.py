@@ -14,6 +14,7 @@ from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.config.values import KeyProblem
 from cogfast.config.yaml_files import check_interpolations, read_yaml
+from tests.support.refusals import assert_refused
 
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
@@ -50,8 +51,7 @@ def test_yaml_that_expands_hugely_is_refused_before_it_expands(tmp_path: Path, k
         ).removesuffix("\n...")
         for name, value in GROWING[kind].items()
     ]
-    with pytest.raises(ValueError, match="^command line: .* values once "):
-        load_config([], arguments)
+    assert_refused(lambda: load_config([], arguments), "^command line: <...> values once ")
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,8 @@ def test_a_resolved_text_is_not_resolved_again(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     for value in ("${args.load}{args.seed}", r"\${args.seed}"):
         file.write_text(yaml.safe_dump({"args": {"load": "$", "wandb_project": value}}))
-        with pytest.raises(
-            ValueError, match=r"^a.yaml: args.\w+=.* contains \$\{ once it is resolved"
-        ):
-            load_config([file])
+        line = "^a.yaml: args.<...>=<...> contains ${ once it is resolved"
+        assert_refused(lambda: load_config([file]), line)
 
 
 HOSTILE = {

@@ -22,16 +22,18 @@ from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
 from omegaconf import OmegaConf
 
-from cogfast.config import Config, load_config
+from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.kernels import torch_library
 from cogfast.plan.memory import GIB, plan_memory, setup_of
 from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
+from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from cogfast.train.watchers.watcher import Watchers
 from tests.cuda.cases import CONDITIONED, LOG_INTERVAL, NUM_STEPS
 from tests.cuda.null_device import ROOT, Counters
+from tests.support.runs import run_of
 
 # Frames, rows and columns of a clip, its latents [C, T, h, w], and its caption's embedding [L, E]
 SHAPES = {
@@ -82,8 +84,8 @@ def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config,
         "args.latent_cache=none",  # nothing is encoded
     ]
     return (
-        load_config([folder / "model.yaml", *files], given + words, allow_import=["bench"]),
-        load_config([planned, *files], given + clips + words),
+        run_of(folder / "model.yaml", *files).by(Trainer, "bench").config(*given, *words),
+        run_of(planned, *files).config(*given, *clips, *words),
     )
 
 

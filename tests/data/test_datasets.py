@@ -15,6 +15,7 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.data.video.transform import resize_and_center_crop
+from tests.support.refusals import assert_refused
 from tests.support.video_files import (
     BIKES,
     BUNNY,
@@ -134,17 +135,12 @@ def test_captions_are_required(tmp_path):
     sat_folder(tmp_path, 9)
     for i in range(6):
         (tmp_path / f"labels/0{i}.txt").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r"6/9 videos without a label file: .*/labels/00.txt, .*04.txt, \.\.\.; add",
-    ):
-        VideoFolder(tmp_path, **CLIP)
+    line = "6/9 videos without a label file: <...>/labels/00.txt, <...>04.txt, ...; add"
+    assert_refused(lambda: VideoFolder(tmp_path, **CLIP), line)
     for i in range(6):
         (tmp_path / f"labels/0{i}.txt").write_text("\n" if i == 2 else "x")
-    with pytest.raises(
-        ValueError, match=r"1/9 label files without a caption .*02.txt; .*allow_empty_captions=true"
-    ):
-        VideoFolder(tmp_path, **CLIP)
+    line = "1/9 label files without a caption <...>02.txt; <...>allow_empty_captions=true"
+    assert_refused(lambda: VideoFolder(tmp_path, **CLIP), line)
     (tmp_path / "labels/05.txt").unlink()
     data = VideoFolder(tmp_path, **CLIP, allow_empty_captions=True)
     assert [i for i, caption in enumerate(data.captions) if not caption] == [2, 5]

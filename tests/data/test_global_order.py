@@ -12,6 +12,7 @@ import pytest
 
 from cogfast.core.slot_random import random_unit
 from cogfast.data.global_order import GlobalOrder, shuffled
+from tests.support.refusals import assert_refused
 
 BUCKETS = np.array([0] * 11 + [1] * 5 + [-1] * 2 + [2] * 2)
 
@@ -106,8 +107,7 @@ def test_positions_in_a_large_range_are_uniform():
 
 
 def test_empty_data_set():
-    with pytest.raises(ValueError, match="no sample; check args.train_data"):
-        GlobalOrder(0, 0, 4)
+    assert_refused(lambda: GlobalOrder(0, 0, 4), "no sample; check args.train_data")
 
 
 WEIGHTS = np.array([1.0] * 6 + [2.0] * 3 + [0.5] * 4 + [0.0] * 2 + [0.3] * 5)

@@ -18,6 +18,7 @@ from cogfast.cli.streams import start_logging
 from cogfast.config.values import printable
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.sample.generate import Prompt, _Row, _write_overview, file_name
+from tests.support.refusals import assert_refused
 
 # Prompts that would do harm as file names.
 PATHS = ["../../etc/passwd", "/etc/passwd", "a\\b", "..", ".", "", " ", "-rf", "~", "a/../b", "CON"]
@@ -62,8 +63,7 @@ def test_prompt_files(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="--image x{200}: no such file"):
         asked("--prompt-file", str(file))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
-    with pytest.raises(ValueError, match="standard input: not UTF-8"):
-        asked()
+    assert_refused(lambda: asked(), "standard input: not UTF-8")
 
 
 def test_printable() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.inpainting import mask_channel, random_masks
+from tests.support.refusals import assert_refused
 from tests.train.test_encode import DEEP, FLAT, RNG, SCALE, clips, encoder, only, pooled
 
 CONDITIONS = {"conditions": ("mask", "masked_video")}
@@ -118,7 +119,5 @@ def test_latents_alone_are_refused() -> None:
     batch = {k: v for k, v in clips().items() if k != "mp4"} | {
         "encoded_videos": torch.zeros(4, 3, 3, 2, 2)
     }
-    with pytest.raises(
-        ValueError, match="has masked_video, but the batch has latents; use a data set"
-    ):
-        encoder(**CONDITIONS)(batch, RNG)
+    line = "has masked_video, but the batch has latents; use a data set"
+    assert_refused(lambda: encoder(**CONDITIONS)(batch, RNG), line)

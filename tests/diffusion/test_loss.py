@@ -11,6 +11,7 @@ from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScal
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
+from tests.support.refusals import assert_refused
 
 SHAPE = (4, 3, 2, 4, 4)  # B C T h w
 TEXT = Conditioning(text=torch.zeros(4, 5, 8))
@@ -184,7 +185,5 @@ def test_noise_is_drawn_by_slot():
 def test_all_frames_fixed_is_refused():
     loss, denoiser = parts(fixed_frames=2)
     x0, noise = draws()
-    with pytest.raises(
-        ValueError, match=r"fixed_frames=2 must be below the clip's 2 latent frames"
-    ):
-        loss.at(toy_network, denoiser, x0, TEXT, IDX, noise)
+    line = "fixed_frames=2 must be below the clip's 2 latent frames"
+    assert_refused(lambda: loss.at(toy_network, denoiser, x0, TEXT, IDX, noise), line)

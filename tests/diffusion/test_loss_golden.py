@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.config import load_config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.assembly import assemble_diffusion
+from tests.support.runs import run_of
 
 WEIGHTS = {"t2v_5b": "t2v_5b_mp2", "t2v_2b": "t2v_2b", "i2v_1.5_5b": "i2v_1.5_5b"}
 
@@ -22,7 +22,7 @@ WEIGHTS = {"t2v_5b": "t2v_5b_mp2", "t2v_2b": "t2v_2b", "i2v_1.5_5b": "i2v_1.5_5b
 def test_training_step_equals_upstream(case: str, golden: Path) -> None:
     io = load_file(golden / case / "io.safetensors")
     sampled = load_file(golden / case / "every_13th.safetensors")
-    config = load_config([golden / case / "config.yaml"])
+    config = run_of(golden / case / "config.yaml").config()
     transformer = build_transformer(config.model)
     load_transformer(transformer, golden / WEIGHTS[case])
     diffusion = assemble_diffusion(config)

@@ -20,6 +20,7 @@ from cogfast.finetune import Args, Components, Trainer, get_model_cls
 from tests.finetune.test_runs import SIZE, data, options  # noqa: F401
 from tests.support.derived_trainers import StageOne, SuperResolutionArgs
 from tests.support.pipelines import PROMPT
+from tests.support.refusals import assert_refused
 
 
 def rotary_of(frames: int) -> tuple[Tensor, Tensor]:
@@ -153,20 +154,13 @@ def test_what_a_run_cannot_give_is_refused(options):  # noqa: F811
     assert call(image_rotary_emb=rounded).sample.shape == latents.shape
     for wrong in (rotary_of(2), (sin, cos)):
         parts.transformer._checked.clear()
-        with pytest.raises(
-            ValueError, match=r"image_rotary_emb for 3x2x3 tokens differs .*positions=pipe"
-        ):
-            call(image_rotary_emb=wrong)
-    with pytest.raises(
-        ValueError, match="this model has rotary positions; pass self.prepare_rotary"
-    ):
-        call()
+        line = "image_rotary_emb for 3x2x3 tokens differs <...>positions=pipe"
+        assert_refused(lambda wrong=wrong: call(image_rotary_emb=wrong), line)
+    assert_refused(lambda: call(), "this model has rotary positions; pass self.prepare_rotary")
     with pytest.raises(ValueError, match="does not take attention_kwargs; leave it out"):
         call(image_rotary_emb=(cos, sin), attention_kwargs={"scale": 0.5})
-    with pytest.raises(
-        ValueError, match="text_encoder: captions are encoded before training, .* none"
-    ):
-        _ = parts.text_encoder
+    line = "text_encoder: captions are encoded before training, <...> none"
+    assert_refused(lambda: parts.text_encoder, line)
 
 
 def other_weights(trainer: Trainer) -> Components:

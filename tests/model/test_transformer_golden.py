@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
+from tests.support.runs import run_of
 
 CASES = {"t2v_2b": "t2v_2b", "t2v_5b": "t2v_5b_mp2", "i2v_1.5_5b": "i2v_1.5_5b"}
 
@@ -29,7 +29,7 @@ def to_ours(video: Tensor | None) -> Tensor | None:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, golden: Path) -> tuple[str, DiffusionTransformer, dict[str, Tensor]]:
-    config = load_config([golden / request.param / "config.yaml"])
+    config = run_of(golden / request.param / "config.yaml").config()
     transformer = build_transformer(config.model)
     report = load_transformer(transformer, golden / CASES[request.param])
     assert not report.missing and not report.unexpected, report

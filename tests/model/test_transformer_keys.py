@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.formats.sat_names import from_sat_name, sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
+from tests.support.runs import run_of
 
 CONFIGS = [
     f"cogvideox{name}"
@@ -32,7 +32,7 @@ CONFIGS = [
 def test_state_dict_is_upstreams(name: str, golden: Path, sat_configs: Path) -> None:
     upstream = json.loads((golden / "keys" / f"{name}.json").read_text())
     with torch.device("meta"):
-        transformer = build_transformer(load_config([sat_configs / f"{name}.yaml"]).model)
+        transformer = build_transformer(run_of(sat_configs / f"{name}.yaml").config().model)
     state = to_sat_state_dict(transformer)
     parameters = {sat_name(n): p for n, p in transformer.named_parameters()}
 

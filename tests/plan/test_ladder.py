@@ -14,7 +14,6 @@ import torch
 
 from bench.steps.step_models import CONFIG_2B, CONFIG_5B
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.live_bytes import LiveBytes
 from cogfast.model.transformer import assemble_transformer
@@ -37,12 +36,14 @@ from cogfast.plan.memory import (
 from cogfast.plan.trace import Traces, scratch
 from cogfast.plan.zero import ZeroRules, num_trained
 from cogfast.train.memory.activation_checkpointing import LADDER, Policy, apply_policies
-from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import LatentSize
-from tests.support.tiny_run import ROOT, losses, run_folder, write_clips, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run, run_of
+from tests.support.tiny_run import ROOT
 from tests.support.tiny_transformers import tiny
 
 FILES = [ROOT / "configs" / name for name in ("cogvideox_5b.yaml", "lora.yaml", "sft.yaml")]
+STOCK = run_of(*FILES)
 CACHED = "args.latent_cache=cache"
 NONE = "args.activation_checkpointing=none"
 BATCH = "args.batch_size=4"
@@ -52,7 +53,7 @@ def fitted(
     gib: float, *words: str, lora: bool = True, ranks: int = 1, gpus: bool = False
 ) -> Fitted:
     files = FILES if lora else [FILES[0], FILES[2]]
-    config = load_config(files, ["args.train_data=[clips]", "args.fit=auto", *words])
+    config = run_of(*files).config("args.train_data=[clips]", "args.fit=auto", *words)
     args = TrainArguments.from_config(config)
     plan = plan_memory(setup_of(config, args, ranks), int(gib * GIB))
     return climb(config, args, plan, has_gpus=gpus)
@@ -84,7 +85,7 @@ def test_no_change_is_made_in_vain() -> None:
     assert len(found.changes) >= 3
     for change in found.changes:
         others = [word for each in found.changes if each != change for word in each.split()]
-        config = load_config(FILES, ["args.train_data=[clips]", *words[:1], NONE, BATCH, *others])
+        config = STOCK.config("args.train_data=[clips]", *words[:1], NONE, BATCH, *others)
         plan = plan_memory(setup_of(config, TrainArguments.from_config(config), 1), found.plan.card)
         assert not plan.fits, change
 
@@ -101,16 +102,16 @@ def test_nothing_fits(capsys: pytest.CaptureFixture) -> None:
     found = fitted(2, CACHED)
     assert not found.plan.fits
     words = ["--gpu", "2", "args.train_data=[clips]", "args.fit=auto", CACHED]
-    assert main(["plan", "--base", *map(str, FILES), *words]) == 0
+    assert main(STOCK.command(*words, name="plan")) == 0
     assert "it does not fit" in (text := capsys.readouterr().out)
     assert "No change that is tried makes it fit" in text and "args.fit=auto" not in text
 
 
 def test_the_plan_names_the_changes(capsys: pytest.CaptureFixture) -> None:
     words = ["--gpu", "40", "args.train_data=[clips]", CACHED, NONE]
-    assert main(["plan", "--base", *map(str, FILES), *words]) == 0
+    assert main(STOCK.command(*words, name="plan")) == 0
     assert "\n  args.activation_checkpointing=auto\n" in capsys.readouterr().out
-    assert main(["plan", "--base", *map(str, FILES), *words, "args.fit=auto"]) == 0
+    assert main(STOCK.command(*words, "args.fit=auto", name="plan")) == 0
     printed = capsys.readouterr().out
     assert "it fits." in printed
     assert "args.fit=auto: args.activation_checkpointing=auto\n" in printed
@@ -125,55 +126,44 @@ def test_a_model_that_does_not_fit_has_a_way(capsys: pytest.CaptureFixture) -> N
     assert parse_gpu("h100-80")[1] == int(79.1 * GIB)
     assert parse_gpu("24")[1] == 24 * GIB
     # A card without an entry must not become a card of 3090 GiB.
-    with pytest.raises(ValueError, match="--gpu '3090' is not known; use .* or its memory in GiB"):
-        parse_gpu("3090")
-
-
-@pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("clips"))
-
-
-def trained(folder: Path, clips: Path, fit: str = "none") -> list[float]:
-    base = write_config(folder / "base.yaml", clips, train_iters=2, fit=fit)
-    Trainer(load_config([base])).train()
-    return losses(run_folder(folder / "runs"))
+    line = "--gpu '3090' is not known; use <...> or its memory in GiB"
+    assert_refused(lambda: parse_gpu("3090"), line)
 
 
 def test_a_run_makes_the_changes_and_trains_as_before(
-    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = trained(tmp_path / "plain", clips)
-    plain = load_config([tmp_path / "plain" / "base.yaml"])
+    run = run.with_args(train_iters=2)
+    expected = run.into(tmp_path / "plain").train().losses
+    plain = run.config()
     args = TrainArguments.from_config(plain)
     # A little less than the run may use.
     card = int((plan_memory(setup_of(plain, args, 1), None).peak - 2**12) / (1 - MARGIN))
     monkeypatch.setattr(ladder, "free_memory", lambda device: (card, card))
     with caplog.at_level(logging.INFO, logger="cogfast"):
-        assert trained(tmp_path / "fitted", clips, fit="auto") == pytest.approx(expected, rel=1e-5)
+        fitted = run.into(tmp_path / "fitted").train("args.fit=auto")
+    assert fitted.losses == pytest.approx(expected, rel=1e-5)
     lines = [r.getMessage() for r in caplog.records if "args.fit=auto" in r.getMessage()]
     assert len(lines) >= 2 and lines[-1].startswith("args.fit=auto: fits: ")
     # The run's folder has the changes, so that a resumed run begins with them.
-    saved = load_config([run_folder(tmp_path / "fitted" / "runs") / "training_config.yaml"])
+    saved = run_of(fitted.path / "training_config.yaml").config()
     assert plan_memory(setup_of(saved, TrainArguments.from_config(saved), 1), card).fits
 
 
-def test_a_run_that_cannot_fit_ends_in_one_line(
-    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_fit_ends_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "free_memory", lambda device: (2**20, 2**20))
-    with pytest.raises(ValueError, match=r"args.fit=auto: the run takes .* use more GPUs, fewer"):
-        trained(tmp_path, clips, fit="auto")
+    line = "args.fit=auto: the run takes <...> use more GPUs, fewer"
+    assert_refused(lambda: run.train("args.fit=auto"), line)
 
 
 def test_the_plan_counts_what_waits_in_host_memory() -> None:
     words = ["args.train_data=[clips]", CACHED, "args.offload_blocks=42"]
-    config = load_config(FILES, words)
+    config = STOCK.config(*words)
     plan = plan_memory(setup_of(config, TrainArguments.from_config(config), 1), None)
     m = 3072  # width; qkv, output, fc1, fc2 and the modulation of a block
     linears = m * 3 * m + m * m + 2 * m * 4 * m + 512 * 12 * m
     assert host_parts(plan.setup, plan.policies)["blocks"] == 42 * 2 * linears
-    full = load_config([FILES[0], FILES[2]], [*words[:2], "args.ema_device=cpu"])
+    full = run_of(FILES[0], FILES[2]).config(*words[:2], "args.ema_device=cpu")
     plan = plan_memory(setup_of(full, TrainArguments.from_config(full), 1), None)
     parts = host_parts(plan.setup, plan.policies)
     assert parts["EMA"] == 4 * num_trained(plan.setup.transformer) and parts["blocks"] == 0
@@ -306,24 +296,22 @@ def test_without_a_plan_auto_is_full(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_run_has_the_same_losses_under_each_policy(
-    tmp_path: Path, clips: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, chosen = {}, ("attention_kept", "pointwise")
     with_memory = lambda n: monkeypatch.setattr(ladder, "free_memory", lambda device: (n, n))
     for choice in (*LADDER, "auto"):
-        path = tmp_path / choice / "base.yaml"
-        base = write_config(path, clips, train_iters=3, activation_checkpointing=choice)
-        config = load_config([base])
+        one = run.with_args(activation_checkpointing=choice).into(tmp_path / choice)
         if choice == "auto":  # memory for one layer's worth of a rung
+            config = one.config()
             setup = setup_of(config, TrainArguments.from_config(config), 1)
             lasting = sum(base_parts(setup).values())
             needed = training_phase(setup, chosen).total - lasting + gap_bytes(setup)
             memory = int(needed / (1 - MARGIN)) + 2
             with_memory(memory)
-        trainer = Trainer(config)
+        done = one.train(steps=3)
         expected = chosen if choice == "auto" else (choice,) * 2
-        assert trainer.parts.memory.policies == expected
-        trainer.train()
-        found[choice] = losses(run_folder(tmp_path / choice / "runs"))
+        assert done.last.parts.memory.policies == expected
+        found[choice] = done.losses
     assert len(found["none"]) == 3
     assert all(numbers == found["none"] for numbers in found.values())

@@ -3,7 +3,6 @@ diffusers and transformers."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
-from cogfast.config import Config, load_config
+from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.plan.memory import (
     GIB,
@@ -20,6 +19,8 @@ from cogfast.plan.memory import (
 )
 from cogfast.plan.text import describe_plan
 from cogfast.plan.zero import num_trained
+from tests.support.refusals import Refusal, assert_command_refused, refusals
+from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -29,7 +30,7 @@ CACHED = ("args.latent_cache=cache", "args.activation_checkpointing=full")
 def config_of(name: str, *words: str, lora: bool = False) -> tuple[Config, TrainArguments]:
     files = [CONFIGS / f"cogvideox{name}.yaml", CONFIGS / "sft.yaml"]
     files[1:1] = [CONFIGS / "lora.yaml"] if lora else []
-    config = load_config(files, ["args.train_data=[clips]", *words])
+    config = run_of(*files).config("args.train_data=[clips]", *words)
     return config, TrainArguments.from_config(config)
 
 
@@ -92,7 +93,7 @@ def test_a_step_takes_what_the_allocator_counted(
         *words.split(),
     ]
     files = [tmp_path / "model.yaml", *([CONFIGS / "lora.yaml"] if lora else [])]
-    config = load_config([*files, CONFIGS / "sft.yaml"], given)
+    config = run_of(*files, CONFIGS / "sft.yaml").config(*given)
     plan = plan_memory(setup_of(config, TrainArguments.from_config(config), ranks), None)
     assert plan.step_peak / GIB == pytest.approx(gib, rel=0.006)
 
@@ -147,42 +148,17 @@ def test_upstream_files_plan_without_error(sat_configs: Path) -> None:
     assert len(models) == 8
     training = [[model, sat_configs / "sft.yaml"] for model in models]
     for files in (*training, models[:1], [models[0], sat_configs / "inference.yaml"]):
-        text = describe_plan(load_config(files), "h100-80", 1)
+        text = describe_plan(run_of(*files).config(), "h100-80", 1)
         assert "peak: " in text and max(map(len, text.splitlines())) <= 120
 
 
-def plan_command(*words: str) -> int:
-    return main(
-        ["plan", "--base", str(CONFIGS / "cogvideox_5b.yaml"), str(CONFIGS / "sft.yaml"), *words]
-    )
+def plan_command(*words: str) -> list[str]:
+    return run_of("cogvideox_5b.yaml", "sft.yaml").command(*words, name="plan")
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ("--gpu", "h100"),
-            "--gpu 'h100' is not known; did you mean h100-pcie or h100-nvl or h100-80?",
-        ),
-        (
-            ("--gpu", "mine"),
-            "--gpu 'mine' is not known; use b300, b200, .* 4090, or its memory in GiB",
-        ),
-        (
-            ("--gpus", "3", "args.model_parallel_size=2"),
-            "model_parallel_size=2 must divide the number of ranks, 3",
-        ),
-        (
-            ("args.model_parallel_size=5",),
-            "args.model_parallel_size=5 must divide num_attention_heads=48",
-        ),
-        (("--gpus", "0"), "'0' must be a whole number from 1"),
-    ],
-    ids=["a part of its name", "gpu", "ranks", "heads", "none"],
-)
-def test_wrong_words(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture) -> None:
-    assert plan_command(*words) == 2
-    assert re.search(text, capsys.readouterr().err)
+@refusals(Path(__file__).with_name("refusals.txt"))
+def test_wrong_words(refusal: Refusal, capsys: pytest.CaptureFixture) -> None:
+    assert_command_refused(capsys, plan_command(*refusal.words), refusal.line)
 
 
 def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
@@ -190,14 +166,14 @@ def test_a_tight_card_is_named(capsys: pytest.CaptureFixture) -> None:
     step = plan_of("_5b", *CACHED).step_peak / GIB
     shown = {}
     for free in (1, 9, 12):  # GiB beside the peak
-        assert plan_command("--gpu", str((step + free) / 0.96), *CACHED) == 0
+        assert main(plan_command("--gpu", str((step + free) / 0.96), *CACHED)) == 0
         shown[free] = "It is tight: gaps" in (text := capsys.readouterr().out)
         assert not shown[free] or "up to 10.4 GiB more" in text
     assert shown == {1: True, 9: True, 12: False}
 
 
 def test_without_a_gpu_the_peak_stands_alone(capsys: pytest.CaptureFixture) -> None:
-    assert plan_command() == 0
+    assert main(plan_command()) == 0
     assert "There is no GPU here to compare with; --gpu NAME" in capsys.readouterr().out
 
 

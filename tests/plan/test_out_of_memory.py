@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from cogfast.__main__ import _is_raised_by_cogfast
-from cogfast.config import load_config
 from cogfast.model.block import Block
 from cogfast.plan import out_of_memory
 from cogfast.plan.out_of_memory import is_out_of_memory
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import run_folder, write_clips, write_config
+from tests.support.runs import Run
 
 
 def too_much(*_: object) -> torch.Tensor:
@@ -45,13 +41,10 @@ def test_errors_of_memory(error: BaseException | None, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
 
 
-def test_the_error_names_phase_and_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_phase_and_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block 1 allocates too much in the second step; the checkpoint of the first is kept."""
-    data = write_clips(tmp_path / "data")
-    base = write_config(tmp_path / "base.yaml", data, train_iters=3, save_interval=1)
-    trainer = Trainer(load_config([base], []))
+    run = run.with_args(train_iters=3, save_interval=1)
+    trainer = run.trainer()
     forward, watched = Block.forward, trainer.engine.transformer.blocks[1]
 
     def fail(self: Block, *inputs):
@@ -66,13 +59,12 @@ def test_the_error_names_phase_and_checkpoint(
     assert _is_raised_by_cogfast(raised.value) and "\n" not in text  # one line and exit status 1
     assert "it happened in step 2, phase forward;" in text
     assert "planned for training: " in text and "activations" in text
-    folder = run_folder(tmp_path / "runs")
-    assert f"the last checkpoint is {folder / 'checkpoints' / '00000001'}" in text
+    assert f"the last checkpoint is {run.path / 'checkpoints' / '00000001'}" in text
     assert trainer.writer.saved_step == 1
 
 
 def test_a_plan_that_fails_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error of memory is then explained without a plan."""
 
@@ -80,10 +72,7 @@ def test_a_plan_that_fails_ends_no_run(
         raise KeyError("a model of one's own")
 
     monkeypatch.setattr(out_of_memory, "plan_memory", fail)
-    data = write_clips(tmp_path / "data")
-    base = write_config(tmp_path / "base.yaml", data, train_iters=1)
-    trainer = Trainer(load_config([base], []))
-    trainer.train()
+    trainer = run.train(steps=1).last
     assert trainer.parts.memory.plan() is None and trainer.parts.memory.plan() is None
     assert caplog.text.count("the memory of the run cannot be predicted (KeyError") == 1
     assert "it happened in step" in trainer.parts.memory.explain()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.context_parallel import split_context
@@ -32,7 +31,8 @@ from tests.support.ranks.communication_ranks import (
     RUNS,
     SHARED,
 )
-from tests.support.tiny_run import CHANNELS, ROOT, SIDE, launch_ranks, write_clips, write_config
+from tests.support.runs import run_of
+from tests.support.tiny_run import CHANNELS, SIDE, launch_ranks, write_clips, write_config
 from tests.support.tiny_transformers import FAMILY, inputs
 
 Sent = dict[str, dict[str, float]]
@@ -69,7 +69,7 @@ def planned(setup: Setup, persistent: int = 100_000) -> Traffic:
 
 def of_run(base: Path, words: list[str], ranks: int, persistent: int = 100_000) -> Traffic:
     words = [word for word in words if not word.startswith("args.load=")]
-    config = load_config([base], words)
+    config = run_of(base).config(*words)
     return planned(setup_of(config, TrainArguments.from_config(config), ranks), persistent)
 
 
@@ -208,7 +208,7 @@ def test_accumulation_repeats_the_gradients_of_stage_2_and_all_of_stage_3() -> N
 
 def of_5b(**layout: int) -> Traffic:
     """Count the traffic of 5B at 49 x 480 x 720."""
-    network = load_config([ROOT / "configs/cogvideox_5b.yaml"]).model["network_config"]["params"]
+    network = run_of("cogvideox_5b.yaml").config().model["network_config"]["params"]
     config = replace(TransformerConfig(**transformer_arguments(network)), num_layers=2)
     return of_model(config, LatentSize.of_model(config), **layout)
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
@@ -24,7 +23,8 @@ from cogfast.distributed.step_clock import CLOCK
 from cogfast.sample.evaluate import Evaluator
 from cogfast.sample.generate import VideoMaker
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import CHANNELS, run_folder, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, write_clips
 
 ENCODED = "tests.sample.test_evaluate.EncodedSamples"
 
@@ -47,19 +47,13 @@ class EncodedSamples(Dataset):
         }
 
 
-def make(folder: Path, data: Path, family: str = "5b", overrides: tuple = (), **args) -> Trainer:
-    args = {"valid_data": [str(data)], "eval_interval": 2, "train_iters": 2, **args}
-    base = write_config(folder / "base.yaml", data, family, **args)
-    return Trainer(load_config([base], overrides, allow_import=["tests"]))
+@pytest.fixture
+def run(run: Run, data: Path) -> Run:
+    return run.with_args(valid_data=[str(data)], eval_interval=2, train_iters=2)
 
 
-def lines(folder: Path) -> list[dict]:
-    run = run_folder(folder / "runs")
-    return [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def samples(folder: Path, step: int = 2) -> Path:
-    return run_folder(folder / "runs") / "samples" / f"step-{step:08d}"
+def samples(run: Run, step: int = 2) -> Path:
+    return run.path / "samples" / f"step-{step:08d}"
 
 
 def hand_computed(trainer: Trainer, num_samples: int) -> list[float]:
@@ -94,12 +88,9 @@ def hand_computed(trainer: Trainer, num_samples: int) -> list[float]:
 
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
-def test_held_out_loss_is_the_formula_at_band_middles(
-    tmp_path: Path, data: Path, family: str
-) -> None:
-    frames = ("data.params.max_num_frames=9",)
-    options = {"eval_with_ema": False, "eval_num_samples": 0}
-    trainer = make(tmp_path, data, family, frames, **options)
+def test_held_out_loss_is_the_formula_at_band_middles(run: Run, family: str) -> None:
+    run = run.of(family).with_args(eval_with_ema=False, eval_num_samples=0)
+    trainer = run.trainer("data.params.max_num_frames=9")
     transformer = trainer.engine.transformer
     found = trainer.evaluator(0, trainer.size.latents)
     wanted = hand_computed(trainer, 4)
@@ -118,44 +109,35 @@ def test_held_out_loss_is_the_formula_at_band_middles(
         assert again == pytest.approx(found, rel=1e-5)
 
 
-def test_strict_evaluation_takes_every_sample_once(tmp_path: Path, data: Path) -> None:
+def test_strict_evaluation_takes_every_sample_once(run: Run) -> None:
     """Six clips in batches of four: the second batch begins the next round, which must not count."""
-    options = {"eval_with_ema": False, "eval_num_samples": 0, "eval_iters": 1}
-    trainer = make(tmp_path, data, strict_eval=True, **options)
+    run = run.with_args(eval_with_ema=False, eval_num_samples=0, eval_iters=1)
+    trainer = run.trainer("args.strict_eval=true")
     found = trainer.evaluator(0, trainer.size.latents)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, hand_computed(trainer, 6), rtol=1e-5, atol=0)
 
 
-def test_evaluating_changes_no_training_number(tmp_path: Path, data: Path) -> None:
-    make(tmp_path / "with", data, train_iters=4).train()
-    make(tmp_path / "without", data, train_iters=4, eval_interval=None).train()
-    found, wanted = (
-        [line["loss"] for line in lines(tmp_path / name) if "loss" in line]
-        for name in ("with", "without")
-    )
-    assert found == wanted
+def test_evaluating_changes_no_training_number(run: Run, tmp_path: Path) -> None:
+    found = run.into(tmp_path / "with").train(steps=4)
+    wanted = run.into(tmp_path / "without").train("args.eval_interval=null", steps=4)
+    assert found.losses == wanted.losses
 
 
 @pytest.mark.parametrize("with_ema", [True, False], ids=["ema", "current"])
-def test_samples_come_from_the_weights_asked_for(
-    tmp_path: Path, data: Path, with_ema: bool
-) -> None:
+def test_samples_come_from_the_weights_asked_for(run: Run, with_ema: bool) -> None:
     """An evaluation's samples equal those of a sampler run by hand on those weights."""
-    trainer = make(
-        tmp_path,
-        data,
-        overrides=("deepspeed.optimizer.params.lr=0.05",),
+    run = run.with_args(
         eval_with_ema=with_ema,
         eval_prompts=["a bar moves", "another one"],
         only_log_video_latents=True,
         eval_sampling_steps=2,
-    )
-    trainer.train()
-    names = json.loads((samples(tmp_path) / "prompts.json").read_text())
+    ).train("deepspeed.optimizer.params.lr=0.05")
+    trainer = run.last
+    names = json.loads((samples(run) / "prompts.json").read_text())
     assert list(names.values()) == ["a bar moves", "another one"]
     assert all(name.endswith(".safetensors") for name in names)
-    assert not (samples(tmp_path) / "contact_sheet.png").exists()
+    assert not (samples(run) / "contact_sheet.png").exists()
 
     encoder = trainer.encoder
     generated = {}
@@ -173,35 +155,32 @@ def test_samples_come_from_the_weights_asked_for(
                 Conditioning(torch.zeros_like(text)),
                 lambda x, rng=rng: rng.normal("sampler step 1", x.shape),
             )
-    written = torch.stack([load_file(samples(tmp_path) / name)["latents"] for name in names])
+    written = torch.stack([load_file(samples(run) / name)["latents"] for name in names])
     same, other = ("shadow", "master") if with_ema else ("master", "shadow")
     torch.testing.assert_close(written, generated[same], rtol=0, atol=1e-5)
     assert not torch.allclose(written, generated[other], rtol=0, atol=1e-3)
 
 
-def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> None:
+def test_image_to_video_samples_the_given_images(run: Run, tmp_path: Path) -> None:
     """No held-out data are needed: the latents equal those of a sampler run by hand on the pictures."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
     for name, picture in zip("ab", pixels, strict=True):
         Image.fromarray(picture).save(tmp_path / f"{name}.png")
     (tmp_path / "prompts.txt").write_text("a bar moves\nanother one\n")
     (tmp_path / "images.txt").write_text("a.png\nb.png\n")
-    trainer = make(
-        tmp_path,
-        data,
-        "5b_i2v",
+    run = run.of("5b_i2v").with_args(
         valid_data=[],
-        overrides=("data.params.resize=stretch",),
         eval_with_ema=False,
         eval_prompt_file=str(tmp_path / "prompts.txt"),
         eval_images=str(tmp_path / "images.txt"),
         only_log_video_latents=True,
         eval_sampling_steps=2,
     )
+    trainer = run.trainer("data.params.resize=stretch")
     trainer.evaluator(2, trainer.size.latents)
-    names = json.loads((samples(tmp_path) / "prompts.json").read_text())
+    names = json.loads((samples(run) / "prompts.json").read_text())
     assert list(names.values()) == ["a bar moves", "another one"]
-    written = torch.stack([load_file(samples(tmp_path) / name)["latents"] for name in names])
+    written = torch.stack([load_file(samples(run) / name)["latents"] for name in names])
 
     encoder = trainer.encoder
     with torch.no_grad():
@@ -220,7 +199,7 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
         )
     torch.testing.assert_close(written, wanted, rtol=0, atol=1e-5)
     trainer.evaluator(4, trainer.size.latents)
-    again = [load_file(samples(tmp_path, 4) / name)["latents"] for name in names]
+    again = [load_file(samples(run, 4) / name)["latents"] for name in names]
     assert torch.equal(torch.stack(again), written)
 
     # White in the first quarter, which a crop to the middle would cut off.
@@ -232,70 +211,54 @@ def test_image_to_video_samples_the_given_images(tmp_path: Path, data: Path) -> 
     assert found[:, :, :7].min() > 0.99 and found[:, :, 9:].max() < -0.99
 
 
-def test_videos_have_the_frames_of_the_data(tmp_path: Path, data: Path) -> None:
+def test_videos_have_the_frames_of_the_data(run: Run) -> None:
     """Captions and first frames of the held-out clips; padding frames are dropped."""
     options = {"eval_num_samples": 2, "eval_sampling_steps": 2, "sampling_fps": 24}
-    make(tmp_path, data, "1.5_5b_i2v", **options).train()
-    names = json.loads((samples(tmp_path) / "prompts.json").read_text())
+    run = run.of("1.5_5b_i2v").with_args(**options).train()
+    names = json.loads((samples(run) / "prompts.json").read_text())
     assert list(names.values()) == ["bar number 0 moves", "bar number 3 moves"]
     for name in names:
-        video = open_video(str(samples(tmp_path) / name))
+        video = open_video(str(samples(run) / name))
         assert len(video) == 17
         assert video.fps == pytest.approx(24)
         video.close()
-    assert (samples(tmp_path) / "contact_sheet.png").stat().st_size > 1000
+    assert (samples(run) / "contact_sheet.png").stat().st_size > 1000
 
 
-def test_an_evaluation_uses_the_negative_prompt_as_sampling_does(
-    tmp_path: Path, data: Path
-) -> None:
+def test_an_evaluation_uses_the_negative_prompt_as_sampling_does(run: Run, tmp_path: Path) -> None:
     options = {"eval_prompts": ["a bar"], "only_log_video_latents": True, "negative_prompt": "dim"}
     # The rate is high: after two small steps the text still changes nothing.
-    make(tmp_path, data, overrides=("args.lr=0.05",), **options).train()
-    (of_run,) = (load_file(path)["latents"] for path in samples(tmp_path).glob("*.safetensors"))
+    run = run.with_args(**options).train("args.lr=0.05")
+    (of_run,) = (load_file(path)["latents"] for path in samples(run).glob("*.safetensors"))
     found = {}
     for name, words in {"dim": [], "none": ["args.negative_prompt=null"]}.items():
         out = tmp_path / name
         given = ["--prompt", "a bar", "--seed", "0", "args.only_save_latents=true", *words]
-        run = str(run_folder(tmp_path / "runs"))
-        assert main(["sample", run, "--out", str(out), *given]) == 0
+        assert main(["sample", str(run.path), "--out", str(out), *given]) == 0
         (found[name],) = (load_file(path)["latents"] for path in out.glob("*.safetensors"))
     differences = {name: float((of_run - one).abs().max()) for name, one in found.items()}
     assert differences["dim"] < 1e-6 and differences["none"] > 1e-4
 
 
-def test_encoded_data_is_sampled_from_its_embeddings(tmp_path: Path, data: Path) -> None:
+def test_encoded_data_is_sampled_from_its_embeddings(run: Run) -> None:
     """Two latent frames: 5 pixel frames, fewer than the model's table holds. No T5 is loaded."""
-    base = write_config(
-        tmp_path / "base.yaml",
-        data,
-        "1.5_5b_i2v",
-        dataset={"target": ENCODED},
-        valid_data=["anything"],
-        train_data=["anything"],
-        eval_interval=2,
-        train_iters=2,
-        eval_sampling_steps=2,
-    )
-    trainer = Trainer(load_config([base], allow_import=["tests"]))
-    trainer.train()
-    assert trainer.encoder._text_encoder is None
-    (name,) = json.loads((samples(tmp_path) / "prompts.json").read_text())
-    video = open_video(str(samples(tmp_path) / name))
+    given = {"dataset": {"target": ENCODED}, "eval_sampling_steps": 2}
+    given |= {"valid_data": ["anything"], "train_data": ["anything"]}
+    run = run.of("1.5_5b_i2v").by(Trainer, "tests").with_args(**given).train()
+    assert run.last.encoder._text_encoder is None
+    (name,) = json.loads((samples(run) / "prompts.json").read_text())
+    video = open_video(str(samples(run) / name))
     assert len(video) == 5
     video.close()
 
 
-def test_the_last_step_is_evaluated_once(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_evaluated_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is resumed at its end evaluates it: a kill may have ended that evaluation."""
     evaluated = []
     monkeypatch.setattr(Evaluator, "__call__", lambda self, step, *_: evaluated.append(step) or {})
-    make(tmp_path, data, train_iters=2, eval_at_end=True).train()
+    run.train("args.eval_at_end=true")
     assert evaluated == [2]
-    resumed = {"resume": "latest", "eval_interval": 3}
-    make(tmp_path, data, train_iters=2, eval_at_end=True, **resumed).train()
+    run.resume("args.eval_at_end=true", "args.eval_interval=3")
     assert evaluated == [2, 2]
 
 
@@ -317,7 +280,7 @@ def init(**named):
 """
 
 
-def test_videos_reach_wandb(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_videos_reach_wandb(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt fails; those that were written are logged. wandb is a stand-in that records."""
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "wandb.py").write_text(WANDB)
@@ -333,44 +296,39 @@ def test_videos_reach_wandb(tmp_path: Path, data: Path, monkeypatch: pytest.Monk
     prompts = ["a bar moves", "another one", "no"]
     args = {"eval_interval": None, "eval_at_end": True, "eval_batch_size": 1, "wandb": True}
     more = {"eval_sampling_steps": 1, "eval_iters": 1, "train_iters": 1}
-    make(tmp_path, data, valid_data=[], eval_prompts=prompts, **args, **more).train()
+    run.with_args(valid_data=[], eval_prompts=prompts, **args, **more).train()
     received = sys.modules.pop("wandb").received
     wanted = [(b"ftyp", "a bar moves", "mp4"), (b"ftyp", "another one", "mp4")]
     assert received == [(1, wanted), 0]
 
 
-def test_an_evaluation_before_the_first_step_is_made_once(tmp_path: Path, data: Path) -> None:
+def test_an_evaluation_before_the_first_step_is_made_once(run: Run) -> None:
     """Without learning, both evaluations are equal to the byte. A run that resumes adds none."""
     rate = ("deepspeed.optimizer.params.lr=0.0", "deepspeed.optimizer.params.weight_decay=0.0")
     args = {"eval_at_start": True, "eval_prompts": ["a bar"], "eval_sampling_steps": 1}
-    trainer = make(tmp_path, data, overrides=rate, **args)
+    run = run.with_args(**args).with_words(*rate)
+    trainer = run.trainer()
     before = trainer.evaluator(7, trainer.size.latents)
     trainer.train()
-    first, *_, last = found = lines(tmp_path)
+    first, *_, last = found = run.lines
     assert [line["step"] for line in found] == [0, 1, 2, 2]
     assert first == {"step": 0, **before} and last == {**first, "step": 2}
-    (video,) = samples(tmp_path, 0).glob("*.mp4")
-    assert video.read_bytes() == (samples(tmp_path) / video.name).read_bytes()
-    assert (samples(tmp_path, 0) / "contact_sheet.png").is_file()
-
-    resume = (*rate, "args.resume=latest", "args.train_iters=3")
-    make(tmp_path, data, overrides=resume, **args).train()
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2, 3]
+    (video,) = samples(run, 0).glob("*.mp4")
+    assert video.read_bytes() == (samples(run) / video.name).read_bytes()
+    assert (samples(run, 0) / "contact_sheet.png").is_file()
+    assert [line["step"] for line in run.resume(steps=3).lines] == [0, 1, 2, 2, 3]
 
 
-def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(
-    tmp_path: Path, data: Path
-) -> None:
+def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(run: Run, tmp_path: Path) -> None:
     """They must not end the training by counting towards its limit."""
     valid = write_clips(tmp_path / "valid")
     for i in range(3):
         (valid / "videos" / f"{i}.mp4").write_bytes(b"no video")
     args = {"valid_data": [str(valid)], "strict_eval": True, "eval_num_samples": 0}
-    make(tmp_path, data, max_bad_fraction=0.5, train_iters=4, **args).train()
-    run = run_folder(tmp_path / "runs")
-    assert len((run / "bad_samples_valid.jsonl").read_text().splitlines()) == 3
-    assert not (run / "bad_samples.jsonl").exists()
-    assert [line["step"] for line in lines(tmp_path) if "valid_loss" in line] == [2, 4]
+    run = run.with_args(max_bad_fraction=0.5, **args).train(steps=4)
+    assert len((run.path / "bad_samples_valid.jsonl").read_text().splitlines()) == 3
+    assert not (run.path / "bad_samples.jsonl").exists()
+    assert [line["step"] for line in run.lines if "valid_loss" in line] == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -381,8 +339,7 @@ def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(
     ],
 )
 def test_a_failure_is_logged_and_training_continues(
-    tmp_path: Path,
-    data: Path,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     owner: type,
@@ -393,17 +350,16 @@ def test_a_failure_is_logged_and_training_continues(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(owner, method, fail)
-    trainer = make(tmp_path, data, train_iters=4, eval_sampling_steps=2)
-    trainer.train()
-    assert trainer.step == 4
+    run = run.train("args.eval_sampling_steps=2", steps=4)
+    assert run.last.step == 4
     assert f"{what} at step 2 failed; training continues" in caplog.text
     assert "out of memory" in caplog.text
-    has_loss = any("valid_loss" in line for line in lines(tmp_path))
+    has_loss = bool(run.logged("valid_loss"))
     assert has_loss == (what == "sampling")
 
 
 def test_the_time_of_an_evaluation_is_not_the_steps(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each evaluation takes, by the clock, a month."""
     evaluate, month = Evaluator.__call__, 2.6e6  # seconds
@@ -413,15 +369,12 @@ def test_the_time_of_an_evaluation_is_not_the_steps(
         return evaluate(*args)
 
     monkeypatch.setattr(Evaluator, "__call__", slow)
-    make(tmp_path, data, train_iters=4, eval_interval=2, eval_num_samples=0).train()
-    found = [line["step_ms"] for line in lines(tmp_path) if "step_ms" in line]
+    found = run.train("args.eval_num_samples=0", steps=4).logged("step_ms")
     assert len(found) == 4 and max(found) < month
 
 
-def test_an_evaluation_of_nothing_is_logged(
-    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_evaluation_of_nothing_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     words = ("args.keep_best=-valid_loss", "args.resume=auto")  # a resumed run is not refused
-    make(tmp_path, data, "5b_i2v", words, valid_data=[], eval_prompts=["no image for it"])
+    run.of("5b_i2v").with_args(valid_data=[], eval_prompts=["no image for it"]).trainer(*words)
     text = "args.keep_best=-valid_loss has nothing to evaluate; set args.valid_data or args.split=9,1,0, or args.eval_prompt_file with "
     assert text in caplog.text

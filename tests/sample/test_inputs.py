@@ -13,20 +13,19 @@ from PIL import Image
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.train.preflight.pipeline_folder import find_config
-from cogfast.train.trainer import Trainer
 from tests.sample.test_sample_sources import LATENTS, assert_close, latents, sample
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
+from tests.support.refusals import assert_command_refused
+from tests.support.runs import Run
 from tests.support.tiny_run import (
     CHANNELS,
     SIDE,
     run_folder,
     write_clips,
     write_clips_with_vae,
-    write_config,
 )
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
@@ -193,22 +192,20 @@ def test_what_does_not_fit_is_refused(
         (black, "the model needs a video"),
         (["--video", video, *black], "black.png: it is black in all frames; its white part is"),
         (["--video", video, "--mask", tmp_path / "square.png"], "is 32x32, --video "),
-        (["--video", tmp_path / "first.png", *black], "first.png: an image (png), not a video\n"),
+        (["--video", tmp_path / "first.png", *black], "first.png: an image (png), not a video$"),
         (["--video", video, *black, *first], "--first-frame stands for --video and --mask"),
         (["--control", video], "the model does not use a control video"),
         (["--mask", tmp_path / "none.png", "--video", video], "none.png: no such file"),
     ):
         given = ["sample", folder, "--prompt", "a", *SHAPE, "--out", tmp_path / "out", *words]
-        assert main([*map(str, given)]) != 0
-        assert message in capsys.readouterr().err
+        assert_command_refused(capsys, given, message)
     cached = ["train", folder, "--data", tmp_path, f"args.latent_cache={tmp_path / 'cache'}"]
-    assert main([*map(str, cached)]) != 0
-    assert "holds no masked videos" in capsys.readouterr().err
+    assert_command_refused(capsys, cached, "holds no masked videos")
 
 
 @pytest.fixture(scope="module")
-def with_everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Return the configuration of a model with all conditions beside each other, and its overrides."""
+def with_everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A model with all conditions beside each other."""
     folder = tmp_path_factory.mktemp("everything")
     data, rows = write_clips(folder / "data"), []
     mask = np.zeros((SIDE, SIDE, 3), np.uint8)
@@ -222,24 +219,23 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
         }
         rows.append(json.dumps(row | {"caption": f"bar number {i} moves"}) + "\n")
     (data / "metadata.jsonl").write_text("".join(rows))
-    config = write_config(folder / "config.yaml", data, "5b", train_iters=3)
     words = [f"args.train_data=[{data}]", "data.target=cogfast.data.datasets.VideoManifest"]
     words += ["model.conditions=[frames, mask, masked_video, control]", "args.seed=7"]
     words += ["model.given_frames=random", "model.masked_video_noise=true"]
     words += [f"model.network_config.params.in_channels={4 * CHANNELS + 1}"]
-    return config, [*words, "model.condition_dropout=0.3"]
+    run = Run(data, folder).with_args(train_iters=3)
+    return run.with_words(*words, "model.condition_dropout=0.3")
 
 
 def test_several_conditions_train_alike_on_every_layout(
-    with_everything: tuple[Path, list[str]], tmp_path: Path
+    with_everything: Run, tmp_path: Path
 ) -> None:
-    config, words = with_everything
-    run = lambda *more: [str(config), *words, *more, f"args.save={tmp_path / more[0][5:]}"]
-    one = run("args.batch_size=4")
+    words_of = lambda *more: with_everything.into(tmp_path / more[0][5:]).command(*more)[2:]
+    one = words_of("args.batch_size=4")
     layouts = [
-        run("args.model_parallel_size=2", "args.sequence_parallel=true"),
-        run("args.context_parallel_size=2", "args.activation_checkpointing=full"),
-        run("args.batch_size=2"),
+        words_of("args.model_parallel_size=2", "args.sequence_parallel=true"),
+        words_of("args.context_parallel_size=2", "args.activation_checkpointing=full"),
+        words_of("args.batch_size=2"),
     ]
     launch(1, [one])
     launch(2, layouts)
@@ -316,15 +312,13 @@ def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_
 
 
 def test_a_given_image_stands_beside_the_control_of_a_held_out_clip(
-    with_everything: tuple[Path, list[str]], tmp_path: Path
+    with_everything: Run, tmp_path: Path
 ) -> None:
-    config, words = with_everything
     Image.new("RGB", (SIDE, SIDE), "white").save(tmp_path / "white.png")
     (tmp_path / "prompts.txt").write_text(f"a bar@@{tmp_path / 'white.png'}\n")
     more = ["model.conditions=[image, control]", "model.given_frames=null", "args.split=4,2"]
     more += [f"model.network_config.params.in_channels={3 * CHANNELS}", "args.eval_interval=1"]
-    more += [f"args.eval_prompt_file={tmp_path / 'prompts.txt'}", f"args.save={tmp_path / 'runs'}"]
-    more += ["model.masked_video_noise=false"]
-    trainer = Trainer(load_config([config], [*words, *more]))
+    more += [f"args.eval_prompt_file={tmp_path / 'prompts.txt'}", "model.masked_video_noise=false"]
+    trainer = with_everything.into(tmp_path / "runs").trainer(*more)
     (prompt,) = trainer.evaluator._prompts(trainer.size.latents, "")
     assert prompt.control is not None and (prompt.image == 1).all()

@@ -13,34 +13,32 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.data.video.reader import open_video
 from cogfast.sample.generate import VideoMaker
 from cogfast.sample.lora_overlay import LoraOverlay, open_loras
 from cogfast.sample.sizes import read_image
-from cogfast.train.trainer import Trainer
+from tests.support.refusals import assert_command_refused
+from tests.support.runs import Run
 from tests.support.tiny_run import (
     CHANNELS,
     launch_ranks,
-    run_folder,
-    write_config,
 )
 
 LATENTS = "args.only_save_latents=true"
 TENSOR = "args.model_parallel_size=2"
 
 
-def train(folder: Path, data: Path, family: str, *overrides: str, **named: object) -> Path:
-    base = write_config(folder / "base.yaml", data, family, train_iters=3, **named)
-    arguments = ["deepspeed.optimizer.params.lr=0.05", *overrides]
-    Trainer(load_config([base], arguments)).train()
-    return run_folder(folder / "runs")
+@pytest.fixture(scope="module")
+def fast(shared_run: Run) -> Run:
+    """A run of three steps, whose rate is so high that samples change."""
+    return shared_run.with_args(train_iters=3).with_words("deepspeed.optimizer.params.lr=0.05")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    return {f: train(folder / f, data, f) for f in ("5b", "5b_i2v", "1.5_5b")}
+def runs(fast: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    save = tmp_path_factory.mktemp("runs")
+    families = ("5b", "5b_i2v", "1.5_5b")
+    return {name: fast.of(name).into(save / name).train().path for name in families}
 
 
 @pytest.fixture
@@ -129,15 +127,16 @@ def test_a_folder_with_samples_is_not_written_into(
     words = ["sample", str(runs["5b"]), "--out", str(tmp_path), LATENTS, "--prompt"]
     assert main([*words, "a bar"]) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert main([*words, "two bars"]) == 2
-    assert f"--out {tmp_path}: has samples of an earlier call" in capsys.readouterr().err
+    line = f"--out {tmp_path}: has samples of an earlier call"
+    assert_command_refused(capsys, [*words, "two bars"], line)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     file = tmp_path / "settings.json"
-    for out in (file, file / "videos"):
-        assert main([*words[:2], "--out", str(out), "--prompt", "a bar"]) == 2
-        assert f"--out {out}: {file} is a file; give a folder" in capsys.readouterr().err
-    assert main([*words[:2], "--out", "s3://b/x", "--prompt", "a bar"]) == 2
-    assert "--out: 's3://b/x' must be a path of this machine" in capsys.readouterr().err
+    for out, line in (
+        (file, f"--out {file}: {file} is a file; give a folder"),
+        (file / "videos", f"--out {file / 'videos'}: {file} is a file; give a folder"),
+        ("s3://b/x", "--out: 's3://b/x' must be a path of this machine"),
+    ):
+        assert_command_refused(capsys, [*words[:2], "--out", out, "--prompt", "a bar"], line)
 
 
 def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> None:
@@ -150,11 +149,11 @@ def test_ema_and_plain_weights_differ(tmp_path: Path, runs: dict[str, Path]) -> 
 
 @pytest.mark.slow
 def test_two_processes_make_the_latents_of_one(
-    tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path
+    tmp_path: Path, fast: Run, runs: dict[str, Path], picture: Path
 ) -> None:
     """Data parallelism gives the same bits, tensor parallelism the same latents up to rounding.
     Seeds belong to prompts, so a prompt alone gives its latents again on any number of processes."""
-    lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
+    lora = fast.with_lora(4).into(tmp_path / "lora").train(f"args.load={runs['5b']}").path
     prompts = [argument for text in "abc" for argument in ("--prompt", text)]
     arguments = [*prompts, "args.batch_size=1", "deepspeed.train_micro_batch_size_per_gpu=1"]
     cases = {
@@ -215,12 +214,13 @@ def test_a_prompt_that_fails_leaves_the_videos_before_it(
 
 
 def test_lora_needs_its_base_and_a_full_run_does_not(
-    tmp_path: Path, data: Path, runs: dict[str, Path], capsys: pytest.CaptureFixture
+    tmp_path: Path, fast: Run, runs: dict[str, Path], capsys: pytest.CaptureFixture
 ) -> None:
     """The folder that args.load named is gone after training."""
     base = shutil.copytree(runs["5b"], tmp_path / "base")
-    lora = train(tmp_path / "lora", data, "5b", f"args.load={base}", lora_rank=4)
-    full = train(tmp_path / "full", data, "5b", f"args.load={base}")
+    on_top = fast.with_words(f"args.load={base}")
+    lora = on_top.with_lora(4).into(tmp_path / "lora").train().path
+    full = on_top.into(tmp_path / "full").train().path
     arguments = ["--prompt", "a", LATENTS]
     sample(lora, tmp_path / "with", *arguments)
     raw = [*arguments, "--no-ema"]
@@ -241,17 +241,12 @@ def test_lora_needs_its_base_and_a_full_run_does_not(
 
 
 def test_averaged_weights_are_taken_where_a_run_has_them(
-    tmp_path: Path, data: Path, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, fast: Run, runs: dict[str, Path], picture: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """AdamW keeps no average, as a run and as the adapters of another run that has one."""
-    plain = train(
-        tmp_path / "adamw",
-        data,
-        "5b",
-        f"args.load={runs['5b']}",
-        lora_rank=4,
-        optimizer="torch.optim.AdamW",
-    )
+    adapters = fast.with_lora(4).with_words(f"args.load={runs['5b']}")
+    other = adapters.with_args(optimizer="torch.optim.AdamW")
+    plain = other.into(tmp_path / "adamw").train().path
     arguments = ["--prompt", "a", LATENTS]
     sample(plain, tmp_path / "alone", *arguments)
     sample(runs["5b"], tmp_path / "added", *arguments, "--lora", str(plain))
@@ -267,7 +262,7 @@ def test_averaged_weights_are_taken_where_a_run_has_them(
     logged = capsys.readouterr().err
     assert f"--lora {plain} was trained with model.conditions=[], and this samples with [" in logged
     assert "a prompt is empty: its video is sampled without a caption" in logged
-    lora = train(tmp_path / "lora", data, "5b", f"args.load={runs['5b']}", lora_rank=4)
+    lora = adapters.into(tmp_path / "lora").train().path
     both = open_loras([LoraOverlay(str(lora)), LoraOverlay(str(plain))], None)
     kinds = [adapter.description.partition(" of step")[0] for adapter, _ in both]
     assert kinds == ["EMA weights", "weights"]
@@ -287,14 +282,13 @@ def test_sizes_come_from_args_before_the_data(tmp_path: Path, runs: dict[str, Pa
 
 
 def test_inference_configs_count_videos_per_prompt(
-    tmp_path: Path, data: Path, runs: dict[str, Path]
+    tmp_path: Path, run: Run, runs: dict[str, Path]
 ) -> None:
     """SAT's batch_size in inference.yaml."""
     (tmp_path / "inference.yaml").write_text(
         f"args: {{mode: inference, load: {runs['5b']}, batch_size: 2, only_save_latents: true}}\n"
     )
-    base = write_config(tmp_path / "base.yaml", data)
-    files = [str(base), str(tmp_path / "inference.yaml")]
+    files = [str(run.base), str(tmp_path / "inference.yaml")]
     arguments = ["--base", *files, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "out")]
     assert main(["sample", *arguments]) == 0
     found = json.loads((tmp_path / "out" / "prompts.json").read_text())

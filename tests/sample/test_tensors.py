@@ -22,6 +22,7 @@ from cogfast.train.run.page.page import page_of
 from cogfast.train.run.page.record import read_run
 from cogfast.train.run.terminal import log_commands
 from cogfast.train.trainer import Trainer
+from tests.support.refusals import Refusal, assert_command_refused, refusals
 from tests.support.tiny_run import launch_ranks, run_folder
 from tests.train.run.page.run_folders import Page
 from tests.train.run.test_own_network import OWN, SHAPES, World
@@ -184,46 +185,15 @@ def test_the_commands_of_the_run_name_them(
     assert not any(line.startswith("to convert") for line in caplog.messages), "it has no others"
 
 
-NOISE = "noise={folder}/noise-0.npy"
-TAKES = "mymodel.TrajectoryTransformer takes noise, flow of data.params.tensors"
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    {
-        "none": ([], f"{TAKES}; give --tensor noise=FILE.npy"),
-        "one of two": ([NOISE], f"{TAKES}; give --tensor flow=FILE.npy"),
-        "another name": ([NOISE, "flw=x.npy"], f"{TAKES}; did you mean flow?"),
-        "no name": ([NOISE, "x.npy"], f"--tensor x.npy is not NAME=FILE.npy: {TAKES}"),
-        "no file": ([NOISE, "flow=x.npy"], "--tensor flow x.npy: no such file; correct the path"),
-        "three files": (
-            [NOISE, *["flow={folder}/flow-0.npy"] * 3],
-            "--tensor flow names 3 files for 2 prompts; give one for all prompts, or one for each",
-        ),
-        "another shape": (
-            [NOISE, "flow={folder}/noise-0.npy"],
-            "--tensor: its flow {folder}/noise-0.npy has the shape [8, 3, 4, 4], but data.params.tensors "
-            "gives flow the shape [2, 3, 4, 4]",
-        ),
-        "code": (
-            [NOISE, "flow={folder}/code.npy"],
-            "flow {folder}/code.npy is not a readable .npy",
-        ),
-        "not finite": (
-            [NOISE, "flow={folder}/nan.npy"],
-            "has values that are not finite in float32",
-        ),
-    }.values(),
-)
+@refusals(Path(__file__).with_name("refusals.txt"), "tensors")
 def test_refused(
-    world: Sampled, words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    world: Sampled, refusal: Refusal, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     np.save(world.folder / "code.npy", np.array([print], dtype=object), allow_pickle=True)
     np.save(world.folder / "nan.npy", np.full(SHAPES["flow"], np.nan))
-    given = [word.format(folder=world.folder) for word in words]
-    assert main(world.words_of(tmp_path / "out", words=given)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert reason.format(folder=world.folder) in line
+    refusal = refusal.fill(folder=world.folder)
+    words = [] if refusal.words == ["none"] else refusal.words
+    assert_command_refused(capsys, world.words_of(tmp_path / "out", words=words), refusal.line)
     assert not (tmp_path / "out").exists()
 
 
@@ -236,8 +206,6 @@ def test_a_network_of_cogfast_takes_none(
     assert len(latents(trainer.evaluator.samples)) == 1
     sample = ["sample", str(trainer.folder), "--prompt", "a bar", "--steps", "1"]
     assert main([*sample, "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    assert main([*sample, "--tensor", "flow=x.npy", "--out", str(tmp_path / "no")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    text = "dit_video_concat.DiffusionTransformer takes none of data.params.tensors; leave it out"
-    assert text in line
+    line = "dit_video_concat.DiffusionTransformer takes none of data.params.tensors; leave it out"
+    words = [*sample, "--tensor", "flow=x.npy", "--out", tmp_path / "no"]
+    assert_command_refused(capsys, words, line)

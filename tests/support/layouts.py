@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.distributed.test_fused_step import gather_late
+from tests.support.runs import run_of
 from tests.support.tiny_run import launch_ranks, read_run_weights, run_folder
 
 _read = nn.Module.__getattr__
@@ -52,7 +52,7 @@ def train(steps: list[list[str]]) -> None:
         if first == "copy":
             groups.on_main(lambda names=arguments: copy_run(*names))
         else:
-            Trainer(load_config([first], arguments, allow_import=("tests",))).train()
+            run_of(first).by(Trainer, "tests").train(*arguments)
     groups.close()
 
 

@@ -27,7 +27,7 @@ class Run:
     data: the folder of the clips. folder: where the YAML file lies, and by default the runs.
     options: keyword arguments of write_config: lora_rank, dataset, optimizer, keys of `args`.
     words: `key=value` after the YAML file. kind: the class of the trainer. last: the trainer of
-    the last `train`.
+    the last `train`. files: YAML files that are there, in place of the one of the options.
     """
 
     data: Path
@@ -38,6 +38,7 @@ class Run:
     allow_import: tuple[str, ...] = ()
     kind: type[Trainer] = Trainer
     last: Trainer | None = None
+    files: tuple[Path | str, ...] = ()
 
     # --- other Runs ---
 
@@ -73,12 +74,14 @@ class Run:
         return write_config(path, self.data, self.family, **self.options)
 
     def config(self, *words: str) -> Config:
-        return load_config([self.base], [*self.words, *words], self.allow_import)
+        files = self.files or [self.base]
+        return load_config(files, [*self.words, *words], self.allow_import)
 
     def command(self, *words: str, name: str = "train") -> list[str]:
         """Return the words of `cogfast train` for it, or of another command."""
         imports = [word for package in self.allow_import for word in ("--allow-import", package)]
-        return [name, "--base", str(self.base), *self.words, *words, *imports]
+        files = map(str, self.files or [self.base])
+        return [name, "--base", *files, *self.words, *words, *imports]
 
     # --- running it in this process ---
 
@@ -127,3 +130,8 @@ class Run:
     def weights(self, ema: bool = False) -> dict[str, torch.Tensor]:
         """Return the whole weights, or their EMA, of the newest checkpoint in float32."""
         return read_run_weights(self.checkpoint, ema)
+
+
+def run_of(*files: Path | str) -> Run:
+    """Return a run of YAML files that are there; a name alone is that of a file of configs/."""
+    return Run(Path(), Path(), files=files)

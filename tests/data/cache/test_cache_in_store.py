@@ -17,6 +17,7 @@ from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, OtherFiles, PackedStrings
 from cogfast.data.video.clip import ClipSettings
 from tests.data.cache.test_latent_cache import VIDEO, clip
+from tests.support.refusals import assert_refused
 from tests.support.s3_server import Fault, S3Server
 
 KEYS = [f"a{i % 2}{i}" for i in range(6)]
@@ -53,8 +54,7 @@ def test_entries_are_those_of_a_folder(server: S3Server, tmp_path: Path) -> None
             assert all(torch.equal(found[name], expected[name]) for name in found)
     asked = requests_of(server)
     assert asked.count("GET") == 5  # once each
-    with pytest.raises(BadEntry, match="^broken$"):
-        there.read(KEYS[5])
+    assert_refused(lambda: there.read(KEYS[5]), "^broken$", BadEntry)
     with pytest.raises(FileNotFoundError):
         there.read("a0none")
     assert folders_of(url, "video") == [there.folder]

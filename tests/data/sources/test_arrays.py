@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder, VideoManifest
 from cogfast.data.global_order import GlobalOrder
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import SIDE, losses, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import SIDE
 
 CLIP = {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9}
 SHAPE = [2, 3, 4]
@@ -136,15 +136,13 @@ def test_other_layouts_have_none(data: Path) -> None:
         VideoFolder([str(data)], **CLIP, tensors={"flow": SHAPE})
 
 
-def test_a_latent_cache_does_not_hold_them(manifest: Path, data: Path, tmp_path: Path) -> None:
+def test_a_latent_cache_does_not_hold_them(manifest: Path, run: Run, tmp_path: Path) -> None:
     section = {
         "target": "cogfast.data.datasets.VideoManifest",
         "params": {**CLIP, "tensors": {"flow": SHAPE}},
     }
-    cache = str(tmp_path / "cache")
-    base = write_config(
-        tmp_path / "base.yaml", data, dataset=section, train_data=[str(manifest)], train_iters=1
-    )
+    run = run.with_args(dataset=section, train_data=[str(manifest)])
+    run = run.with_words(f"args.latent_cache={tmp_path / 'cache'}")
     seen = []
 
     class Recorded(Trainer):
@@ -155,11 +153,9 @@ def test_a_latent_cache_does_not_hold_them(manifest: Path, data: Path, tmp_path:
 
     # A file that changes after the clips are encoded is read as it is.
     (tmp_path / "0.npy").rename(tmp_path / "away.npy")
-    assert main(["cache", "--base", str(base), f"args.latent_cache={cache}"]) == 0
+    assert main(run.command(name="cache")) == 0
     for i in range(6):
         np.save(tmp_path / f"{i}.npy", VALUES - i)
-    trainer = Recorded(load_config([base], [f"args.latent_cache={cache}"]))
-    trainer.train()
-    assert len(seen) == 4 and len(losses(trainer.folder)) == 1
+    assert len(run.by(Recorded).train(steps=1).losses) == 1 and len(seen) == 4
     for path, values in seen:
         assert np.array_equal(values.numpy(), (VALUES - int(Path(path).stem)).astype(np.float32))

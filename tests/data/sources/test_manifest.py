@@ -16,6 +16,7 @@ from cogfast.data.sources.clip_list import join
 from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
+from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
@@ -79,74 +80,23 @@ def test_parts_of_one_file_have_names(tmp_path):
     assert data[0]["path"] == str(tmp_path / "x.mp4")
     with pytest.raises(BadSample, match="4 frames at 8 fps = 0.5 s, need 1.1 s") as short:
         data[1]
-    with pytest.raises(BadSample, match="no frame from 9 to 10 s"):
-        data[2]
+    assert_refused(lambda: data[2], "no frame from 9 to 10 s", BadSample)
     assert short.value.path == f"{tmp_path}/x.mp4#t=1,"
 
 
-REFUSED = {
-    "path,caption\nx.mp4,": r"1/1 rows of .*data.csv without a caption: line 2; .*allow_empty",
-    "path,caption\nx.mp4,a\nsimplecache::s3://b/c.mp4,a": "data.csv: line 3: path=simplecache::s3://b/c.mp4: has :: in",
-    "path,caption\n,a": "data.csv: line 2 has no path; write the path of its video into",
-    "path,words\nx.mp4,a": r"line 1 has no column caption \('path,words'\); add it to the header "
-    r"\(or one of prompt, text\), with",
-    "path;caption\nx.mp4;a": r"no column path \('path;caption'\); .* with commas between columns",
-    "path,caption,caption\nx,a,b": "line 1 has column caption twice; remove one",
-    "path,caption\nx.mp4,a\0b": r"line 2 is not UTF-8 \(byte 0x00\)",
-    "path,caption,wieght\nx,a,1": "line 1: unknown column 'wieght'; did you mean weight?",
-    "path,caption\nx.mp4,a, b": "line 2 has more values than the header has columns; quote captions",
-    "path,caption\n": "data.csv: no sample in it",
-    "": "has no column path",
-    "path,caption,weight\nx,a,-1": "line 2: weight=-1 must be a number, 0 or more",
-    "path,caption,fps\nx,a,0": "line 2: fps=0 must be a number, above 0",
-    "path,caption,start\nx,a,soon": "line 2: start=soon must be a number",
-    "path,caption,start,end\nx,a,2,1": "line 2: end=1 must be after start=2",
-    "path,caption,split\nx,a,dev": "line 2: split='dev' is not known; use train, valid, test",
-    'path,caption\nx,"a': r"line \d is not CSV",
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_refused(text, tmp_path):
-    with pytest.raises(ValueError, match=REFUSED[text]) as error:
-        VideoManifest(_csv(tmp_path, text), **CLIP)
-    assert "\n" not in str(error.value)
-
-
-def test_refused_json_lines_and_names(tmp_path):
+@refusals(Path(__file__).with_name("refusals.txt"), "csv", "jsonl")
+def test_refused(refusal: Refusal, tmp_path: Path) -> None:
     good = '{"path": "x.mp4", "caption": "a"}\n'
-    for text, message in (
-        (good + "{", "data.jsonl: line 2 is not JSON"),
-        (good + "[1]", "line 2 must be an object"),
-        (good + '{"path": "x", "captoin": "a"}', "line 2: unknown column 'captoin'; .* caption"),
-        (good + '{"path": "x", "caption": null}', "1/2 rows .* line 2"),
-        (good + '{"path": "x", "caption": ["a"]}', r"line 2: caption=\['a'\] must be text"),
-        (good + '{"path": 3, "caption": "a"}', "line 2: path=3 must be text; put it in quotes"),
-        (
-            good + '{"path": "x", "caption": "\\ud83d"}',
-            "line 2: caption=.*invalid character; remove it",
-        ),
-        (
-            good + '{"path": "\\u0000", "caption": "a"}',
-            "line 2: path=.*invalid character; remove it",
-        ),
-        (good + "[" * 99999, "line 2 is not JSON"),
-        (
-            '{"name": "x.mp4", "text": "a"}',
-            r"line 1 has no path; .* column path \(or one of file_name, file_path, video",
-        ),
-        (
-            '{"file_path": "x.mp4", "description": "a"}',
-            "1/1 rows of .* without a caption: line 1; add them, in column caption, prompt or text, or",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            VideoManifest(_csv(tmp_path, text, "data.jsonl"), **CLIP)
-    for name in ("data.parquet", "nowhere.csv", "."):
-        with pytest.raises(
-            ValueError, match="(not a manifest|no such file|has no .*); give a (.csv|manifest)"
-        ):
-            VideoManifest(tmp_path / name, **CLIP)
+    (text,) = refusal.fill(nl="\n", nul="\0", empty="", good=good, deep="[" * 99999).words
+    file = _csv(tmp_path, text, f"data.{refusal.base}")
+    assert_refused(lambda: VideoManifest(file, **CLIP), refusal.line)
+
+
+@pytest.mark.parametrize("name", ["data.parquet", "nowhere.csv", "."])
+def test_names_that_are_no_manifest(name: str, tmp_path: Path) -> None:
+    match = "(not a manifest|no such file|has no .*); give a (.csv|manifest)"
+    with pytest.raises(ValueError, match=match):
+        VideoManifest(tmp_path / name, **CLIP)
 
 
 def test_lines_and_columns_as_spreadsheets_write_them(tmp_path):
@@ -164,8 +114,7 @@ def test_weights_that_make_no_epoch(tmp_path):
 
 def test_another_encoding_is_refused_by_line(tmp_path):
     file = _csv(tmp_path, "path,caption\r\nx.mp4,ok\r\ny.mp4,Größe", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"data.csv: line 3 is not UTF-8 \(byte 0xf6\)"):
-        VideoManifest(file, **CLIP)
+    assert_refused(lambda: VideoManifest(file, **CLIP), "data.csv: line 3 is not UTF-8 (byte 0xf6)")
 
 
 HUGGING_FACE = '{"file_name": "a.mp4", "text": "one"}\n{"file_name": "b.mp4", "text": "two"}\n'

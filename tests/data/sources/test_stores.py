@@ -24,6 +24,7 @@ from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets
 from cogfast.train.preflight.header_scan import survey_datasets
 from tests.data.sources.test_tar_shards import _tar
+from tests.support.refusals import assert_refused
 from tests.support.s3_server import Fault, s3_server
 from tests.support.tiny_run import (
     losses,
@@ -131,8 +132,7 @@ def test_a_manifest_on_a_disk_names_addresses(bucket, tmp_path):
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = VideoManifest([str(tmp_path / "m.jsonl")], **CLIP)
     assert torch.equal(data[0]["video"], data[4]["video"])
-    with pytest.raises(BadSample, match=r"b/videos/03.mp4: no such object"):
-        data[3]
+    assert_refused(lambda: data[3], "b/videos/03.mp4: no such object", BadSample)
     assert survey(data).reasons == {3: "no such object"}
 
 
@@ -144,8 +144,7 @@ def test_a_local_cache_that_is_too_small_is_refused_at_the_start(bucket, monkeyp
     for found in (Datasets(data, None), Datasets(data.part([0]), data)):
         with pytest.raises(store.StoreError, match=match):
             survey_datasets(found, TrainArguments(), ALONE, 1)
-    with pytest.raises(BadSample, match="too small"):
-        data[0]
+    assert_refused(lambda: data[0], "too small", BadSample)
 
 
 def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypatch):
@@ -183,8 +182,7 @@ def test_an_object_that_was_given_up_is_bad_at_once(bucket, monkeypatch):
     server.faults = [Fault(503, method="GET", path="00.mp4")]
     data.fetch([0, 1])
     server.requests = []
-    with pytest.raises(BadSample, match="b/videos/00.mp4: planted .503."):
-        data[0]
+    assert_refused(lambda: data[0], "b/videos/00.mp4: planted .503.", BadSample)
     assert server.requests == []
     assert data[1]["num_frames"] == 9
     # The next epoch asks for it again, and so does who reads it without reading ahead.
@@ -194,8 +192,7 @@ def test_an_object_that_was_given_up_is_bad_at_once(bucket, monkeypatch):
     assert data[0]["num_frames"] == 9
     shutil.rmtree(store.local_cache()[0])
     server.faults = [Fault(503, method="GET", path="00.mp4")]
-    with pytest.raises(BadSample, match="b/videos/00.mp4: planted .503."):
-        data[0]
+    assert_refused(lambda: data[0], "b/videos/00.mp4: planted .503.", BadSample)
     server.faults = []
     assert data[0]["num_frames"] == 9
 

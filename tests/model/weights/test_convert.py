@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cogfast.config import load_config
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.convert import convert
@@ -37,7 +36,7 @@ from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.vae import to_sat as vae_to_sat
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import seal, write_run
-from tests.support.tiny_run import ROOT
+from tests.support.runs import run_of
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
 
 UNUSED = f"{PREFIX}transformer.position_embeddings.weight"  # which diffusers has no place for
@@ -188,7 +187,7 @@ def test_plans_of_real_sizes(name: str, golden: Path) -> None:
     source = real_size(name, golden)
     config = identify(source)
     check_complete(source, config)
-    section = load_config([ROOT / "configs" / f"{GOLDEN_NAMES[name]}.yaml"]).model
+    section = run_of(f"{GOLDEN_NAMES[name]}.yaml").config().model
     ours = TransformerConfig(**transformer_arguments(section["network_config"]["params"]))
     # SAT trained 1.5 with 224 rows of text; diffusers' published config has 226
     assert config == replace(ours, text_length=226)
@@ -297,7 +296,7 @@ def test_a_run_and_its_average(tmp_path: Path) -> None:
     """A run's slices are converted with the model that its manifest's configuration describes."""
     trained = tiny("1.5_5b_i2v")
     folder = write_run(tmp_path / "run", trained)
-    config = load_config([ROOT / "configs" / "cogvideox1.5_5b_i2v.yaml"])
+    config = run_of("cogvideox1.5_5b_i2v.yaml").config()
     network = OmegaConf.to_container(config.model.network_config)
     network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
     network["params"] |= {"time_embed_dim": 64, "ofs_embed_dim": 64}

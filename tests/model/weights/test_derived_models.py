@@ -21,6 +21,7 @@ from cogfast.model.weights.load import check_family, load_transformer
 from cogfast.model.weights.open import open_source
 from tests.model.weights.test_peft import source_of
 from tests.support.pipelines import Pipelines
+from tests.support.refusals import assert_refused
 from tests.support.tiny_transformers import FAMILY, tiny
 
 
@@ -74,8 +75,7 @@ def test_the_class_of_the_pipeline_is_read(tmp_path: Path) -> None:
     for i, no_text in enumerate(({"a": 1}, ["CogVideoXPipeline"], None)):
         folder = write(tmp_path / f"damaged {i}", "5b_i2v")
         (folder / "model_index.json").write_text(json.dumps({"_class_name": no_text}))
-        with pytest.raises(ValueError, match=r"model_index.json: _class_name="):
-            open_source(folder)
+        assert_refused(lambda folder=folder: open_source(folder), "model_index.json: _class_name=")
     for family, kind in (
         ("5b", "CogVideoXVideoToVideoPipeline"),
         ("5b_i2v", "CogVideoXImageToVideoPipeline"),
@@ -135,10 +135,8 @@ def test_a_whole_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> No
     save_file(tensors, folder / shard)
     index = {"weight_map": dict.fromkeys(tensors, shard)}
     (folder / f"{file.name}.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match=f"has {file.name}, which holds a whole .* keep the files of one"
-    ):
-        open_source(tmp_path)
+    line = f"has {file.name}, which holds a whole <...> keep the files of one"
+    assert_refused(lambda: open_source(tmp_path), line)
     file.unlink()
     open_source(tmp_path)
 
@@ -159,8 +157,7 @@ def test_a_learned_table_is_resized_to_the_networks_grid(
     load_transformer(same, folder, positions="resize")
     assert torch.equal(same.position_table.weight, table)  # exact at its own size
     wide = assemble_transformer(at_size(base, 4, 12))
-    with pytest.raises(ValueError, match="position_table.weight has shape"):
-        load_transformer(wide, folder)
+    assert_refused(lambda: load_transformer(wide, folder), "position_table.weight has shape")
     load_transformer(wide, folder, positions="resize")
     found = wide.position_table.weight[0]
     assert torch.equal(found[:num_text], table[0, :num_text])
@@ -189,8 +186,7 @@ def test_a_learned_table_can_be_dropped(pipelines: Pipelines) -> None:
     folder = pipelines.path("5b_i2v")
     base = identify(open_source(folder))
     bare = assemble_transformer(replace(base, learnable_position=False))
-    with pytest.raises(ValueError, match="a learned table"):
-        load_transformer(bare, folder)
+    assert_refused(lambda: load_transformer(bare, folder), "a learned table")
     report = load_transformer(bare, folder, positions="drop")
     assert report.missing == ["unused_position_embeddings"] and not report.unexpected
     zeroed = assemble_transformer(base)

@@ -4,6 +4,7 @@ diffusers' pipeline; what is logged where a pipeline would do otherwise."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +12,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from cogfast.config import load_config
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.train.trainer import Trainer
 from cogfast.train.video_size import (
     check_size,
     warn_of_pipeline_positions,
 )
 from tests.model.weights.test_weights_load import seal, write_run
-from tests.support.tiny_run import ROOT, run_folder, write_clips, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run, run_of
 from tests.support.tiny_transformers import inputs, tiny
 
 POSITION = "model.network_config.params.modules.pos_embed_config.params"
@@ -33,7 +33,7 @@ def write_trained(folder: Path, positions: str, sizes: list[list[int]]) -> torch
     """A run of the tiny 5B with weights in which positions matter."""
     trained = tiny("5b", rotary_positions=positions)
     checkpoint = write_run(folder, trained)
-    config = load_config([ROOT / "configs" / "cogvideox_5b.yaml"])
+    config = run_of("cogvideox_5b.yaml").config()
     network = OmegaConf.to_container(config.model.network_config, resolve=True)
     network["params"] |= {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
     network["params"] |= {"time_embed_dim": 64, "num_frames": 13}
@@ -104,15 +104,12 @@ def test_without_one_trained_size_the_networks_own_is_written(
     assert (about["sample_frames"], about["sample_height"], about["sample_width"]) == (13, 8, 12)
 
 
-def test_a_run_notes_its_size(tmp_path: Path) -> None:
-    data = write_clips(tmp_path / "data", num_clips=4)
-    base = write_config(tmp_path / "base.yaml", data, train_iters=1)
+def test_a_run_notes_its_size(run: Run) -> None:
     arguments = [f"model.network_config.params.latent_{side}=8" for side in ("height", "width")]
     arguments.append(f"{POSITION}.positions=pipeline")
-    trainer = Trainer(load_config([base], arguments, allow_import=["tests"]))
-    assert trainer.engine.transformer.rotary.is_rescaled
-    trainer.train()
-    source = open_source(run_folder(tmp_path / "runs"))
+    run = run.train(*arguments, steps=1)
+    assert run.last.engine.transformer.rotary.is_rescaled
+    source = open_source(run.path)
     assert source.facts["trained_size"] == (9, 4, 4)
     assert source.facts["rotary_positions"] == "pipeline"
 
@@ -136,24 +133,21 @@ LARGER = (
     ],
 )
 def test_training_says_what_a_pipeline_will_do(
-    family: str, arguments: tuple[str, ...], text: str | None, tmp_path: Path, caplog
+    family: str, arguments: tuple[str, ...], text: str | None, run: Run, caplog
 ) -> None:
-    base = write_config(tmp_path / "base.yaml", tmp_path / "data", family)
     with caplog.at_level("INFO", logger="cogfast"):
-        warn_of_pipeline_positions(load_config([base], arguments, allow_import=["tests"]))
+        warn_of_pipeline_positions(run.of(family).config(*arguments))
     assert [text in line for line in caplog.messages] == [True] * (text is not None)
 
 
-def test_pipeline_positions_have_no_largest_size(tmp_path: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", tmp_path / "data")
+def test_pipeline_positions_have_no_largest_size(run: Run) -> None:
     for positions in ("integer", "pipeline"):
-        arguments = [f"{POSITION}.positions={positions}"]
-        config = load_config([base], arguments, allow_import=["tests"])
+        config = run.config(f"{POSITION}.positions={positions}")
         network = transformer_arguments(config.model.network_config.params)
+        check = partial(check_size, config, network, 64, 128, "args.sampling_image_size")
         if positions == "pipeline":
-            check_size(config, network, 64, 128, "args.sampling_image_size")
+            check()
         else:
-            with pytest.raises(ValueError, match="table ends at"):
-                check_size(config, network, 64, 128, "args.sampling_image_size")
-    with pytest.raises(ValueError, match="positions='rescaled' must be one of integer, pipeline"):
-        load_config([base], [f"{POSITION}.positions=rescaled"], allow_import=["tests"])
+            assert_refused(check, "table ends at")
+    line = "positions='rescaled' must be one of integer, pipeline"
+    assert_refused(lambda: run.config(f"{POSITION}.positions=rescaled"), line)

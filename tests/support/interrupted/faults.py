@@ -16,7 +16,6 @@ from unittest.mock import patch
 import torch
 
 from cogfast.__main__ import main as cogfast
-from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
 from cogfast.sample.evaluate import Evaluator
 from cogfast.sample.generate import VideoMaker
@@ -24,6 +23,7 @@ from cogfast.train.encode import Encoder
 from cogfast.train.run import checkpoint_writer
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.trainer import Trainer
+from tests.support.runs import run_of
 
 FAULTS: dict[str, tuple[object, str]] = {
     "loss": (Evaluator, "_band_losses"),
@@ -73,7 +73,7 @@ def main() -> None:
             )
             with patch.object(owner, attribute, call):
                 sys.exit(cogfast(["train", "--base", base, *overrides]))
-        config = load_config([base], overrides)
+        config = run_of(base).config(*overrides)
         if name == "none" or rank != (0 if name in ON_RANK_0 else 1):
             Trainer(config).train()
             continue

@@ -18,15 +18,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cogfast.config import load_config
 from cogfast.distributed.parallelize import parallelize
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import assemble_transformer
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
-from cogfast.train.trainer import Trainer
 from tests.support.ranks.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
 from tests.support.ranks.tensor_parallel_cases import materialize
+from tests.support.runs import run_of
 from tests.support.tiny_transformers import inputs
 
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -143,7 +142,7 @@ def _find_group(args: tuple) -> dist.ProcessGroup:
 def training_step(base: str, save: Path, arguments: list[str]) -> Counter[str]:
     """Count the bytes of the third step; the first two set up buffers."""
     arguments = ["args.train_iters=3", *arguments]
-    trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
+    trainer = run_of(base).into(save).trainer(*arguments)
     update, seen, names, groups = trainer.engine.step, [], {}, trainer.groups
     if groups.model is not None:
         names = {groups.model.name: "inside", groups.replicas.group_name: "copies"}

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from cogfast.config import load_config
 from cogfast.data.batches import BatchLoader
 from cogfast.data.cache.keys import Sources
 from cogfast.distributed import process_groups
@@ -27,6 +26,7 @@ from cogfast.sample.generate import VideoMaker
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.trainer import Trainer
+from tests.support.runs import run_of
 
 STOP = SimpleNamespace(is_asked=False)
 # Name: where it happens, and whether it is an error or a stop. The first two come before the run has
@@ -66,7 +66,8 @@ def evaluate(trainer: Trainer, name: str) -> tuple[list[str], int]:
 
 def main() -> None:
     base, out, cache, *words = sys.argv[1:]
-    trainer = Trainer(load_config([base], words))
+    run = run_of(base)
+    trainer = run.trainer(*words)
     groups, seen = trainer.groups, {}
     for number, (name, (owner, attribute, kind)) in enumerate(CASES.items()):
         # Each case is on one rank, in turn. Only the first rank of a model reads.
@@ -84,7 +85,7 @@ def main() -> None:
         of_second = as_new if groups.rank == 1 else Sources.changed
         for changed in (Sources.changed, of_second):
             with patch.object(Sources, "changed", changed):
-                cache_latents(load_config([base], [f"args.latent_cache={cache}"]))
+                cache_latents(run.config(f"args.latent_cache={cache}"))
     if groups.is_main:
         Path(out).write_text(json.dumps(seen))
     if groups.model is not None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.parameter_checks import own_values
+from tests.support.runs import run_of
 
 
 class Overflows(torch.autograd.Function):
@@ -47,7 +47,7 @@ def main() -> None:
     groups = start_processes()
     for name, (fault, *words) in json.loads(runs).items():
         run = f"args.run_folder={Path(folder) / name}"
-        trainer = Trainer(load_config([base], [run, *words], allow_import=["tests"]))
+        trainer = run_of(base).by(Trainer, "tests").trainer(run, *words)
         if groups.rank == groups.world_size - 1:
             plant(trainer, fault)
         text = ""

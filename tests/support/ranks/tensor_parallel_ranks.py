@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
@@ -29,6 +28,7 @@ from tests.support.ranks.tensor_parallel_cases import (
     loss_and_gradients,
     materialize,
 )
+from tests.support.runs import run_of
 
 
 def share_of(
@@ -72,7 +72,7 @@ def run_case(name: str, group: ParallelGroup, folder: Path, number: int) -> dict
 def run_golden(golden: Path, group: ParallelGroup) -> dict[str, Tensor]:
     """Return the output of SAT's files of two ranks, of which each process reads its own shard."""
     with torch.device("meta"):
-        transformer = build_transformer(load_config([golden / "t2v_5b" / "config.yaml"]).model)
+        transformer = build_transformer(run_of(golden / "t2v_5b" / "config.yaml").config().model)
     share_of(transformer, group, golden / "t2v_5b_mp2")
     io = load_file(golden / "t2v_5b" / "io.safetensors")
     with torch.no_grad():
