@@ -13,9 +13,9 @@ import pytest
 
 from cogfast.__main__ import _COMMANDS, main
 from cogfast.cli.options import parse_sample, parse_train, read_prompts
-from cogfast.config import load_config
 from cogfast.distributed.lost_ranks import OTHER_RANK
 from tests.support.refusals import assert_command_refused, assert_refused, refusals
+from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT
 
 
@@ -42,7 +42,7 @@ def test_sats_flags_become_overrides(sat_configs):
         "--experiment-name 7 --no-load-rng --lr 1e-4 --seed 3 --resume auto --local_rank 0 --zero_stage 1"
     )
     request = parse_train(train_arguments(sat_configs, *flags))
-    config = load_config(request.base, request.overrides)
+    config = run_of(*request.base).config(*request.overrides)
     args = config.args
     assert (args.train_iters, args.bf16, args.save_interval) == (10, True, 5)
     assert (args.load, args.train_data, args.experiment_name) == ("some: where", ["a", "b"], "7")
@@ -261,7 +261,7 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     file = tmp_path / "prompts.txt"
     file.write_text(f"a cat\n\na dog@@{image}\n")
     run_folder = str(make_run(tmp_path))
-    args = load_config([], [f"args.input_file={file}", "args.input_type=txt"]).args
+    args = run_of().config(f"args.input_file={file}", "args.input_type=txt").args
 
     def asked(*words: str) -> tuple:
         prompts, files = read_prompts(parse_sample([run_folder, *words]), args)
@@ -290,5 +290,5 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     line = "not UTF-8; save the prompts as UTF-8"
     assert_refused(lambda: asked("--prompt-file", str(file)), line)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
-    prompts, files = read_prompts(parse_sample([run_folder]), load_config([]).args)
+    prompts, files = read_prompts(parse_sample([run_folder]), run_of().config().args)
     assert (prompts, files["image"]) == (["typed"], [None])

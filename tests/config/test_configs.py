@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
-from cogfast.config import Config, instantiate, load_config
+from cogfast.config import Config, instantiate
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_network import autoencoder_arguments, transformer_arguments
@@ -24,6 +24,7 @@ from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.preflight.conditions import check_conditions
+from tests.support.runs import run_of
 from tests.support.tiny_run import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -45,7 +46,7 @@ CONDITIONS = {
 
 
 def load(*names: str, arguments: list[str] | None = None) -> Config:
-    return load_config([CONFIGS / f"{name}.yaml" for name in names], arguments or [])
+    return run_of(*(CONFIGS / f"{name}.yaml" for name in names)).config(*(arguments or []))
 
 
 def load_as_upstream(name: str) -> Config:
@@ -112,7 +113,7 @@ def facts(config: Config) -> dict:
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_facts_are_upstreams(name: str, sat_configs: Path) -> None:
-    configs = load_as_upstream(name), load_config([sat_configs / f"{name}.yaml"])
+    configs = load_as_upstream(name), run_of(sat_configs / f"{name}.yaml").config()
     ours, theirs = map(facts, configs)
     for key, value in theirs.items():
         assert ours[key] == value, key
@@ -136,7 +137,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == text
     assert "${" not in text
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
-    config = load_config(files)
+    config = run_of(*files).config()
     network = transformer_arguments(config.model.network_config.params)
     check_conditions(config, ModelArguments.from_config(config), network)
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))
@@ -194,7 +195,7 @@ def test_script_defaults_load() -> None:
     """The files that finetune_*.sh take where BASE is not set."""
     for script in sorted((ROOT / "scripts").glob("finetune_*.sh")):
         (files,) = re.findall(r"BASE=\$\{BASE:-([^}]*)\}", script.read_text())
-        config = load_config([ROOT / file for file in files.split()])
+        config = run_of(*(ROOT / file for file in files.split())).config()
         assert config.model.network_config.params.modules.lora_config.params.r == 128
     # and every file that a comment or a page names
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]

@@ -8,7 +8,6 @@ transformers, diffusers' VAE and transformer, and the formulas of the paper in f
 from __future__ import annotations
 
 import copy
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import T5Config, T5EncoderModel
+from transformers import T5EncoderModel
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.model.transformer import build_transformer
@@ -34,8 +32,9 @@ from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.vae import to_sat
 from cogfast.train.encode import Encoder
 from tests.support.ranks.forked import run_forked
+from tests.support.runs import run_of
 from tests.support.tiny_run import losses, read_run_weights, run_folder
-from tests.support.tiny_transformers import randomize
+from tests.support.tiny_transformers import randomize, write_t5
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 SIZE = (32, 48)  # rows and columns of clips: 4x6 latents
@@ -158,23 +157,6 @@ class Files:
         ]
 
 
-def write_t5(folder: Path) -> None:
-    """A T5 folder as SAT's users have it, with a vocabulary made of the captions."""
-    folder.mkdir()
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CAPTIONS),
-        model_writer=model,
-        vocab_size=34,
-        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "minloglevel": 2},
-    )
-    (folder / "spiece.model").write_bytes(model.getvalue())
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=160, feed_forward_proj="gated-gelu", **sizes)
-    T5EncoderModel(config).save_pretrained(folder)
-
-
 def write_vae(path: Path) -> AutoencoderKLCogVideoX:
     torch.manual_seed(0)
     channels = (32, 64, 64, 128)  # ch=32, ch_mult [1, 2, 2, 4]
@@ -220,13 +202,13 @@ def diffusers_transformer(case: Case) -> CogVideoXTransformer3DModel:
 def files(tmp_path_factory: pytest.TempPathFactory, sat_configs: Path) -> Files:
     """The frozen parts, clips, and for every case a SAT checkpoint with diffusers' weights."""
     folder = tmp_path_factory.mktemp("user")
-    write_t5(folder / "t5")
+    write_t5(folder / "t5", CAPTIONS, 34, vocab_size=160, d_model=WIDTH)
     for num_frames in (9, 17):
         write_clips(folder / f"clips-{num_frames}", num_frames)
     found = Files(folder, write_vae(folder / "3d-vae.pt"))
     for case in CASES.values():
         diffusers_transformer(case).save_pretrained(folder / "diffusers" / case.name)
-        config = load_config([sat_configs / f"{case.name}.yaml"], found.arguments(case))
+        config = run_of(sat_configs / f"{case.name}.yaml").config(*found.arguments(case))
         config.model.network_config.params.modules.pop("lora_config", None)  # the base model's
         transformer = build_transformer(config.model)
         load_transformer(transformer, folder / "diffusers" / case.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from cogfast.model.text_encoder import ByteTextEncoder, T5TextEncoder
 from tests.support.refusals import assert_refused
+from tests.support.tiny_transformers import write_t5
 
 CAPTIONS = ["a red circle moves right", "", "the sea, the sea, the sea " * 20]
 MAX_LENGTH = 24
@@ -30,32 +30,7 @@ CORPUS = [
 
 @pytest.fixture(scope="module")
 def t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A T5 folder as SAT's users have it: config, weights and spiece.model, nothing else."""
-    folder = tmp_path_factory.mktemp("t5")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        vocab_size=45,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    (folder / "spiece.model").write_bytes(model.getvalue())
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=192,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-    )
-    T5EncoderModel(config).save_pretrained(folder)
-    return folder
+    return write_t5(tmp_path_factory.mktemp("t5"), CORPUS, 45, vocab_size=192)
 
 
 def expected_ids(folder: Path, captions: list[str]) -> torch.Tensor:

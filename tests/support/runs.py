@@ -38,7 +38,7 @@ class Run:
     allow_import: tuple[str, ...] = ()
     kind: type[Trainer] = Trainer
     last: Trainer | None = None
-    files: tuple[Path | str, ...] = ()
+    files: tuple[Path | str, ...] | None = None
 
     # --- other Runs ---
 
@@ -74,13 +74,13 @@ class Run:
         return write_config(path, self.data, self.family, **self.options)
 
     def config(self, *words: str) -> Config:
-        files = self.files or [self.base]
+        files = [self.base] if self.files is None else self.files
         return load_config(files, [*self.words, *words], self.allow_import)
 
     def command(self, *words: str, name: str = "train") -> list[str]:
         """Return the words of `cogfast train` for it, or of another command."""
         imports = [word for package in self.allow_import for word in ("--allow-import", package)]
-        files = map(str, self.files or [self.base])
+        files = map(str, [self.base] if self.files is None else self.files)
         return [name, "--base", *files, *self.words, *words, *imports]
 
     # --- running it in this process ---

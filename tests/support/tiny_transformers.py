@@ -1,8 +1,11 @@
-"""A tiny member of each family, whose weights are all random."""
+"""A tiny member of each family and a tiny T5, whose weights are all random."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -69,3 +72,23 @@ def inputs(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
     if "i2v" in name:
         given["condition_latents"] = draw(2, 16, 4, 8, 12)
     return given
+
+
+def write_t5(folder: Path, sentences: Iterable[str], num_pieces: int, **sizes: int) -> Path:
+    """Write a T5 folder as SAT's users have it: config, weights and spiece.model, nothing else."""
+    import sentencepiece
+    from transformers import T5Config, T5EncoderModel
+
+    folder.mkdir(exist_ok=True)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        vocab_size=num_pieces,
+        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "minloglevel": 2},
+    )
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, **sizes}
+    T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes)).save_pretrained(folder)
+    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from tests.cli.hostile.damage import TO_RUNS, TO_WEIGHTS
 from tests.cli.hostile.forked_case import run_case
 from tests.model.test_lora import save_as_sat
 from tests.support.tiny_run import write_clips, write_config
-from tests.support.tiny_transformers import tiny
+from tests.support.tiny_transformers import tiny, write_t5
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 1, "num_layers": 1}
 Read = tuple[str, ...] | Callable[[], object]
@@ -99,23 +98,8 @@ def _pipeline(folder: Path) -> None:
 
 
 def _t5(folder: Path) -> None:
-    import sentencepiece
-    from transformers import T5Config, T5EncoderModel
-
-    sentences, model = ["a video of the sea", "the sea at night"], io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_writer=model,
-        vocab_size=18,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    (folder / "spiece.model").write_bytes(model.getvalue())
-    settings = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-    T5EncoderModel(T5Config(vocab_size=32, **settings)).save_pretrained(folder)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1}
+    write_t5(folder, ["a video of the sea", "the sea at night"], 18, vocab_size=32, **sizes)
 
 
 def _run(folder: Path) -> None:

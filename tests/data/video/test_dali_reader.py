@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import VideoFolder, VideoShards
@@ -28,7 +27,8 @@ from cogfast.data.video.transform import resize_and_center_crop, select_frames_t
 from cogfast.train.caching.command import cache_latents
 from tests.data.sources.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
-from tests.support.tiny_run import SIDE, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import SIDE, write_clips
 from tests.support.video_files import RATES, constant_rate, decode_all, write_clip
 from tests.train.caching.test_cache import Recorder, contents
 
@@ -311,33 +311,28 @@ def test_a_cache_is_made_by_dali(tmp_path):
         _vp9(path, constant_rate(9 + int(path.stem), 8), size=(2 * SIDE, 2 * SIDE))
     (folder / "videos/7.mp4").write_text("not a video")
     args = {"train_iters": 4, "num_workers": 1, "max_bad_fraction": 0.2}
-    base = write_config(tmp_path / "base.yaml", folder, "5b_i2v", **args)
+    run = Run(folder, tmp_path, "5b_i2v").with_args(**args)
 
-    def arguments(backend: str, cache: str) -> list[str]:
-        where = f"args.latent_cache={tmp_path / cache}"
-        return [f"data.params.video_backend={backend}", where, f"args.save={tmp_path / 'runs'}"]
+    def reading(backend: str, cache: str | None) -> Run:
+        words = [] if cache is None else [f"args.latent_cache={tmp_path / cache}"]
+        return run.with_words(f"data.params.video_backend={backend}", *words)
 
     for cache, backend, more in (
         ("dali", "dali", []),
         ("again", "dali", ["args.num_workers=4"]),
         ("pyav", "pyav", []),
     ):
-        cache_latents(load_config([base], [*arguments(backend, cache), *more]))
+        cache_latents(reading(backend, cache).config(*more))
         if cache == "again":
             lost = sorted((tmp_path / cache).glob("video*/*/*.safetensors"))[0]
             lost.unlink()
-            cache_latents(load_config([base], arguments("dali", cache)))
+            cache_latents(reading("dali", cache).config())
             assert contents(tmp_path / "dali") == contents(tmp_path / "again")
     assert contents(tmp_path / "dali") != contents(tmp_path / "pyav")
-    runs = {}
-    for name, config in (
-        ("cache", load_config([base], arguments("pyav", "dali"))),
-        ("pixels", load_config([base], arguments("dali", "dali")[::2])),
-    ):
-        runs[name] = Recorder(config)
-        runs[name].train()
-    assert runs["cache"].paths == runs["pixels"].paths and len(runs["cache"].paths) == 16
-    for found, expected in zip(runs["cache"].seen, runs["pixels"].seen, strict=True):
+    cached = reading("pyav", "dali").by(Recorder).train().last
+    pixels = reading("dali", None).by(Recorder).train().last
+    assert cached.paths == pixels.paths and len(cached.paths) == 16
+    for found, expected in zip(cached.seen, pixels.seen, strict=True):
         assert len(found) == 3  # latents, text, the noised image's
         for tensor, other in zip(found, expected, strict=True):
             assert torch.equal(tensor, other)

@@ -18,14 +18,14 @@ MAKE = """
 import sys, torch
 from dataclasses import replace
 from pathlib import Path
-from cogfast.config import load_config
 from cogfast.model.transformer import assemble_transformer
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.sat import write_sat
 from cogfast.model.weights.source import WeightSource
 from cogfast.config.sat_network import transformer_arguments
+from tests.support.runs import run_of
 
-section = load_config([sys.argv[1]]).model["network_config"]["params"]
+section = run_of(sys.argv[1]).config().model["network_config"]["params"]
 config = replace(TransformerConfig(**transformer_arguments(section)), num_layers=6)
 with torch.device("meta"):
     model = assemble_transformer(config)
