@@ -74,7 +74,7 @@ def test_a_missing_bucket_is_one_line(server, call):
 
 
 def test_addresses_that_no_package_or_server_takes():
-    line = "Install adlfs <...>; install the package for its scheme .docs/data.md"
+    line = "Install adlfs <...>; install the package for its scheme (docs/data.md"
     assert_refused(lambda: store.find("abfs://c@a/x"), line, StoreError)
     line = "a web server is only read; write to s3://, gs:// or a folder"
     assert_refused(lambda: store.write("https://127.0.0.1/x", b""), line, StoreError)
