@@ -63,7 +63,8 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of layers, side by side, and the bias that they still need, or None."""
     join = lambda tensors, dim=0: tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-    apart = [one for layer in layers if (one := _take_apart(layer, lora)) is not None]
+    # torch.compile takes no := in a comprehension.
+    apart = [one for one in [_take_apart(layer, lora) for layer in layers] if one is not None]
     adapters = {part: adapter for part, (_, adapter) in enumerate(apart) if adapter}
     a, b, scalings = map(list, zip(*adapters.values(), strict=True)) if adapters else ([], [], [])
     # One call adds the adapters of q, k and v, if they are alike.
