@@ -65,7 +65,10 @@ def main(words: list[str] | None = None) -> int:
     for part, cases, count, seconds in table:
         print(f"{part:<10}{cases:>10}{count:>13}{seconds:>9}")
     if options.out:
-        rows = [dict(zip(("part", "cases", "differences", "seconds"), row)) for row in table]
+        rows = [
+            dict(zip(("part", "cases", "differences", "seconds"), row, strict=True))
+            for row in table
+        ]
         found = [dataclasses.asdict(it) for it in differences]
         options.out.write_text(json.dumps({"table": rows, "differences": found}, indent=1) + "\n")
     return int(has_failed or bool(differences))
