@@ -73,7 +73,7 @@ deepspeed:
   zero_optimization: {{reduce_bucket_size: 100000, allgather_bucket_size: 100000}}
 """
 # A list replaces, a mapping merges: the first stage of the stock file is taken away and then set.
-_WAVELET = """\
+WAVELET = """\
 model:
   first_stage_config:
     target: cogfast.model.wavelet_autoencoder.WaveletAutoencoder
@@ -84,6 +84,16 @@ model:
 def tiny_files(family: str) -> list[str]:
     """Return the files of --base that make a tiny model of a family, in this folder."""
     return [STOCK[family], "sft.yaml", f"tiny/{family}.yaml", "tiny/wavelet.yaml"]
+
+
+def tiny_text(family: str) -> str:
+    """Return the file that makes the stock model of a family tiny."""
+    head = "" if family == "2b" else ", hidden_size_head: 16"
+    return _TINY.format(
+        frames=17 if "1.5" in family else 9,
+        channels=16 if "i2v" in family else 8,
+        position=f"{{text_length: 8{head}}}",
+    )
 
 
 def write_world(archive: Path, work: Path) -> None:
@@ -218,7 +228,7 @@ def _write_tiny(folder: Path) -> None:
             position=position,
         )
         (folder / f"{family}.yaml").write_text(text)
-    (folder / "wavelet.yaml").write_text(_WAVELET)
+    (folder / "wavelet.yaml").write_text(WAVELET)
 
 
 def _write_pipelines(world: Path) -> None:
