@@ -12,7 +12,7 @@ from scripts.behaviour.difference import ERROR_TEXT, ROOT, Difference, compare_v
 from scripts.behaviour.words.generate import all_cases
 from scripts.behaviour.words.run import PROCESSES, run_cases
 from scripts.behaviour.words.store import read_cases, write_cases
-from scripts.behaviour.world import environment, tiny_files, unpack, write_world
+from scripts.behaviour.words.world import environment, tiny_files, unpack, write_world
 
 PART = "words"
 _SMALL = 100  # command lines
@@ -89,21 +89,16 @@ open(sys.argv[1], "w").write(json.dumps(names))
 
 
 def record(folder: Path, work: Path) -> None:
-    """Write the world if it is missing, run all cases twice, and keep those that end before any training."""
+    """Write the world if it is missing, run all cases, and keep those that end before any training."""
     archive = folder / "world.tar.xz"
     if not archive.exists():
         write_world(archive, _sub(work, "make"))
     cases = list(all_cases(folder))
-    first, second = (_outcomes(cases, archive, _sub(work, name)) for name in ("one", "second"))
-    kept, unequal = [], []
-    for case, one, two in zip(cases, first, second, strict=True):
-        if any(one[stream] != two[stream] for stream in _STREAMS):
-            unequal.append((case, one, two))
-        elif _is_kept(one):
-            kept.append(case | {stream: one[stream] for stream in _STREAMS})
-    if unequal:
-        shown = json.dumps(unequal[:20], indent=1)
-        raise RuntimeError(f"{len(unequal)} cases differ between two runs:\n{shown}")
+    kept = [
+        case | {stream: outcome[stream] for stream in _STREAMS}
+        for case, outcome in zip(cases, _outcomes(cases, archive, _sub(work, "cases")), strict=True)
+        if _is_kept(outcome)
+    ]
     write_cases(folder, kept)
     for name, content in _references().items():
         (folder / name).write_text(content, encoding="utf-8")

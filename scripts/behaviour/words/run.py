@@ -11,6 +11,7 @@ import base64
 import contextlib
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import resource
@@ -24,12 +25,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.behaviour.difference import normalized
-from scripts.behaviour.world import environment
+from scripts.behaviour.words.world import environment
 
 PROCESSES = 2
+_OUTCOMES = "outcomes.jsonl"
 _LENGTH = 80  # of the path of a case's folder: some messages are cut, some texts aligned by length
 _SECONDS = 300  # until a case that waits is killed
 _CPU_SECONDS = 120
+# What takes long to import, in the order that keeps forks of _WARM_UP short.
+_SLOW = [
+    "torch",
+    "omegaconf",
+    "pydantic",
+    "deepspeed",
+    "diffusers",
+    "transformers",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.t5.tokenization_t5",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "av",
+    "PIL",
+    "sentencepiece",
+]
 # Commands that import what others need. {base} stands for files of a tiny model.
 _WARM_UP = (
     "train --base {base} --dry-run",
@@ -56,31 +74,29 @@ def run_cases(cases: Sequence[dict], world: Path, work: Path, base: Sequence[str
     world: the folder of the world. base: the files of a tiny model in it.
     """
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    server = context.Process(target=_serve, args=(sender, list(cases), world, work, list(base)))
+    server = context.Process(target=_serve, args=(list(cases), world, work, list(base)))
     server.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise RuntimeError("the process that forks commands has ended; see above") from None
-    finally:
-        server.join()
+    server.join()
+    rows = (work / _OUTCOMES).read_text(encoding="utf-8").splitlines()
+    outcomes = {row.pop("number"): row for row in map(json.loads, rows)}
+    if len(outcomes) < len(cases):
+        raise RuntimeError("the process that forks commands has ended; see above")
+    return [outcomes[number] for number in range(len(cases))]
 
 
-def _serve(sender, cases: list[dict], world: Path, work: Path, base: list[str]) -> None:
+def _serve(cases: list[dict], world: Path, work: Path, base: list[str]) -> None:
     """Import what commands import, then fork a process for each case, two at a time."""
     _preload(world, work, base)
-    outcomes: dict[int, dict] = {}
     running: dict[int, _Running] = {}
-    for number, case in enumerate(cases):
-        while len(running) >= PROCESSES:
-            _end_one(running, outcomes)
-        started = _start(case, number, world, work)
-        running[started.process] = started
-    while running:
-        _end_one(running, outcomes)
-    sender.send([outcomes[number] for number in range(len(cases))])
+    with (work / _OUTCOMES).open("w", encoding="utf-8") as file:
+        for number, case in enumerate(cases):
+            while len(running) >= PROCESSES:
+                file.write(_end_one(running))
+                file.flush()
+            started = _start(case, number, world, work)
+            running[started.process] = started
+        while running:
+            file.write(_end_one(running))
 
 
 @dataclass(frozen=True)
@@ -121,8 +137,8 @@ def _start(case: dict, number: int, world: Path, work: Path) -> _Running:
     return started
 
 
-def _end_one(running: dict[int, _Running], outcomes: dict[int, dict]) -> None:
-    """Wait until a case ends, and keep its outcome."""
+def _end_one(running: dict[int, _Running]) -> str:
+    """Wait until a case ends, and return the line of its outcome."""
     while True:
         process, status, usage = os.wait4(-1, os.WNOHANG)
         if process in running:
@@ -143,13 +159,15 @@ def _end_one(running: dict[int, _Running], outcomes: dict[int, dict]) -> None:
     )
     shutil.rmtree(one.root, ignore_errors=True)
     shutil.rmtree(one.home, ignore_errors=True)
-    outcomes[one.number] = {
+    outcome = {
+        "number": one.number,
         "status": os.waitstatus_to_exitcode(status),
         "stdout": stdout,
         "stderr": stderr,
         "wrote": wrote,
         "seconds": usage.ru_utime + usage.ru_stime,
     }
+    return json.dumps(outcome) + "\n"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -224,7 +242,8 @@ def _preload(world: Path, work: Path, base: list[str]) -> None:
     (home / "tmp").mkdir(parents=True)
     (home / ".cache").mkdir()
     os.environ.update(environment(home))
-    names: dict[str, None] = {}
+    names = dict.fromkeys(_SLOW)
+    _import(names)
     for number, text in enumerate(_WARM_UP):
         words = text.format(base=" ".join(base)).split()
         root = home / str(number)
@@ -237,15 +256,19 @@ def _preload(world: Path, work: Path, base: list[str]) -> None:
             _list_modules(words, root, home, listed)
         os.waitpid(child, 0)
         names |= dict.fromkeys(listed.read_text().split() if listed.exists() else ())
-        for name in list(names):
-            if name not in sys.modules:
-                try:
-                    importlib.import_module(name)
-                except BaseException:  # a module that only its package can import
-                    del names[name]
+        _import(names)
     shutil.rmtree(home, ignore_errors=True)
     gc.collect()
     gc.freeze()
+
+
+def _import(names: dict[str, None]) -> None:
+    for name in list(names):
+        if name not in sys.modules:
+            try:
+                importlib.import_module(name)
+            except BaseException:  # a module that only its package can import
+                del names[name]
 
 
 def _list_modules(words: list[str], root: Path, home: Path, listed: Path) -> None:

@@ -35,7 +35,7 @@ model:
       hidden_size: 32
       num_layers: 2
       num_attention_heads: 2
-      time_embed_dim: 16
+      time_embed_dim: 16{offset}
       modules:
         pos_embed_config:
           params: {position}
@@ -90,6 +90,7 @@ def tiny_text(family: str) -> str:
     """Return the file that makes the stock model of a family tiny."""
     head = "" if family == "2b" else ", hidden_size_head: 16"
     return _TINY.format(
+        offset="\n      ofs_embed_dim: 16" if family == "1.5_5b_i2v" else "",
         frames=17 if "1.5" in family else 9,
         channels=16 if "i2v" in family else 8,
         position=f"{{text_length: 8{head}}}",
