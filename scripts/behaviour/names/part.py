@@ -35,11 +35,7 @@ _MORE = [
     "cogfast.finetune.show_supported_models",
     "cogfast.finetune.schemas.Args",
     "cogfast.finetune.schemas.Components",
-    "cogfast.finetune.schemas.State",
     "cogfast.finetune.trainer.Trainer",
-    "cogfast.finetune.models.utils.register",
-    "cogfast.finetune.models.utils.get_model_cls",
-    "cogfast.finetune.models.utils.show_supported_models",
     "cogfast.config.load_config",
     "cogfast.config.instantiate",
     "cogfast.config.resolve",
@@ -79,8 +75,12 @@ def record(folder: Path, work: Path) -> None:
         "families": _families(),
         "examples": examples(),
     }
-    _write(folder / "asked.json", asked)
     found = _probe(asked, work, "checkout", ROOT)
+    failed = [name for name, one in found["examples"].items() if one.get("status") != 0]
+    missing = [name for name, one in found["names"].items() if "missing" in one]
+    if failed or missing:
+        raise RuntimeError(f"not found: {missing}; examples that fail: {failed}")
+    _write(folder / "asked.json", asked)
     found |= {"wheel": _wheel_facts(_build_wheel(work))}
     _write(folder / "found.json", found)
 
@@ -204,8 +204,7 @@ def _probe(asked: dict, work: Path, name: str, place: Path) -> dict:
     if "families" in asked:
         unpack(ROOT / "tests" / "behaviour" / "words" / "world.tar.xz", world)
     _write(home / "asked.json", asked)
-    # Without a compiler a run takes PyTorch's ops, on each machine the same.
-    variables = environment(home) | {"PYTHONPATH": str(place), "PATH": "/nowhere"}
+    variables = environment(home) | {"PYTHONPATH": str(place)}
     done = subprocess.run(
         [sys.executable, "-P", str(_PROBE), str(home / "asked.json"), str(home / "found.json")],
         cwd=world,

@@ -57,7 +57,7 @@ _WARM_UP = (
     "convert models/5b out --to sat",
     "convert sat out2 --to diffusers",
     "convert runs/lora out3 --to peft",
-    "cache --base {base} args.latent_cache=other",
+    "cache --base {base} args.latent_cache=clips/prompts.txt",
     "plan --base {base} --gpu h100-80",
     "report runs/full",
     "publish runs/full a/b --dry-run",

@@ -105,7 +105,6 @@ def write_world(archive: Path, work: Path) -> None:
     _write_tiny(world / "tiny")
     _write_pipelines(world)
     base = ["--base", *tiny_files("5b")]
-    _cogfast(world, "doctor", "--build-kernels")  # no run then logs where they are
     _cogfast(world, "train", *base, "args.eval_prompts=[a red block]", "args.eval_interval=2")
     _keep_run(world, "full")
     _cogfast(world, "train", *base, "--lora", "4", "args.load=runs/full")
@@ -145,10 +144,15 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the variables of a recorded command: nothing of the user's but the path and Python's."""
-    kept = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH")
+    """Return the variables of a recorded command: nothing of the user's but Python's.
+
+    No program is found, neither git nor nvidia-smi nor a compiler: a run takes PyTorch's ops, on each
+    machine the same.
+    """
+    kept = ("PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH")
     return {
         **{name: os.environ[name] for name in kept if name in os.environ},
+        "PATH": "/nowhere",
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / ".cache"),
         "TMPDIR": str(home / "tmp"),
