@@ -17,7 +17,7 @@ CHANGED = FIXTURES / "changed_texts.json"
 ERROR_TEXT = "text of the error"  # the only kind of difference that CHANGED may list
 MOST_CHANGED = 60
 
-# What a text may hold of the moment and of the machine. Nothing else is loosened.
+# A text may hold these of the moment and of the machine. Nothing else is loosened.
 _MOMENT = (
     (r"\d{4}-\d\d-\d\d[T_ -]\d\d[:.-]?\d\d[:.-]?\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?", "<time>"),
     (r"\b\d{4}-\d\d-\d\d\b", "<date>"),

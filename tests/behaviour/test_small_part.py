@@ -16,7 +16,7 @@ PARTS = {"words": 100, "names": 140}
 
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_has_changed(part: str) -> None:
-    """What is meant to change is recorded again: docs of scripts/compare_behaviour.py."""
+    """A change that is wanted is recorded again: see scripts/compare_behaviour.py."""
     compare = importlib.import_module(f"scripts.behaviour.{part}").compare
     # Not pytest's folder: texts are compared at one length of the path.
     with tempfile.TemporaryDirectory() as work:

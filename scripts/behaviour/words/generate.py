@@ -63,7 +63,7 @@ def all_cases(folder: Path) -> Iterator[dict]:
             yield case | {"world": world, "files": files}
 
 
-# What a case may need of the world; a folder in a folder where the rest of it is large.
+# A case may need these of the world: folders in a folder where the rest of it is large.
 _ENTRIES = ("clips", "tiny", "cache", "sat", "adapters", "runs", *(f"models/{f}" for f in FAMILIES))
 
 

@@ -15,7 +15,7 @@ from scripts.behaviour.words.store import read_cases, write_cases
 from scripts.behaviour.words.world import environment, tiny_files, unpack, write_world
 
 PART = "words"
-_SMALL = 100  # command lines
+_SMALL = 100  # command lines, about
 _STREAMS = ("status", "stdout", "stderr", "wrote")
 # Files that users read or that their editors read, beside the package.
 _REFERENCES = ("docs/options.md", "configs/cogfast.schema.json")
@@ -99,7 +99,7 @@ def record(folder: Path, work: Path) -> None:
         for case, outcome in zip(cases, _outcomes(cases, archive, _sub(work, "cases")), strict=True)
         if _is_kept(outcome)
     ]
-    write_cases(folder, kept)
+    write_cases(folder, _with_small(kept, archive, _sub(work, "small")))
     for name, content in _references().items():
         (folder / name).write_text(content, encoding="utf-8")
     text = json.dumps(_imports(archive, _sub(work, "imports")), indent=1, sort_keys=True)
@@ -110,9 +110,9 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
     """Run the recorded cases and return their number and the differences."""
     archive = folder / "world.tar.xz"
     cases = read_cases(folder)
-    if small:  # every n-th, so that each command and kind of case has some
-        cases = cases[:: -(-len(cases) // _SMALL)]
-    outcomes = _outcomes(cases, archive, _sub(work, "cases"))
+    if small:
+        cases = [case for case in cases if case.get("is_small")]
+    outcomes = _outcomes(cases, archive, _sub(work, "cases"), small)
     differences: list[Difference] = []
     for case, found in zip(cases, outcomes, strict=True):
         differences += _differences(case, found)
@@ -151,9 +151,21 @@ def _is_kept(outcome: dict) -> bool:
     return not computes and outcome["status"] in (0, 1, 2)
 
 
-def _outcomes(cases: list[dict], archive: Path, work: Path) -> list[dict]:
+def _outcomes(cases: list[dict], archive: Path, work: Path, is_small: bool = False) -> list[dict]:
     world = unpack(archive, work / "world")
-    return run_cases(cases, world, work, tiny_files("5b"))
+    return run_cases(cases, world, work, tiny_files("5b"), is_small)
+
+
+def _with_small(cases: list[dict], archive: Path, work: Path) -> list[dict]:
+    """Mark the cases of the small part: those of each kind that take the least time."""
+    some = cases[:: max(1, len(cases) // (4 * _SMALL))]
+    outcomes = _outcomes(some, archive, work, is_small=True)
+    seconds = {case["id"]: one["seconds"] for case, one in zip(some, outcomes, strict=True)}
+    chosen: set[str] = set()
+    for kind in sorted({case["kind"] for case in some}):
+        of_kind = sorted((c["id"] for c in some if c["kind"] == kind), key=lambda i: seconds[i])
+        chosen.update(of_kind[: -(-len(of_kind) // 4)])
+    return [case | ({"is_small": True} if case["id"] in chosen else {}) for case in cases]
 
 
 def _references() -> dict[str, str]:

@@ -32,7 +32,7 @@ _OUTCOMES = "outcomes.jsonl"
 _LENGTH = 80  # of the path of a case's folder: some messages are cut, some texts aligned by length
 _SECONDS = 300  # until a case that waits is killed
 _CPU_SECONDS = 120
-# What takes long to import, in the order that keeps forks of _WARM_UP short.
+# These take long to import; in the order that keeps forks of _WARM_UP short.
 _SLOW = [
     "torch",
     "omegaconf",
@@ -67,14 +67,20 @@ _WARM_UP = (
     "--train_resolution 9x32x32 --dry-run",
 )
 
+_OF_SMALL = ("torch", "omegaconf", "pydantic")
+_WARM_UP_OF_SMALL = (_WARM_UP[0],)
 
-def run_cases(cases: Sequence[dict], world: Path, work: Path, base: Sequence[str]) -> list[dict]:
+
+def run_cases(
+    cases: Sequence[dict], world: Path, work: Path, base: Sequence[str], is_small: bool = False
+) -> list[dict]:
     """Return the outcome of each case, in their order.
 
-    world: the folder of the world. base: the files of a tiny model in it.
+    world: the folder of the world. base: the files of a tiny model in it. is_small: import little
+    before the cases, which pays for few cases.
     """
     context = multiprocessing.get_context("spawn")
-    server = context.Process(target=_serve, args=(list(cases), world, work, list(base)))
+    server = context.Process(target=_serve, args=(list(cases), world, work, list(base), is_small))
     server.start()
     server.join()
     rows = (work / _OUTCOMES).read_text(encoding="utf-8").splitlines()
@@ -84,9 +90,12 @@ def run_cases(cases: Sequence[dict], world: Path, work: Path, base: Sequence[str
     return [outcomes[number] for number in range(len(cases))]
 
 
-def _serve(cases: list[dict], world: Path, work: Path, base: list[str]) -> None:
+def _serve(cases: list[dict], world: Path, work: Path, base: list[str], is_small: bool) -> None:
     """Import what commands import, then fork a process for each case, two at a time."""
-    _preload(world, work, base)
+    if is_small:
+        _preload(world, work, base, _OF_SMALL, _WARM_UP_OF_SMALL)
+    else:
+        _preload(world, work, base, _SLOW, _WARM_UP)
     running: dict[int, _Running] = {}
     with (work / _OUTCOMES).open("w", encoding="utf-8") as file:
         for number, case in enumerate(cases):
@@ -234,17 +243,19 @@ def _be_case(words: list[str], root: Path, home: Path, streams: list[Path]) -> N
         os._exit(status)
 
 
-def _preload(world: Path, work: Path, base: list[str]) -> None:
-    """Import what the commands of _WARM_UP import, which forks of this process find out."""
+def _preload(
+    world: Path, work: Path, base: list[str], modules: Sequence[str], commands: Sequence[str]
+) -> None:
+    """Import modules, and then what commands import, which forks of this process find out."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     home = work / f"preload-{os.getpid()}"
     (home / "tmp").mkdir(parents=True)
     (home / ".cache").mkdir()
     os.environ.update(environment(home))
-    names = dict.fromkeys(_SLOW)
+    names = dict.fromkeys(modules)
     _import(names)
-    for number, text in enumerate(_WARM_UP):
+    for number, text in enumerate(commands):
         words = text.format(base=" ".join(base)).split()
         root = home / str(number)
         entries = sorted(entry.name for entry in world.iterdir())

@@ -22,7 +22,7 @@ FAMILIES = ("2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")
 STOCK = {family: f"cogvideox{'' if '1.5' in family else '_'}{family}.yaml" for family in FAMILIES}
 _TIME = 1_700_000_000  # of every file
 
-# What makes a stock model tiny: `--base cogvideox_5b.yaml sft.yaml tiny/5b.yaml`.
+# This makes a stock model tiny: `--base cogvideox_5b.yaml sft.yaml tiny/5b.yaml`.
 _TINY = """\
 model:
   network_config:
@@ -120,7 +120,7 @@ def write_world(archive: Path, work: Path) -> None:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write a .tar.xz that is the same for the same files, whoever writes it and when."""
+    """Write a .tar.xz that depends on nothing but the files."""
     buffer, first = io.BytesIO(), {}  # {content: the first file that has it}
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as tar:
         for path in sorted(folder.rglob("*")):
