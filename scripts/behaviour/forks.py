@@ -35,11 +35,10 @@ PINS = {
 }
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_CALLER = (*_OF_RANKS, "COGFAST_LOCAL_CACHE", "PYTHONPATH", "TRITON_INTERPRET", "DS_ACCELERATOR")
-_SLOTS = 2  # ranks that run at the same time
 _PAUSE = 0.02
-# Seconds without 0.1 s of processor time after which all ranks hang, and those that a rank gets after the
-# first one of its command has ended. Both are far above what a busy machine needs.
-_HANGS, _AFTER_FIRST = 120.0, 60.0
+# All ranks hang after so many seconds without 0.1 s of processor time, and those that are left when one has
+# ended after so many, if they have not worked in the last ones. Both are far above what a busy machine needs.
+_HANGS, _AFTER_FIRST, _IDLE = 120.0, 60.0, 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +72,17 @@ def run(
     environment: Mapping[str, str] | None = None,
     preload: Sequence[str] = (),
     copies: str = "inputs",
+    slots: int = 2,
 ) -> dict[str, list[Ended]]:
     """Run each job's commands one after the other in work/JOB, which has a copy of the folder `inputs`.
 
-    A job ends with its first command that fails. python, environment: of the server.
+    A job ends with its first command that fails. python, environment: of the server. preload: modules
+    that it imports. copies: the name of the copy. slots: ranks that run at the same time.
     """
     work.mkdir(parents=True, exist_ok=True)
     content = {name: [asdict(command) for command in commands] for name, commands in jobs.items()}
-    (work / "jobs.json").write_text(
-        json.dumps({"jobs": content, "inputs": str(inputs), "copies": copies, "preload": [*preload]})
-    )
+    request = {"inputs": str(inputs), "copies": copies, "preload": list(preload), "slots": slots}
+    (work / "jobs.json").write_text(json.dumps({"jobs": content} | request))
     kept = {key: value for key, value in os.environ.items() if key not in _OF_CALLER}
     kept |= {**PINS, "PYTHONPATH": str(ROOT), **(environment or {})}
     server = [python, "-m", "scripts.behaviour.forks", str(work / "jobs.json")]
@@ -115,7 +115,8 @@ class _Running:
         worked = sum(map(_cpu_seconds, self.alive))
         if not self.worked <= worked <= self.worked + 0.1:
             self.worked, self.last = worked, now
-        if self.alive and now > min(self.first + _AFTER_FIRST, self.last + _HANGS):
+        after_first = max(self.first + _AFTER_FIRST, self.last + _IDLE)
+        if self.alive and now > min(after_first, self.last + _HANGS):
             for pid in self.alive:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -188,7 +189,7 @@ def _serve(work: Path) -> None:
     ended: dict[str, list[Ended]] = {name: [] for name in waiting}
     running: dict[str, _Running] = {}
     for name in waiting:
-        shutil.copytree(content["inputs"], work / name / content["copies"])
+        shutil.copytree(content["inputs"], work / name / content["copies"], symlinks=True)
     while waiting or running:
         for name, job in list(running.items()):
             result = job.poll()
@@ -198,7 +199,7 @@ def _serve(work: Path) -> None:
                 if not result.is_success:
                     waiting.pop(name, None)
         for name in list(waiting):
-            free = _SLOTS - sum(job.command.ranks for job in running.values())
+            free = content["slots"] - sum(job.command.ranks for job in running.values())
             if name not in running and waiting[name][0].ranks <= max(free, 0 if running else 99):
                 running[name] = _Running(waiting[name].pop(0), work / name)
                 if not waiting[name]:

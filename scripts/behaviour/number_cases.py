@@ -117,7 +117,10 @@ def _features() -> dict[str, list[Command]]:
         words[f"checkpointing {policy}"] = [f"args.activation_checkpointing={policy}"]
     for schedule in ("sat", "linear", "cosine", "cosine_with_restarts", "polynomial"):
         more = ["args.warmup_steps=4", "args.lr_first_step=0"] if schedule != "sat" else []
-        words[f"schedule {schedule}"] = [f"args.lr_schedule={schedule}", "args.mode=finetune"] + more
+        words[f"schedule {schedule}"] = [
+            f"args.lr_schedule={schedule}",
+            "args.mode=finetune",
+        ] + more
     cases = {name: [_train("5b", *given)] for name, given in words.items()}
     sparse = ["args.attention=sparse:0.6", *_LARGE]
     cases["sparse"] = [_train("5b", *sparse, "args.train_iters=8"), _sample()]
