@@ -36,9 +36,10 @@ PINS = {
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_CALLER = (*_OF_RANKS, "COGFAST_LOCAL_CACHE", "PYTHONPATH", "TRITON_INTERPRET", "DS_ACCELERATOR")
 _PAUSE = 0.02
-# All ranks hang after so many seconds without 0.1 s of processor time, and those that are left when one has
-# ended after so many, if they have not worked in the last ones. Both are far above what a busy machine needs.
-_HANGS, _AFTER_FIRST, _IDLE = 120.0, 60.0, 20.0
+# A command that does not work hangs after so many seconds, and ranks that are left when one has ended after
+# so many: both are far above what a busy machine needs. Less than _WORK seconds of processor time in a
+# window are no work: a rank that waits asks from time to time.
+_HANGS, _AFTER_FIRST, _WINDOW, _WORK = 120.0, 60.0, 20.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,13 @@ class _Running:
         self.files = [folder / f"output-{rank}" for rank in range(command.ranks)]
         self.alive = {_fork(command, folder, rank, port): rank for rank in range(command.ranks)}
         self.statuses: list[int | None] = [None] * command.ranks
-        self.worked, self.last, self.first = 0.0, time.monotonic(), float("inf")
+        self.worked, self.last, self.window = 0.0, time.monotonic(), time.monotonic()
+        self.first = float("inf")  # when the first rank ended
+
+    @property
+    def num_working(self) -> int:
+        """Ranks, unless one has ended: the others wait for it, or end soon."""
+        return self.command.ranks if len(self.alive) == self.command.ranks else 0
 
     def poll(self) -> Ended | None:
         """Return how it ended, or None while it runs."""
@@ -113,9 +120,11 @@ class _Running:
                 self.statuses[self.alive.pop(pid)] = os.waitstatus_to_exitcode(status)
                 self.first = min(self.first, now)
         worked = sum(map(_cpu_seconds, self.alive))
-        if not self.worked <= worked <= self.worked + 0.1:
-            self.worked, self.last = worked, now
-        after_first = max(self.first + _AFTER_FIRST, self.last + _IDLE)
+        if worked > self.worked + _WORK or worked < self.worked:
+            self.last = now
+        if worked != self.worked and (now > self.window + _WINDOW or self.last == now):
+            self.worked, self.window = worked, now
+        after_first = max(self.first + _AFTER_FIRST, self.last + _WINDOW)
         if self.alive and now > min(after_first, self.last + _HANGS):
             for pid in self.alive:
                 os.kill(pid, signal.SIGKILL)
@@ -199,7 +208,7 @@ def _serve(work: Path) -> None:
                 if not result.is_success:
                     waiting.pop(name, None)
         for name in list(waiting):
-            free = content["slots"] - sum(job.command.ranks for job in running.values())
+            free = content["slots"] - sum(job.num_working for job in running.values())
             if name not in running and waiting[name][0].ranks <= max(free, 0 if running else 99):
                 running[name] = _Running(waiting[name].pop(0), work / name)
                 if not waiting[name]:

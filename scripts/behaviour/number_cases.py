@@ -109,14 +109,17 @@ def _features() -> dict[str, list[Command]]:
         "loss mask": [*_ROWS, "model.loss_fn_config.params.masked=0.1"],
         "prior": [*_ROWS[:1], "args.train_data=[inputs/pairs/prior.jsonl]", *_LORA],
         "trainable modules": ["model.trainable_modules=[attention]", "args.export=none"],
-        "sat frames": ["data.params.frame_selection=sat"],
+        "sat frames": ["data.params.frame_selection=sat", "data.params.fps=4"],
+        "frames at 4 fps": ["data.params.fps=4"],
         "uniform frames": ["data.params.frame_selection=uniform", "data.params.resize=stretch"],
         "another seed": ["args.seed=7"],
     }
     for policy in ("full", "attention_kept", "pointwise"):
         words[f"checkpointing {policy}"] = [f"args.activation_checkpointing={policy}"]
     for schedule in ("sat", "linear", "cosine", "cosine_with_restarts", "polynomial"):
-        more = ["args.warmup_steps=4", "args.lr_first_step=0"] if schedule != "sat" else []
+        more = ["args.warmup_steps=4", "args.lr_first_step=0", "args.min_lr_ratio=0.1"]
+        more = [] if schedule == "sat" else more
+        more += ["args.lr_num_cycles=2"] if "restarts" in schedule else []
         words[f"schedule {schedule}"] = [
             f"args.lr_schedule={schedule}",
             "args.mode=finetune",

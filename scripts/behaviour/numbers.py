@@ -218,6 +218,17 @@ def _plans(work: Path, cases: dict[str, list[Command]]) -> dict[str, dict]:
     return found
 
 
-def _write(file: Path, content: object) -> None:
+def _write(file: Path, content: dict) -> None:
+    """Write JSON with a list of numbers in one line."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    file.write_text(_lines(content, "") + "\n")
+
+
+def _lines(value: object, indent: str) -> str:
+    if not isinstance(value, dict) or not value:
+        is_text = isinstance(value, list) and any(isinstance(item, str) for item in value)
+        return json.dumps(value, indent=len(indent) + 1 if is_text else None)
+    inner = (
+        f"{indent} {json.dumps(key)}: {_lines(value[key], indent + ' ')}" for key in sorted(value)
+    )
+    return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
