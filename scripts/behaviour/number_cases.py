@@ -89,7 +89,13 @@ def _features() -> dict[str, list[Command]]:
         "bf16 accumulation": [_BF16, _MICRO_2, "args.gradient_accumulation_steps=2"],
         "plain kernels": ["args.kernels=torch"],
         "math attention": ["args.attention_backend=math"],
-        "ema": [f"{fused}.ema_decay=0.9", f"{fused}.betas=[0.8,0.99]"],
+        "ema": [
+            f"{fused}.ema_decay=0.9",
+            f"{fused}.use_num_updates=false",
+            f"{fused}.betas=[0.8,0.99]",
+        ],
+        # The warm-up of the decay, (1 + t) / (10 + t), reaches it at step 12.
+        "ema warm-up": [f"{fused}.ema_decay=0.6"],
         "8bit moments": ["args.optimizer_moments=8bit"],
         "ema on the host": ["args.ema_device=cpu"],
         "offloaded activations": [
