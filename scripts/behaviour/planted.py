@@ -39,10 +39,11 @@ def reach(place: str) -> None:
         return
     if action.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, action))
-    elif action == "full disk":
+    elif action in ("full disk", "small disk"):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         # A part of a checkpoint has more, and the output less.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        limit = 1 << (16 if action == "full disk" else 12)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     elif action == "out of memory":
         raise torch.OutOfMemoryError(f"planted in {place}")
     elif action == "no space":
