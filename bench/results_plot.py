@@ -1,21 +1,25 @@
 """Plot how many times as fast as diffusers a training step is, from the results under bench/results:
 
-    python -m bench.results_plot    # writes docs/images/benchmarks.png
+    python -m bench.results_plot [--out FILE]    # writes docs/images/benchmarks.png
 
 A bar is a case of bench.gpu_run, bench.step or bench.steps.cpu_peers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from bench import results_table
+from bench.harness.command import parser_of
 from bench.results_table import Results, case_of, threads_of
 
+_PICTURE = results_table.ROOT / "docs" / "images" / "benchmarks.png"
 _COLORS = {"diffusers": "tab:blue", "compiled diffusers": "tab:orange"}
 
 
@@ -56,6 +60,14 @@ def plot(results: Sequence[Results]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=_PICTURE, help="the picture, a PNG")
+    out = parser.parse_args(argv).out
     every = [results_table.read_results(folder) for folder in results_table.all_folders()]
-    plot(every).savefig(results_table.ROOT / "docs" / "images" / "benchmarks.png", dpi=110)
+    plot(every).savefig(out, dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -237,11 +237,16 @@ def _train(case: Case, folder: Path, name: str, overrides: Sequence[str]) -> Row
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of data_runs.json")
-    out = parser.parse_args(argv).out
-    load = os.getloadavg()[0]
-    outcome = measure_quickstart()
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
+    arguments = parser.parse_args(argv)
+    out, load = arguments.out, os.getloadavg()[0]
+    if arguments.tiny:
+        outcome = measure_data_runs(Settings(torch.device("cpu"), is_tiny=True))
+    else:
+        outcome = measure_quickstart()
     load_average = {"before": load, "after": os.getloadavg()[0]}
-    return finish(outcome, out / "data_runs.json", "data_runs", load_average=load_average)
+    more = {"is_tiny": arguments.tiny, "load_average": load_average}
+    return finish(outcome, out / "data_runs.json", "data_runs", **more)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 from bench import data, results_table
 from bench.clips import data_runs
 from bench.clips.video_clips import TINY_SIZES, generated_clips
 from bench.harness.outcome import Settings
+from tests.support.ranks.forked import run_forked
 from tests.support.video_files import decode_all
 
 
@@ -90,10 +90,16 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path, monkeypatch) -> None
     assert outcome.problems == ["DALI: exit status 1: no libnvcuvid.so.1"]
 
 
-@pytest.mark.soak
-def test_whole_commands_of_gpu_run() -> None:
-    settings = Settings(torch.device("cpu"), is_tiny=True)
-    rows = {row["run"]: row for row in data_runs.measure_data_runs(settings).rows}
+def test_whole_commands(tmp_path: Path, monkeypatch) -> None:
+    def run(command: Sequence[str]) -> None:
+        done = run_forked(command[1:])
+        assert done.returncode == 0, done.stdout
+
+    monkeypatch.setattr(data_runs, "_run", run)
+    assert data_runs.main(["--tiny", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "data_runs.json").read_text())
+    assert report["problems"] == [] and report["is_tiny"]
+    rows = {row["run"]: row for row in report["rows"]}
     assert len(rows) == 3
     cached, read = rows["training from the cache"], rows["training from videos, CPU reader"]
     assert cached["step_median_ms"] > 0 and read["step_median_ms"] > 0

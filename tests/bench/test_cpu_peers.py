@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from functools import partialmethod
 
 import pytest
 import torch
@@ -56,6 +57,20 @@ def test_every_contender_runs_in_every_round(monkeypatch, tmp_path) -> None:
     (row,) = json.loads(out.read_text())["rows"]
     assert {row[f"{name} num_samples"] for name in cpu_peers.CONTENDERS} == {4}
     assert set(calls) == set(cpu_peers.CONTENDERS) and len(set(calls.values())) == 1
+
+
+@pytest.mark.parametrize("command", [cpu_peers.PEERS, diffusers_kernels.KERNELS])
+def test_the_command(command: cpu_peers.Comparison, monkeypatch, tmp_path) -> None:
+    """Inductor, which compiles C++, is a soak."""
+    compile_ = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    out = tmp_path / "rows.json"
+    arguments = f"--model 5b-smallest --dtype float32 --threads 1 --rounds 2 --out {out}"
+    with threads(1):
+        assert command.main("", ["float32"], arguments.split()) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert all(row[f"{name} num_samples"] == 2 for name in command.contenders)
+    assert all(row[key] > 0 for key in command.ratios)
 
 
 @pytest.mark.soak  # Inductor compiles C++

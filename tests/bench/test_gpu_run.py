@@ -33,6 +33,7 @@ from bench.harness.timing import spread, time_calls
 from bench.kernel_ops import attention_backends, quantized_linears
 from bench.kernel_ops.attention_backends import measure_backend
 from cogfast.model.weights.shard import Shard
+from tests.support.ranks.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(torch.device("cpu"), is_tiny=True)
@@ -48,8 +49,50 @@ def run_piece(piece: str, folder: Path, status: int = 0) -> dict:
     return report
 
 
-def test_rates_follow_from_times_and_sizes(tmp_path: Path) -> None:
-    copy, product = run_piece("rates", tmp_path)["rows"]
+# Pieces are processes that this one forks, with as many minutes as they need beside other jobs.
+SHORT = """
+import subprocess, sys
+from bench import gpu_run
+from tests.support.ranks.forked import ForkedPopen
+
+subprocess.Popen = ForkedPopen
+gpu_run.PARTS["short"] = dict.fromkeys(gpu_run.PARTS["short"])
+sys.exit(gpu_run.main())
+"""
+# kernel_tests starts seven runs of pytest, op_times compiles C++, and 5b is 2b with other sizes.
+LEFT_OUT = ("5b", "op_times", "kernel_tests")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `bench.gpu_run short`, which finds some pieces there."""
+    folder = tmp_path_factory.mktemp("short")
+    for name in LEFT_OUT:
+        report = {"piece": name, "is_complete": True, "is_tiny": True, "problems": []}
+        (folder / f"{name}.json").write_text(json.dumps(report))
+    words = ["short", "--device", "cpu", "--tiny", "--minutes", "600", "--out", str(folder)]
+    done = run_forked(["-c", SHORT, *words])
+    assert done.returncode == 0 and done.stdout.endswith("all well\n"), done.stdout
+    return folder
+
+
+def report_of(short: Path, piece: str) -> dict:
+    report = json.loads((short / f"{piece}.json").read_text())
+    assert report["piece"] == piece and report["is_tiny"] and report["is_complete"]
+    assert report["problems"] == []
+    return report
+
+
+def test_the_pieces_of_short_are_measured(short: Path) -> None:
+    for piece in gpu_run.PARTS["short"].keys() - LEFT_OUT:
+        assert report_of(short, piece)["rows"], piece
+    runs = report_of(short, "train")["rows"]
+    assert [row["num_steps"] for row in runs] == [20, 20, 20]
+    assert {row["engine"] for row in report_of(short, "2b")["rows"]} == {"eager"}
+
+
+def test_rates_follow_from_times_and_sizes(short: Path) -> None:
+    copy, product = report_of(short, "rates")["rows"]
     assert copy["gb_per_s"] == pytest.approx(2 * 8e6 / (copy["median_ms"] * 1e-3) / 1e9)
     assert product["tflop_per_s"] == pytest.approx(
         2 * 256**3 / (product["median_ms"] * 1e-3) / 1e12
@@ -75,8 +118,8 @@ def test_products_of_8_bits_are_timed_and_checked(tmp_path: Path, monkeypatch) -
     assert len(problems) == 4 * 2 * 2 and "64 qkv forward int8: " in problems[0]
 
 
-def test_attention_counts_and_compares(tmp_path: Path) -> None:
-    found = run_piece("attention", tmp_path)["rows"]
+def test_attention_counts_and_compares(short: Path) -> None:
+    found = report_of(short, "attention")["rows"]
     rows = {(r["backend"], r["shape_bshd"][1]): r for r in found}
     # math at one shape; the default, five by name and three of sparse attention at two
     assert len(rows) == 1 + 9 * 2
@@ -94,8 +137,8 @@ def test_attention_counts_and_compares(tmp_path: Path) -> None:
         assert rows[name, 160]["unavailable"] == "it needs a CUDA GPU"
 
 
-def test_goldens_within_their_tolerance(tmp_path: Path) -> None:
-    report = run_piece("goldens", tmp_path)
+def test_goldens_within_their_tolerance(short: Path) -> None:
+    report = report_of(short, "goldens")
     assert report["numbers"]["float32_tolerance_factor"] == 1.0  # the CPU's own
     rows = {row["case"]: row for row in report["rows"]}
     assert len(rows) == 2 * len(CASES)

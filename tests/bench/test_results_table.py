@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from bench import results_plot, results_table
 from bench.results_table import (
@@ -135,6 +136,14 @@ def test_the_plot_has_a_bar_for_each_speed_up(results: Path) -> None:
     (axes,) = figure.axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx([300 / 250, 300 / 200])
+
+
+def test_the_command_draws_the_committed_results(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    assert results_plot.main(["--out", str(path)]) == 0
+    width, height = Image.open(path).size
+    assert width == 11 * 110
+    assert height == Image.open(ROOT / "docs" / "images" / "benchmarks.png").size[1]
 
 
 def test_no_table_is_wide(results: Path) -> None:
