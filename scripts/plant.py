@@ -1,0 +1,210 @@
+"""Breaks one formula, check, key or collective of the package at a time, and says whether the tests notice.
+
+    python -m scripts.plant [--only NAME ...] [--part FOLDER] [--list] [--all-tests] [--out FILE]
+
+scripts/planted/*.yaml hold the faults: a name, a file, a text that occurs once in it, the text that takes
+its place, and the tests that should fail. A scratch copy of the tree gets one fault after another; the
+checkout is never changed. Before that, the same tests must pass in the copy as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = ROOT / "scripts" / "planted"
+_LIBRARY = "cogfast/kernels/cpu/"  # C++ files, of which the tests load the compiled library
+_COMPILE = "from cogfast.kernels.cpu.library import compile_library; print(compile_library())"
+_SECONDS = 900  # of the tests of a fault; one that leaves ranks waiting for each other has no end
+_FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)
+_NO_END = f"no end within {_SECONDS} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault: `new` in place of `old` in `file`. tests: files or ids of the tests that should notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def part(self) -> str:
+        """The folder of the package that the fault is in, such as kernels/gpu."""
+        return str(Path(self.file).parent.relative_to("cogfast"))
+
+
+def read_faults() -> list[Fault]:
+    """Return all faults, by file of scripts/planted and in its order."""
+    rows = [
+        row for file in sorted(FAULTS.glob("*.yaml")) for row in yaml.safe_load(file.read_text())
+    ]
+    return [Fault(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """Yield a copy of the checkout's files, without what git ignores, that lasts as long as the block."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():  # not one that was deleted
+                target = Path(folder, "tree", name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        yield Path(folder, "tree")
+
+
+class Tree:
+    """A copy of the checkout that has one fault at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._times = root, int(time.time())
+        # Reports of tests that use ranks or a store depend on variables of the caller.
+        self._environment = {**os.environ, "PYTHONPATH": str(root)}
+
+    @contextmanager
+    def with_fault(self, fault: Fault) -> Iterator[None]:
+        """Plant a fault within the block, with a library of its own if it is in C++."""
+        path = self.root / fault.file
+        before, library = path.read_text(), None
+        assert before.count(fault.old) == 1, (
+            f"{fault.name}: its old text is not once in {fault.file}"
+        )
+        try:
+            self._write(path, before.replace(fault.old, fault.new))
+            if fault.file.startswith(_LIBRARY) and not fault.file.endswith(".py"):
+                library = self._compile()
+            yield
+        finally:
+            self._write(path, before)
+            if library is not None:
+                library.unlink(missing_ok=True)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        # Each version has a second of its own: Python takes a compiled file of the same second.
+        self._times += 1
+        os.utime(path, (self._times, self._times))
+
+    def _compile(self) -> Path:
+        """Compile the C++ kernels of the copy, into the user's cache, and return the library."""
+        command = [sys.executable, "-c", _COMPILE]
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=self._environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return Path(done.stdout.split()[-1])
+
+    def run(self, tests: Sequence[str], *options: str) -> tuple[list[str], str]:
+        """Run tests, and return those that fail, and the end of the output."""
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-m", "not soak"]
+        command += ["-p", "no:cacheprovider", *options, *tests]
+        process = subprocess.Popen(
+            command,
+            cwd=self.root,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that ranks that wait for each other end with it
+        )
+        try:
+            output, _ = process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return [_NO_END], ""
+        failed = _FAILED.findall(output)
+        if process.returncode and not failed:  # such as a test that is not there any more
+            failed = [f"pytest ended with status {process.returncode}"]
+        return failed, output[-3000:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plant the chosen faults, print what notices each, and return 1 if one is not noticed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
+    parser.add_argument("--part", metavar="FOLDER", help="faults in this folder of cogfast/")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
+    text = "run all tests for a fault that its own tests do not notice"
+    parser.add_argument("--all-tests", action="store_true", help=text)
+    text = "JSON file of the results; those of other faults in it are kept"
+    parser.add_argument("--out", type=Path, help=text)
+    found = parser.parse_args(argv)
+    faults = [
+        fault
+        for fault in read_faults()
+        if (not found.only or fault.name in found.only)
+        and (found.part is None or f"{fault.part}/".startswith(f"{found.part}/"))
+    ]
+    if missing := {*(found.only or ())} - {fault.name for fault in faults}:
+        parser.error(f"no fault is called {', '.join(sorted(missing))}")
+    if found.list:
+        for fault in faults:
+            print(f"{fault.name:40} {fault.file:55} {' '.join(fault.tests)}")
+        return 0
+    with copied_tree() as root:
+        tree = Tree(root)
+        failed, output = tree.run(sorted({test for fault in faults for test in fault.tests}))
+        if failed:
+            print(f"{output}\nthese tests fail without a fault: {' '.join(failed)}")
+            return 2
+        noticed = {fault.name: _noticed_by(tree, fault, found.all_tests) for fault in faults}
+    if found.out is not None:
+        _write_results(found.out, noticed)
+    missed = [name for name, by in noticed.items() if not by]
+    print(f"{len(noticed) - len(missed)} of {len(noticed)} are noticed; not: {missed or 'none'}")
+    return 1 if missed else 0
+
+
+def _noticed_by(tree: Tree, fault: Fault, runs_all: bool) -> str:
+    """Return the first test that fails with a fault; "" if none does. Prints a line."""
+    start = time.monotonic()
+    with tree.with_fault(fault):
+        failed, _ = tree.run(fault.tests, "-x")
+        if not failed and runs_all:
+            failed, _ = tree.run(["tests"], "-x", "-n", "2", "--dist", "loadfile")
+    by = failed[0] if failed else ""
+    seconds = time.monotonic() - start
+    print(f"{fault.name:40} {by or 'NOT NOTICED'} ({seconds:.0f} s)", flush=True)
+    return by
+
+
+def _write_results(file: Path, noticed: dict[str, str]) -> None:
+    """Write what notices each fault, with the commit and the day of this run."""
+    head = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    before = json.loads(file.read_text())["noticed_by"] if file.exists() else {}
+    names = [fault.name for fault in read_faults()]
+    by = {name: {**before, **noticed}[name] for name in names if name in before or name in noticed}
+    about = {"commit": commit.strip(), "date": date.today().isoformat(), "faults": len(by)}
+    about |= {"noticed": sum(map(bool, by.values())), "noticed_by": by}
+    file.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
