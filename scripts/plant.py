@@ -24,8 +24,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import NoReturn
 
-import yaml
+# Before the imports that forks share, as in conftest.py.
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+import omegaconf  # noqa: E402, F401
+import pydantic  # noqa: E402, F401
+import pytest  # noqa: E402
+import torch  # noqa: E402, F401 - 4 of the 6 s that a test takes to start
+import yaml  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "planted"
@@ -120,28 +128,51 @@ class Tree:
         return Path(done.stdout.split()[-1])
 
     def run(self, tests: Sequence[str], *options: str) -> tuple[list[str], str]:
-        """Run tests, and return those that fail, and the end of the output."""
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-m", "not soak"]
-        command += ["-p", "no:cacheprovider", *options, *tests]
-        process = subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # so that ranks that wait for each other end with it
-        )
-        try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return [_NO_END], ""
+        """Run tests in a fork of this process, and return those that fail, and the end of the output."""
+        words = ["-q", "-rfE", "--tb=short", "-m", "not soak", "-p", "no:cacheprovider"]
+        with tempfile.TemporaryFile() as file:
+            process = os.fork()
+            if not process:
+                self._be_pytest([*words, *options, *tests], file.fileno())
+            status = _wait(process)
+            file.seek(0)
+            output = file.read().decode(errors="replace")
+        if status is None:
+            return [_NO_END], output[-3000:]
         failed = _FAILED.findall(output)
-        if process.returncode and not failed:  # such as a test that is not there any more
-            failed = [f"pytest ended with status {process.returncode}"]
+        if status and not failed:  # such as a test that is not there any more
+            failed = [f"pytest ended with status {status}"]
         return failed, output[-3000:]
+
+    def _be_pytest(self, words: list[str], output: int) -> NoReturn:
+        """Run pytest in the copy, as a process group of its own, and end."""
+        status: int = 3
+        try:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.chdir(self.root)
+            os.environ |= self._environment
+            others = [path for path in sys.path if Path(path).resolve() != ROOT]
+            sys.path[:] = [str(self.root), *others]
+            for name in [name for name in sys.modules if name.partition(".")[0] == "scripts"]:
+                del sys.modules[name]
+            status = pytest.main(words)
+        finally:
+            os._exit(status)
+
+
+def _wait(process: int) -> int | None:
+    """Return the exit status of a process; None if its time is over and it was killed with its group."""
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.killpg(process, signal.SIGKILL)  # ranks that wait for each other end with it
+    os.waitpid(process, 0)
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
