@@ -51,6 +51,20 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
         write_text(tmp_path / "no" / "b", "x")
 
 
+def test_content_is_on_disk_before_its_name(tmp_path: Path, monkeypatch) -> None:
+    """A machine that crashes leaves no name without its content."""
+    calls, fsync, replace = [], os.fsync, Path.replace
+    name_of = lambda descriptor: os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+    monkeypatch.setattr(os, "fsync", lambda d: calls.append(("sync", name_of(d))) or fsync(d))
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: calls.append(("rename", self.name)) or replace(self, to)
+    )
+    write_text(tmp_path / "text", "a")
+    draft = calls[0][1]
+    assert draft.startswith("text.")
+    assert calls == [("sync", draft), ("rename", draft), ("sync", tmp_path.name)]
+
+
 def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:
     path = tmp_path / "a"
     with file_limit(1000), pytest.raises(OSError) as error, ChecksumFile(path) as file:

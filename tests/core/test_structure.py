@@ -57,7 +57,12 @@ CLOSED = {
     "kernels": ("core",),
 }
 MOST_ENTRIES = 12  # files and folders in a folder
-OF_TESTS = {"behaviour", "bench", "cuda", "support"}  # folders of tests/ beside those of the package's parts
+OF_TESTS = {
+    "behaviour",
+    "bench",
+    "cuda",
+    "support",
+}  # folders of tests/ beside those of the package's parts
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
 LATE = {

@@ -83,6 +83,15 @@ def test_every_layout_reads_the_same(layout, dataset):
     assert _read(dataset, 6, max_bad_fraction=0.2, **layout) == expected
 
 
+def test_micro_batches_of_all_ranks_together_are_consecutive():
+    """Item i of micro-batch a on rank r fills slot a * (2 * 3) + r * 2 + i."""
+    layout = {"micro_batch": 2, "accumulation": 2, "dp_size": 3, "num_workers": 0, "num_steps": 1}
+    for rank in range(3):
+        loader = BatchLoader(Latents(12), GlobalOrder(12, 0, 12), dp_rank=rank, **layout)
+        slots = [batch["slots"] for batch in loader]
+        assert slots == [[6 * a + 2 * rank, 6 * a + 2 * rank + 1] for a in range(2)]
+
+
 def test_resume_continues_with_the_next_step():
     straight, _ = _read(Latents(7, bad=(1,)), 9)
     resumed, _ = _read(Latents(7, bad=(1,)), 4, start_step=5, micro_batch=2, accumulation=2)

@@ -70,6 +70,14 @@ def test_replacements_try_every_sample_once():
         assert tried[0] == order.index(5, slot)
 
 
+def test_slots_of_a_step_have_replacements_at_distances_of_their_own():
+    order = GlobalOrder(12, 0, 12)
+    place = {order.index(0, slot): slot for slot in range(12)}
+    assert len(place) == 12
+    distances = {(place[order.index(0, slot, 1)] - slot) % 12 for slot in range(12)}
+    assert distances <= {1, 5, 7, 11} and len(distances) > 1  # coprime to 12
+
+
 def test_shuffle_is_uniform():
     """Mean and spread of a sample's position are uniform over 2,000 epochs to 4 standard errors."""
     order = GlobalOrder(20, 9, 20)

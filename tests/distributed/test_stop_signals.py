@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from cogfast.distributed.process_groups import StopRequest
 from tests.support.tiny_run import ROOT
 
 # A command that runs FIRST, prints "ready" and runs BODY. Tests set the seconds that decide, so that a
@@ -129,6 +131,11 @@ def test_signals_ignored_at_the_start_stay_ignored() -> None:
     printed, errors = process.communicate(timeout=120)
     assert (printed, process.returncode) == ("removed\n", 0)
     assert "SIGHUP" not in errors
+
+
+def test_hours_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 1000.0)
+    assert StopRequest(Mock(), max_hours=2).deadline == 1000 + 2 * 3600
 
 
 def test_a_main_thread_that_does_not_listen_is_ended() -> None:

@@ -156,6 +156,14 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
     torch.testing.assert_close(trainer.engine.grad_norm, wanted, rtol=1e-5, atol=0)
 
 
+def test_gradients_are_not_clipped_if_no_key_says_so() -> None:
+    config = load_config(["cogvideox_2b.yaml"])
+    assert "gradient_clipping" not in config.deepspeed
+    section = deepspeed_config(config, TrainArguments.from_config(config))
+    # Without the key DeepSpeed would decide, whose default is another one.
+    assert section["gradient_clipping"] == 0
+
+
 def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
     tmp_path: Path, data: Path
 ) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.core.slot_random import SlotRandom
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
-from cogfast.finetune.overrides import check_collated, check_encoded
+from cogfast.finetune.overrides import check_collated, check_encoded, identity, overridden
 from tests.finetune.test_runs import SIZE, options  # noqa: F401
 from tests.support.refusals import assert_refused
 from tests.support.tiny_run import losses
@@ -149,6 +149,13 @@ def test_the_cache_notices_another_method(options, data, tmp_path):  # noqa: F81
     dataset = plain._prepare().datasets.train
     assert not torch.equal(dataset[0]["latent_mean"], entries["first"][0]["latent_mean"])
     assert not torch.equal(dataset[0]["prompt_embedding"], entries["first"][0]["prompt_embedding"])
+
+
+def test_a_methods_identity_has_the_source_of_its_parents():
+    functions = overridden(Changed, CogVideoXT2VLoraTrainer)["encode_text"]
+    assert len(functions) > 1, "Changed has a parent whose method it calls"
+    found = {identity(Changed, "encode_text", functions[:n]) for n in (1, len(functions))}
+    assert len(found) == 2
 
 
 def test_methods_that_call_their_parent_change_nothing(options, tmp_path):  # noqa: F811

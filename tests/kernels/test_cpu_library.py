@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -148,6 +149,16 @@ def test_another_pytorch_compiler_or_processor_has_another_library(monkeypatch) 
     for name, value in (("sys.platform", "darwin"), ("torch.backends.cpu.get_cpu_capability", str)):
         with pytest.raises(RuntimeError, match="are for Linux on an x86-64 processor with AVX2"):
             changed(name, value)
+
+
+def test_a_change_of_any_source_makes_another_library(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(library, "_HERE", Path(shutil.copytree(library._HERE, tmp_path / "cpu")))
+    files = [file for file in library._HERE.rglob("*") if file.suffix in (".cpp", ".h")]
+    found = {library.library_file()}
+    for file in files:
+        file.write_text(file.read_text() + "\n")
+        found.add(library.library_file())
+    assert len(found) == 1 + len(files) > 10
 
 
 def test_the_doctor_compiles_and_says_where(compiler: Path, monkeypatch, capsys) -> None:

@@ -297,6 +297,15 @@ def test_inference_configs_count_videos_per_prompt(
     assert len({tuple(one.flatten().tolist()) for one in four}) == 4
 
 
+def test_a_video_has_the_seed_of_its_number(tmp_path: Path, runs: dict[str, Path]) -> None:
+    """Video n has the seed args.seed + n, which makes it again from its prompt alone."""
+    both = ["--prompt", "a", "--prompt", "b"]
+    sample(runs["5b"], tmp_path / "both", *both, LATENTS, "args.seed=5")
+    sample(runs["5b"], tmp_path / "second", *both[2:], LATENTS, "args.seed=6")
+    second, alone = latents(tmp_path / "both")[1], latents(tmp_path / "second")[0]
+    torch.testing.assert_close(second, alone, rtol=0, atol=1e-5)
+
+
 def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) -> None:
     pixels = np.zeros((32, 96, 3), dtype=np.uint8)
     pixels[:, 32:64] = 255

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from cogfast.core.files import WriteError
+from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.model.weights.convert import convert
 from cogfast.model.weights.formats.checkpoint_manifest import (
     newest_checkpoint,
@@ -175,16 +176,23 @@ def test_a_checkpoint_without_moments_is_refused(run: Run) -> None:
 
 
 class Damaged(Trainer):
-    """An element of the master weights becomes infinite after step 3."""
+    """An element of the master weights, or of their average, becomes infinite after step 3."""
+
+    kind = "weights"
 
     def compute_loss(self, batch: dict) -> torch.Tensor:
         if self.step == 3:
-            self.engine.parts[0].detach()[5] = math.inf
+            average = self.engine.state(0)["shadow"]
+            (self.engine.parts[0].detach() if self.kind == "weights" else average)[5] = math.inf
         return super().compute_loss(batch)
 
 
-def test_damaged_weights_are_not_saved(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["weights", "EMA weights"])
+def test_damaged_weights_are_not_saved(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """The good checkpoints stay, whatever is saved later, and the run ends with an error."""
+    monkeypatch.setattr(Damaged, "kind", kind)
     run = run.by(Damaged).with_args(train_iters=8, save_interval=1, keep_last=2)
     wanted = (
         r"step 8 could not be saved .*the last checkpoint is \S+/00000003; run the same command"
@@ -194,9 +202,7 @@ def test_damaged_weights_are_not_saved(run: Run, caplog: pytest.LogCaptureFixtur
     assert saved_steps(run) == [2, 3]
     assert run.checkpoint.name == "00000003"
     assert all(value.isfinite().all() for value in run.weights().values())
-    wanted = (
-        r"checkpoint of step 4 failed: its weights are not finite \(first: \S+\); the previous one"
-    )
+    wanted = rf"step 4 failed: its {kind} are not finite \(first: \S+\); the previous one"
     assert re.search(wanted, caplog.text)
     assert not list((run.path / "checkpoints").glob("*.incomplete"))
 
@@ -256,6 +262,16 @@ def test_every_optimizers_state_is_kept(run: Run, tmp_path: Path, optimizer: str
     cut = run.resume(steps=6)
     assert cut.losses == whole.losses
     assert_equal(cut.weights(), whole.weights())
+
+
+def test_the_loss_scale_is_saved_and_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fp16, which needs a GPU: here only that the engine's numbers come back to it."""
+    scale, loaded = {"dynamic": True, "cur_scale": 4096.0, "cur_iter": 7}, []
+    monkeypatch.setattr(ZeroEngine, "loss_scaler_state", lambda _: scale)
+    monkeypatch.setattr(ZeroEngine, "load_loss_scaler_state", lambda _, s: loaded.append(s))
+    run.train(steps=2)
+    run.resume(steps=3)
+    assert loaded == [scale]
 
 
 def test_another_optimizer_and_another_model_are_refused(run: Run) -> None:

@@ -130,6 +130,7 @@ DECISIVE = {
     "model.scale_factor=0.5": "model.scale_factor: 0.7 -> 0.5",
     "data.params.fps=4": "data.params.fps: 8 -> 4",
     "deepspeed.optimizer.params.lr=0.5": "args.lr: 0.002 -> 0.5",
+    "args.weight_decay=0.5": "args.weight_decay: 0.0 -> 0.5",
     "deepspeed.gradient_clipping=2.0": "deepspeed.gradient_clipping: 1.0 -> 2.0",
     "deepspeed.bf16={enabled: true}": "args.bf16: False -> True",
     "args.lr_schedule=linear": "args.lr_schedule: constant -> linear",
