@@ -82,6 +82,7 @@ def record(folder: Path, work: Path) -> None:
         raise RuntimeError(f"not found: {missing}; examples that fail: {failed}")
     _write(folder / "asked.json", asked)
     found |= {"wheel": _wheel_facts(_build_wheel(work))}
+    del found["paths"]
     _write(folder / "found.json", found)
 
 
@@ -100,8 +101,10 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
         both = list(
             pool.map(lambda one: _probe(asked, work, *one), (("checkout", ROOT), ("wheel", site)))
         )
+    # The wheel has each file of the tree, in its place.
+    paths = [one.pop("paths") for one in both]
+    number, differences = 1, list(compare_values(PART, "files of the wheel", *paths))
     both[1]["wheel"] = _wheel_facts(wheel)
-    number, differences = 0, []
     for name, found in zip(("checkout", "wheel"), both, strict=True):
         count, more = _compare(name, recorded, found)
         number, differences = number + count, differences + more
@@ -115,6 +118,8 @@ def _compare(name: str, recorded: dict, found: dict) -> tuple[int, list[Differen
         for key in sorted(entries.keys() | recorded[kind].keys()):
             number += 1
             one, two = (side[kind].get(key, "(nothing)") for side in (recorded, found))
+            if isinstance(two, dict) and "missing" in two:  # one difference, not one for each part
+                one = {"missing": "(nothing)"}
             if kind == "examples" and _are_close(one, two):
                 continue
             differences += compare_values(PART, f"{name} {kind} {key}", one, two)
@@ -220,8 +225,11 @@ def _probe(asked: dict, work: Path, name: str, place: Path) -> dict:
     if "families" in asked:
         suffixes = (".py", ".pyc", ".so")
         files = [path for path in own.rglob("*") if path.is_file() and path.suffix not in suffixes]
-        names = sorted(path.relative_to(own).as_posix() for path in files)
+        paths = sorted(path.relative_to(own).as_posix() for path in files)
+        # Users name the files of configs/; others may move to another folder, with their name.
+        names = (path if path.startswith("configs/") else Path(path).name for path in paths)
         found["files"] = dict.fromkeys(names, "a file")
+        found["paths"] = dict.fromkeys(paths, "a file")
     return found
 
 
