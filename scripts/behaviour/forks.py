@@ -142,6 +142,11 @@ def _fork(command: Command, folder: Path, rank: int, port: str) -> int:
     status = 1
     try:
         os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs ignore it
         null = os.open(os.devnull, os.O_RDONLY)
         output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for source, target in ((null, 0), (output, 1), (output, 2)):

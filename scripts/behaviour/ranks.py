@@ -243,7 +243,7 @@ def _other_commands() -> dict[str, list[Command]]:
         for words, found in (
             (
                 cache,
-                ("encode:1:", "encode:2:small disk", "encode:1:SIGTERM", "text:1:out of memory"),
+                ("encode:1:", "encode:1:small disk", "encode:1:SIGTERM", "text:1:out of memory"),
             ),
             (sample, ("forward without gradients:1:", "decode:1:", "decode:1:SIGTERM", "text:1:")),
         )
