@@ -134,7 +134,7 @@ def test_clips_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str)
 
 
 def test_bad_state_files_are_refused(tmp_path: Path) -> None:
-    line = "ckpt_path=<...>does not exist .a relative path starts<...>; set <...>, or write it with"
+    line = "ckpt_path=<...>does not exist (a relative path starts<...>; set <...>, or write it with"
     assert_refused(lambda: WaveletAutoencoder(str(tmp_path / "none.safetensors")), line)
     (tmp_path / "text.safetensors").write_text("no tensors here")
     with pytest.raises(ValueError, match="text.safetensors: truncated or damaged"):

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.core.slot_random import SlotRandom
-from tests.config.test_stock_yaml_end_to_end import WIDTH, write_t5
+from tests.config.test_stock_yaml_end_to_end import CAPTIONS, WIDTH
 from tests.support.tiny_run import FAMILIES
-from tests.support.tiny_transformers import randomize
+from tests.support.tiny_transformers import randomize, write_t5
 
 SIZE = (32, 48)
 PROMPT = "a red block moves right over grey"
@@ -101,7 +101,7 @@ class Pipelines:
 
 def write_pipelines(folder: Path) -> Pipelines:
     """Write a tiny pipeline of each family."""
-    write_t5(folder / "t5")
+    write_t5(folder / "t5", CAPTIONS, 34, vocab_size=160, d_model=WIDTH)
     torch.manual_seed(0)
     vae = AutoencoderKLCogVideoX(block_out_channels=(32, 64, 64, 64), layers_per_block=1)
     vae.register_to_config(scaling_factor=0.7)
