@@ -22,7 +22,7 @@ from cogfast.core.files import UNFINISHED
 from cogfast.core.mirror import copy_of, named_by_urls, url_of
 from cogfast.core.store import StoreError, local_copy, parse_cache
 from cogfast.core.store_errors import diagnosis
-from tests.support.refusals import assert_refused
+from tests.support.refusals import assert_refused, refusals
 from tests.support.s3_server import Fault, S3Server
 
 _CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -41,20 +41,15 @@ def _written(server: S3Server, name: str, content: bytes = _CONTENT) -> str:
     return url
 
 
-SETTINGS = {
-    "AWS_PROFILE=nix": "nix.* could not be found; set AWS_PROFILE to a profile",
-    "AWS_DEFAULT_REGION=us east": "'us east'.*; correct AWS_DEFAULT_REGION",
-    "AWS_ENDPOINT_URL=127.0.0.1:1": "Invalid endpoint: .*; write AWS_ENDPOINT_URL with http:// or https://",
-}
+TABLE = Path(__file__).with_name("refusals.txt")
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_wrong_setting_is_not_tried_again(server, setting, monkeypatch):
+@refusals(TABLE, "a wrong setting")
+def test_a_wrong_setting_is_not_tried_again(server, refusal, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE", 1000.0)
-    monkeypatch.setenv(*setting.split("="))
+    monkeypatch.setenv(*refusal.words[0].split("="))
     S3FileSystem.clear_instance_cache()
-    with pytest.raises(StoreError, match=SETTINGS[setting]):
-        store.find(f"{server.url}/x")
+    assert_refused(lambda: store.find(f"{server.url}/x"), refusal.line, StoreError)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +129,12 @@ def test_errors_that_pass_are_tried_again(server, kind, monkeypatch):
     assert local_copy(url, "-").read_bytes() == _CONTENT
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (503, r": planted \(503\); the store asks for fewer requests or is not available; try"),
-        (429, r": planted \(429\); the store asks for fewer requests"),
-        (301, r": planted; the bucket is in another region; set AWS_DEFAULT_REGION=eu-west-1$"),
-        ("cut", "does not answer; check its address, AWS_ENDPOINT_URL and the network"),
-        (403, "access denied .*; check the credentials"),
-        ("no ranges", "must support HTTP ranges"),
-    ],
-)
-def test_errors_that_stay_name_the_fix(server, kind, text):
-    url = _written(server, "f.bin")
-    server.faults = [Fault(kind, method="GET")]
-    with pytest.raises(StoreError, match=text) as caught:
-        store.read(url, 5, 10)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(url)
+@refusals(TABLE, "a store that fails")
+def test_errors_that_stay_name_the_fix(server, refusal):
+    url, (kind,) = _written(server, "f.bin"), refusal.words
+    server.faults = [Fault(int(kind) if kind.isdigit() else kind, method="GET")]
+    found = assert_refused(lambda: store.read(url, 5, 10), refusal.line, StoreError)
+    assert found.startswith(url)
 
 
 def test_an_unknown_host_is_named_without_the_request(server, monkeypatch):

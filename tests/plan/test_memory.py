@@ -156,7 +156,7 @@ def plan_command(*words: str) -> list[str]:
     return run_of("cogvideox_5b.yaml", "sft.yaml").command(*words, name="plan")
 
 
-@refusals(Path(__file__).with_name("refusals.txt"))
+@refusals(Path(__file__).with_name("refusals.txt"), "cogvideox_5b sft")
 def test_wrong_words(refusal: Refusal, capsys: pytest.CaptureFixture) -> None:
     assert_command_refused(capsys, plan_command(*refusal.words), refusal.line)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from cogfast.plan.text import describe_plan
 from cogfast.plan.zero import num_trained
 from tests.plan.test_memory import CACHED, config_of
 from tests.plan.test_seconds import H100, plan_of
+from tests.support.refusals import Refusal, assert_refused, refusals
 
 BATCH = "deepspeed.train_batch_size=128"
 
@@ -142,43 +144,21 @@ def test_the_predicted_scaling_is_near_a_published_one() -> None:
     assert rates[1] / rates[0] == pytest.approx(6514 / 6667, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "worlds", "words", "message"),
-    [
-        ("80", (8,), (), "--table has no rates of 80 GiB; use --gpu b300, .*4090"),
-        ("7090", (8,), (), "--gpu '7090' is not known"),
-        ("h100-80", (128,), ("deepspeed.train_batch_size=100",), "128: 64 samples at once .* 64"),
-        (
-            "4090",
-            (8,),
-            ("args.batch_size=16",),
-            "--gpus 8: no layout fits: .* of 23.6; `cogfast plan --gpus 8` shows",
-        ),
-        ("h100-80", (8,), ("args.mode=inference",), "--table predicts no sampling"),
-    ],
-)
-def test_a_table_that_cannot_be_made(gpu: str, worlds, words, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        describe_table(with_words(config(), words, "test"), gpu, worlds)
-    assert "\n" not in str(caught.value)
+@refusals(Path(__file__).with_name("refusals.txt"), "a table that cannot be made")
+def test_a_table_that_cannot_be_made(refusal: Refusal) -> None:
+    gpu, world, *words = refusal.words
+    call = lambda: describe_table(with_words(config(), words, "test"), gpu, (int(world),))
+    assert_refused(call, refusal.line)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--table", "--failures", "-1"], "--failures: '-1' must be a number from 0.001 to 1000"),
-        (["--table", "--gpus", "8,x"], "--gpus: 'x' must be a whole number from 1 to 1048576"),
-        (["--gpus", "8,16"], "--gpus with several numbers .* add --table"),
-        (["--failures", "2"], "--failures is for the table of layouts; add --table"),
-    ],
-)
-def test_options_of_the_table(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_plan(["--base", "cogvideox_2b.yaml", "sft.yaml", *words])
+@refusals(Path(__file__).with_name("refusals.txt"), "options of the table")
+def test_options_of_the_table(refusal: Refusal) -> None:
+    words = ["--base", "cogvideox_2b.yaml", "sft.yaml", *refusal.words]
+    assert_refused(lambda: parse_plan(words), refusal.line)
 
 
 def test_hpz_is_refused() -> None:
     key = "deepspeed.zero_optimization.zero_hpz_partition_size"
-    with pytest.raises(ValueError, match=f"{key}=8: .* is not supported; remove it"):
-        config_of("_2b", f"{key}=8")
+    line = f"{key}=8: <...> is not supported; remove it"
+    assert_refused(lambda: config_of("_2b", f"{key}=8"), line)
     config_of("_2b", f"{key}=1")

@@ -16,10 +16,12 @@ from cogfast.data.buckets import survey
 from cogfast.data.datasets import VideoFolder, VideoManifest
 from cogfast.data.global_order import GlobalOrder
 from cogfast.train.trainer import Trainer
+from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_run import SIDE
 
 CLIP = {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9}
+TABLE = Path(__file__).with_name("refusals.txt")
 SHAPE = [2, 3, 4]
 VALUES = np.arange(24, dtype=np.float64).reshape(SHAPE)
 
@@ -59,76 +61,36 @@ def object_array(file: Path) -> None:
     np.save(file, np.array([{"a": 1}], dtype=object))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    {
-        "shape": (
-            lambda file: np.save(file, VALUES[:, :2]),
-            "has the shape [2, 2, 4], but data.params.tensors gives flow the shape [2, 3, 4]",
-        ),
-        "objects": (object_array, "is not a readable .npy file"),
-        "text": (lambda file: np.save(file, np.full(SHAPE, "a")), "is not an array of numbers"),
-        "archive": (
-            lambda file: np.savez(file.open("wb"), VALUES),
-            "is not an array of numbers; write it with numpy.save",
-        ),
-        "cut off": (
-            lambda file: file.write_bytes(file.read_bytes()[:-8]),
-            "is not a readable .npy file",
-        ),
-        "part of an archive": (
-            lambda file: file.write_bytes(b"PK\x03\x04"),
-            "is not a readable .npy file of numbers; write",
-        ),
-        "missing": (lambda file: file.unlink(), "does not exist"),
-        "infinite": (
-            lambda file: np.save(file, np.full(SHAPE, 1e39)),
-            "has values that are not finite in float32",
-        ),
-    }.values(),
-)
-def test_bad_files_are_bad_samples(
-    manifest: Path, spoil: Callable[[Path], object], reason: str
-) -> None:
+SPOILS: dict[str, Callable[[Path], object]] = {
+    "shape": lambda file: np.save(file, VALUES[:, :2]),
+    "objects": object_array,
+    "text": lambda file: np.save(file, np.full(SHAPE, "a")),
+    "archive": lambda file: np.savez(file.open("wb"), VALUES),
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-8]),
+    "part of an archive": lambda file: file.write_bytes(b"PK\x03\x04"),
+    "missing": Path.unlink,
+    "infinite": lambda file: np.save(file, np.full(SHAPE, 1e39)),
+}
+
+
+@refusals(TABLE, "files of tensors")
+def test_bad_files_are_bad_samples(manifest: Path, refusal: Refusal) -> None:
     file = manifest.parent / "3.npy"
-    spoil(file)
+    SPOILS[refusal.words[0]](file)
     found = dataset(manifest)
-    with pytest.raises(BadSample) as raised:
-        _ = found[3]
-    assert f"its flow {file} {reason}" in str(raised.value)
+    assert_refused(lambda: found[3], refusal.fill(file=file).line, BadSample)
     # Headers show all but values.
-    known = survey(found).reasons
+    known, reason = survey(found).reasons, refusal.line.partition("} ")[2]
     assert ("finite" in reason and not known) or (list(known) == [3] and reason in known[3])
     assert "flow" in found[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    {
-        "empty": (
-            lambda: {"row": {"flow": ""}},
-            "line 1 has no flow; data.params.tensors needs one per row",
-        ),
-        "name": (lambda: {"tensors": {"fps": [1]}}, "fps is the name of a key of a batch"),
-        "column": (
-            lambda: {"tensors": {"weight": [1]}},
-            "weight names another column; rename",
-        ),
-        "values": (lambda: {"tensors": {"flow": [0]}}, "data.params.tensors.flow"),
-        "sizes": (
-            lambda: {"buckets": [[9, SIDE, SIDE]]},
-            "one shape for all samples; remove data.params.buckets",
-        ),
-    }.values(),
-)
-def test_refused(manifest: Path, data: Path, change: Callable[[], dict], reason: str) -> None:
-    given = change()
-    if "row" in given:
-        write(manifest.parent, data, lambda i: given["row"])
-        given = {}
-    with pytest.raises(ValueError) as raised:
-        dataset(manifest, **given)
-    assert reason in str(raised.value)
+@refusals(TABLE, "params of tensors")
+def test_refused(manifest: Path, data: Path, refusal: Refusal) -> None:
+    given = json.loads(refusal.words[0])
+    if row := given.pop("row", None):
+        write(manifest.parent, data, lambda i: row)
+    assert_refused(lambda: dataset(manifest, **given), refusal.line)
 
 
 def test_other_layouts_have_none(data: Path) -> None:
