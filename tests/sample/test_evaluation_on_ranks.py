@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.ranks.evaluation_ranks import CASES
 from tests.support.ranks.forked import run_forked
-from tests.support.tiny_run import CHANNELS, free_port, write_clips_with_vae
-from tests.train.caching.test_cache import write_vae_config
+from tests.support.tiny_run import CHANNELS, free_port, write_clips_with_vae, write_config
 
 TENSOR = "args.model_parallel_size=2"
 SECONDS = 300  # on a busy machine; a hang has no end
@@ -27,9 +26,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the VAE, which chooses how it encodes clips at the first one, and without a cache."""
     folder = tmp_path_factory.mktemp("ranks")
     data = write_clips_with_vae(folder / "data", 4, CHANNELS)
-    return write_vae_config(
+    return write_config(
         folder / "base.yaml",
         data,
+        has_vae=True,
         valid_data=[str(data)],
         eval_at_start=True,
         eval_iters=2,

@@ -26,8 +26,8 @@ class Run:
 
     data: the folder of the clips. folder: where the YAML file lies, and by default the runs.
     options: keyword arguments of write_config: lora_rank, dataset, optimizer, keys of `args`.
-    words: `key=value` after the YAML file. kind: the class of the trainer. last: the trainer of
-    the last `train`. files: YAML files that are there, in place of the one of the options.
+    words: `key=value` after the YAML file. kind: the class of the trainer. files: YAML files in
+    place of the one that is written. last: the trainer of the last `train`.
     """
 
     data: Path
@@ -37,8 +37,8 @@ class Run:
     words: tuple[str, ...] = ()
     allow_import: tuple[str, ...] = ()
     kind: type[Trainer] = Trainer
-    last: Trainer | None = None
     files: tuple[Path | str, ...] | None = None
+    last: Trainer | None = None
 
     # --- other Runs ---
 
@@ -46,8 +46,16 @@ class Run:
         """Return a run of another member of the family."""
         return replace(self, family=family)
 
+    def of_files(self, *files: Path) -> Run:
+        """Return a run of these YAML files, or of none, in place of one that is written."""
+        return replace(self, files=files)
+
     def with_lora(self, rank: int) -> Run:
         return self.with_args(lora_rank=rank)
+
+    def with_vae(self) -> Run:
+        """Return a run whose first stage is the VAE of write_clips_with_vae."""
+        return self.with_args(has_vae=True)
 
     def with_args(self, **options: object) -> Run:
         """Change what the YAML file says: keys of `args`, or dataset, optimizer, lora_rank."""
@@ -59,6 +67,9 @@ class Run:
     def into(self, save: Path | str) -> Run:
         """Return a run of the same YAML file whose folder is made below `save`."""
         return self.with_words(f"args.save={save}")
+
+    def cached_in(self, cache: Path | str) -> Run:
+        return self.with_words(f"args.latent_cache={cache}")
 
     def by(self, kind: type[Trainer], *allow_import: str) -> Run:
         """Return a run of another trainer; packages in `allow_import` may define classes."""
@@ -73,15 +84,17 @@ class Run:
         path = self.folder / "base.yaml"
         return write_config(path, self.data, self.family, **self.options)
 
+    @property
+    def bases(self) -> list[Path | str]:
+        return [self.base] if self.files is None else list(self.files)
+
     def config(self, *words: str) -> Config:
-        files = [self.base] if self.files is None else self.files
-        return load_config(files, [*self.words, *words], self.allow_import)
+        return load_config(self.bases, [*self.words, *words], self.allow_import)
 
     def command(self, *words: str, name: str = "train") -> list[str]:
         """Return the words of `cogfast train` for it, or of another command."""
         imports = [word for package in self.allow_import for word in ("--allow-import", package)]
-        files = map(str, [self.base] if self.files is None else self.files)
-        return [name, "--base", *files, *self.words, *words, *imports]
+        return [name, "--base", *map(str, self.bases), *self.words, *words, *imports]
 
     # --- running it in this process ---
 

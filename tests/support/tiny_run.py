@@ -178,16 +178,23 @@ def write_config(
     data: Path,
     family: str = "5b",
     lora_rank: int | None = None,
+    has_vae: bool = False,
     dataset: dict | None = None,
     optimizer: str = "sat.ops.FusedEmaAdam",
     **args: object,
 ) -> Path:
     """A whole config: 4 samples per step, float32, ZeRO-2; `args` replace those of `args`.
 
-    dataset: the `data` section instead of the folder of clips.
+    has_vae: the first stage is the VAE of write_clips_with_vae in place of the wavelet, which has no
+    variance. dataset: the `data` section instead of the folder of clips.
     """
+    model = model_section(family, data, lora_rank)
+    if has_vae:
+        vae = {"path": str(data / "vae")}
+        target = "cogfast.model.autoencoder.VideoAutoencoder"
+        model["first_stage_config"] = {"target": target, "params": vae}
     sections = {
-        "model": model_section(family, data, lora_rank),
+        "model": model,
         "args": {
             "experiment_name": "tiny",
             "mode": "pretrain",

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.ranks.planted import calls_of, plants_of, run_cases
 from tests.support.ranks.planted_ranks import Case
+from tests.support.runs import Run
 from tests.support.tiny_run import CHANNELS, write_clips_with_vae
-from tests.train.caching.test_cache import write_vae_config
 
 # Cases of each layout and command, drawn from the grid of some 2,500. COGFAST_PLANTED_FAULTS=100000 runs
 # them all, which takes hours.
@@ -28,22 +28,24 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, with an evaluation before the first and after the last, and a save after each."""
     folder = tmp_path_factory.mktemp("planted")
     data = write_clips_with_vae(folder / "data", 4, CHANNELS)
-    return write_vae_config(
-        folder / "base.yaml",
-        data,
-        train_iters=2,
-        valid_data=[str(data)],
-        eval_at_start=True,
-        eval_interval=2,
-        eval_iters=2,
-        eval_batch_size=1,
-        eval_num_samples=2,
-        eval_sampling_steps=1,
-        save_interval=1,
+    return (
+        Run(data, folder)
+        .with_vae()
+        .with_args(
+            train_iters=2,
+            valid_data=[str(data)],
+            eval_at_start=True,
+            eval_interval=2,
+            eval_iters=2,
+            eval_batch_size=1,
+            eval_num_samples=2,
+            eval_sampling_steps=1,
+            save_interval=1,
+        )
     )
 
 
@@ -53,13 +55,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Each rank of `cogfast cache` encodes clips of its own, whatever the model's layout.
     [*((layout, "train") for layout in LAYOUTS), ("dp 2", "cache")],
 )
-def test_no_planted_fault_hangs(layout: str, command: str, base: Path, tmp_path: Path) -> None:
+def test_no_planted_fault_hangs(layout: str, command: str, run: Run, tmp_path: Path) -> None:
     processes, extra = LAYOUTS[layout]
     micro = "deepspeed.train_micro_batch_size_per_gpu=1"
 
     def words(name: str) -> list[str]:
         key = "args.save" if command == "train" else "args.latent_cache"
-        return [command, "--base", str(base), micro, f"{key}={tmp_path / name}", *extra]
+        return run.command(micro, f"{key}={tmp_path / name}", *extra, name=command)
 
     # The first run of all writes the index of headers, in more calls than those that read it.
     calls_of(words("first"), tmp_path / "calls", processes)

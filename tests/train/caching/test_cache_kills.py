@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 from cogfast.data.cache.entries import Entries
-from tests.support.tiny_run import CHANNELS, Started, run, start, write_clips_with_vae
-from tests.train.caching.test_cache import contents, write_vae_config
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, Started, start, write_clips_with_vae
+from tests.support.tiny_run import run as launch
+from tests.train.caching.test_cache import contents
 
 # One clip at a time: in float32 the result depends on how many are encoded together.
 ALONE = "args.batch_size=1"
 
 
-def straight(base: Path, cache: Path) -> dict[str, bytes]:
+def straight(run: Run, cache: Path) -> dict[str, bytes]:
     """Return the files of an uninterrupted run, which has as many threads as those that are killed."""
-    done = run(["cache", "--base", str(base), f"args.latent_cache={cache}", ALONE])
+    done = launch(run.cached_in(cache).command(ALONE, name="cache"))
     assert done.returncode == 0, done.stdout
     return contents(cache)
 
@@ -47,9 +49,9 @@ def check_kills(
 
     Returns how many kills came before the end.
     """
-    base = write_vae_config(tmp_path / "base.yaml", data, "5b_i2v")
-    expected, cache = straight(base, tmp_path / "straight"), tmp_path / "killed"
-    arguments = ["cache", "--base", str(base), f"args.latent_cache={cache}", ALONE]
+    run, cache = Run(data, tmp_path).with_vae().of("5b_i2v"), tmp_path / "killed"
+    expected = straight(run, tmp_path / "straight")
+    arguments = run.cached_in(cache).command(ALONE, name="cache")
     draw, num_in_time = random.Random(0), 0
     for _ in range(num_kills):
         writers = [start(arguments) for _ in range(num_writers)]

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLCogVideoX
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cogfast.config import Config, load_config
+from cogfast.config import Config
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import BatchLoader
@@ -25,9 +25,11 @@ from cogfast.train.assembly import assemble_order
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.encode import Encoder
 from cogfast.train.preflight.check import check_cache
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.support.tiny_run import CHANNELS, SIDE, write_clips_with_vae
 from tests.support.video_files import decode_all
-from tests.train.caching.test_cache import contents, datasets_of, write_vae_config
+from tests.train.caching.test_cache import contents, datasets_of
 
 NUM_CLIPS, SCALE = 4, 0.7
 FOLDER = {
@@ -76,14 +78,16 @@ def theirs(data: Path, tmp_path: Path) -> Theirs:
     return write
 
 
-def build(
-    data: Path, tmp_path: Path, family: str = "5b", *more: str, trusts: bool = True
-) -> Config:
-    base = write_vae_config(tmp_path / "base.yaml", data, family)
+@pytest.fixture
+def ours(run: Run, tmp_path: Path) -> Run:
     # The result in float32 depends on how many clips are encoded together.
-    words = [f"args.latent_cache={tmp_path / 'ours'}", "model.en_and_decode_n_samples_a_time=1"]
-    words += more
-    return load_config([base], [*words, *[f"args.trusted_cache={tmp_path / 'cache'}"] * trusts])
+    run = run.with_vae().with_words("model.en_and_decode_n_samples_a_time=1")
+    return run.cached_in(tmp_path / "ours")
+
+
+@pytest.fixture
+def trusting(ours: Run, tmp_path: Path) -> Run:
+    return ours.with_words(f"args.trusted_cache={tmp_path / 'cache'}")
 
 
 def dataset(config: Config) -> CachedVideos:
@@ -108,8 +112,7 @@ def latents_of(batch: dict) -> Tensor:
 
 @pytest.mark.parametrize("family", FOLDER)
 def test_training_gets_the_batch_of_their_data_set(
-    data: Path,
-    tmp_path: Path,
+    trusting: Run,
     theirs: Theirs,
     family: str,
     caplog: pytest.LogCaptureFixture,
@@ -117,9 +120,9 @@ def test_training_gets_the_batch_of_their_data_set(
 ) -> None:
     """Latents and embeddings of their files, which nothing encodes again, and the first frame."""
     caplog.set_level(logging.INFO)
-    config = build(data, tmp_path, family)
-    with pytest.raises(ValueError, match=r"args.trusted_cache=.*/cache does not exist; set it"):
-        check_cache(config)
+    config = trusting.of(family).config()
+    line = "args.trusted_cache=<...>/cache does not exist; set it"
+    assert_refused(lambda: check_cache(config), line)
     folder = theirs(family)
     check_cache(config)
     monkeypatch.setattr(Encoder, "encode_text", lambda *given: pytest.fail("is encoded"))
@@ -145,7 +148,7 @@ def test_training_gets_the_batch_of_their_data_set(
 
 
 def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
-    data: Path, tmp_path: Path, theirs: Theirs, caplog: pytest.LogCaptureFixture
+    ours: Run, trusting: Run, theirs: Theirs, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """A batch may mix both. Without the key, no entry of such a cache is used."""
     caplog.set_level(logging.INFO)
@@ -158,7 +161,7 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     save_file({"prompt_embedding": torch.full((8, 16), torch.nan)}, of_text[0])
     save_file({"prompt_embedding": torch.ones(8, 16, dtype=torch.bfloat16)}, of_text[1])
 
-    config = build(data, tmp_path)
+    config = trusting.config()
     cache_latents(config)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     reasons = [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w]
@@ -175,9 +178,9 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     assert f"args.trusted_cache={folder}: took 2 files" in caplog.messages
     # One clip of theirs beside three with a variance, which are those of a cache without theirs.
     mixed = latents_of(batch_of(config))
-    plain = build(data, tmp_path, trusts=False)
-    with pytest.raises(ValueError, match="by args.trusted_cache True, the config has none: 0 of 4"):
-        dataset(plain)
+    plain = ours.config()
+    line = "by args.trusted_cache True, the config has none: 0 of 4"
+    assert_refused(lambda: dataset(plain), line)
     cache_latents(plain)
     batch = batch_of(plain)
     for path, found, other in zip(batch["paths"], mixed, latents_of(batch), strict=True):
@@ -192,10 +195,10 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     assert contents(tmp_path / "ours") == before
 
 
-def test_latents_in_bf16_are_not_rounded_again(data: Path, tmp_path: Path, theirs: Theirs) -> None:
+def test_latents_in_bf16_are_not_rounded_again(trusting: Run, theirs: Theirs) -> None:
     """In a batch with a clip that cogfast has encoded."""
     folder = theirs(without=(0,), dtype=torch.bfloat16)
-    config = build(data, tmp_path, "5b", "deepspeed.bf16.enabled=true")
+    config = trusting.config("deepspeed.bf16.enabled=true")
     cache_latents(config)
     batch = batch_of(config)
     for path, found in zip(batch["paths"], latents_of(batch), strict=True):
@@ -205,42 +208,36 @@ def test_latents_in_bf16_are_not_rounded_again(data: Path, tmp_path: Path, their
 
 
 def test_a_stem_that_two_videos_share_is_not_trusted(
-    data: Path, tmp_path: Path, theirs: Theirs, caplog: pytest.LogCaptureFixture
+    trusting: Run, theirs: Theirs, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
     folder, other = theirs(), tmp_path / "other"
     for part in ("videos/1.mp4", "labels/1.txt"):
         (other / part).parent.mkdir(parents=True)
-        shutil.copy(data / part.replace("1", "2"), other / part)
-    cache_latents(build(data, tmp_path, "5b", f"args.train_data=[{data},{other}]"))
+        shutil.copy(trusting.data / part.replace("1", "2"), other / part)
+    cache_latents(trusting.config(f"args.train_data=[{trusting.data},{other}]"))
     assert f"args.trusted_cache={folder}: took 7 files" in caplog.messages
 
 
 SCALE_2B = 1.15258426
-REFUSED = (
-    r"cogvideox-t2v/9x32x32/{}.safetensors has latents of scale 1\.[12]\d*, this run has 0\.7: "
-    r"CogVideoX-2B \(1\.15\) and CogVideoX-5B \(0\.7\) have their clips in one folder; remove"
+OTHER_SCALE = (
+    "cogvideox-t2v/9x32x32/{}.safetensors has latents of scale 1.<...>, this run has 0.7: CogVideoX-2B "
+    "(1.15) and CogVideoX-5B (0.7) have their clips in one folder; remove"
 )
 
 
-def test_files_of_the_other_model_of_a_folder_are_refused(
-    data: Path, tmp_path: Path, theirs: Theirs
-) -> None:
+def test_files_of_the_other_model_of_a_folder_are_refused(trusting: Run, theirs: Theirs) -> None:
     """Their trainer keeps the clips of 2B and 5B in one folder. A user who changes the model:"""
     theirs(scale=SCALE_2B)
-    with pytest.raises(ValueError, match=REFUSED.format(0)):
-        cache_latents(build(data, tmp_path))
-    cache_latents(build(data, tmp_path, "2b", f"model.scale_factor={SCALE_2B}"))
+    assert_refused(lambda: cache_latents(trusting.config()), OTHER_SCALE.format(0))
+    cache_latents(trusting.of("2b").config(f"model.scale_factor={SCALE_2B}"))
 
 
-def test_a_file_that_the_other_model_added_is_refused(
-    data: Path, tmp_path: Path, theirs: Theirs
-) -> None:
+def test_a_file_that_the_other_model_added_is_refused(trusting: Run, theirs: Theirs) -> None:
     """The older files are those of this run's model, the newest is not."""
     files = theirs() / "video_latent" / FOLDER["5b"]
     latents = load_file(files / "2.safetensors")["encoded_video"]
     save_file({"encoded_video": latents / SCALE * SCALE_2B}, files / "2.safetensors")
     # A file system may give files of the same moment one time.
     os.utime(files / "2.safetensors", (time.time() + 10, time.time() + 10))
-    with pytest.raises(ValueError, match=REFUSED.format(2)):
-        cache_latents(build(data, tmp_path))
+    assert_refused(lambda: cache_latents(trusting.config()), OTHER_SCALE.format(2))
