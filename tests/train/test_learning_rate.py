@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers.optimization import get_scheduler
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.train.optimizer import build_learning_rate, warn_of_rate
+from tests.support.runs import Run
 from tests.support.tiny_run import ROOT
 
 CASES = [
@@ -168,41 +168,12 @@ def test_warm_up_that_exceeds_the_run_is_reported(caplog):
     assert "set args.warmup_steps to 4 or less" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr_schedule": "cosin"}, r"args.lr_schedule='cosin' must be one of sat, constant"),
-        (
-            {"lr_decay_style": "square"},
-            r"args.lr_decay_style='square' must be one of constant, linear",
-        ),
-        (
-            {"lr_schedule": "polynomial", "lr": 1e-8},
-            r"args.lr=1e-08 must be at least 1e-07, where lr_schedule=polynomial ends; raise it",
-        ),
-        ({"warmup": 10}, r"args.warmup=10.* must be a number from 0 to 1"),
-        (
-            {"lr_schedule": "linear", "warmup_steps": 200},
-            r"args.warmup_steps=200 must not exceed the run's 100 steps; set args.warmup_steps=100 or less",
-        ),
-        ({"warmup_steps": 200}, r"args.warmup_steps=200 must not exceed the run's 100 steps"),
-        (
-            {"lr_schedule": "linear", "min_lr_ratio": 2},
-            r"args.min_lr_ratio=2.* must be a number from 0 to 1",
-        ),
-    ],
-)
-def test_bad_options(options, message):
-    words = [f"args.{key}={value}" for key, value in {"lr": 1.0, **options}.items()]
-    with pytest.raises(ValueError, match=message):
-        build_learning_rate(TrainArguments.from_config(load_config([], words)), 100)
-
-
-def test_the_trial_run_of_the_recipes_has_a_warm_up_that_ends() -> None:
+def test_the_trial_run_of_the_recipes_has_a_warm_up_that_ends(run: Run) -> None:
     """docs/recipes.md ends with a run of a few steps, with the files of configs/."""
     text = (ROOT / "docs" / "recipes.md").read_text().rstrip().removesuffix("```").splitlines()[-1]
     words = [word for word in text.partition("#")[0].split() if "=" in word]
-    config = load_config([ROOT / "configs/cogvideox_5b.yaml", ROOT / "configs/sft.yaml"], words)
+    files = [ROOT / "configs/cogvideox_5b.yaml", ROOT / "configs/sft.yaml"]
+    config = run.of_files(*files).config(*words)
     args = TrainArguments.from_config(config)
     assert args.train_iters == 20
     rate = build_learning_rate(args, args.train_iters)

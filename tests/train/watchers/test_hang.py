@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import Dataset
 
 from cogfast.distributed.lost_ranks import OTHER_RANK
+from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.hang import HangStacks, frames_of_main, hanging
-from tests.support.tiny_run import CHANNELS, run_folder, run_program, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, run_program
 
 AWAY = 3  # the step in which rank 1 reads its batch and hangs
 
@@ -90,18 +92,18 @@ def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
 # torchrun waits 30 s before it kills.
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["sleeps", "stops"])
-def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_hangs_is_named_and_no_process_is_left(
+    run: Run, tmp_path: Path, how: str
+) -> None:
     """Asleep while it reads, or stopped by SIGSTOP."""
     pids = tmp_path / "pids.json"
     name = "tests.train.watchers.test_hang.HangingReads"
     dataset = {"target": name, "params": {"how": how, "pids": str(pids)}}
-    data = write_clips(tmp_path / "data", num_clips=1)
-    args = {"dataset": dataset, "train_iters": 50, "decode_timeout": 0}
+    run = run.by(Trainer, "tests").with_args(dataset=dataset, train_iters=50, decode_timeout=0)
     if how == "sleeps":
-        args["collective_timeout"] = 10
-    base = write_config(tmp_path / "base.yaml", data, **args)
-    words = ["deepspeed.train_micro_batch_size_per_gpu=2", "--allow-import", "tests"]
-    done = run_program(["-m", "cogfast", "train", "--base", str(base), *words], 2)
+        run = run.with_args(collective_timeout=10)
+    command = run.command("deepspeed.train_micro_batch_size_per_gpu=2")
+    done = run_program(["-m", "cogfast", *command], 2)
     assert done.returncode == 1, done.stdout
     line, *others = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     # The rank that hangs may end by itself before torchrun kills it.
@@ -111,7 +113,7 @@ def test_a_rank_that_hangs_is_named_and_no_process_is_left(tmp_path: Path, how: 
         assert line == f"cogfast: rank 0 ends: {text}"
         assert text in done.stdout.rpartition("Root Cause")[2]
     else:
-        folder = run_folder(tmp_path / "runs") / "hang"
+        folder = run.path / "hang"
         assert "no progress: rank 1 (test_hang.py:" in line
         assert line.count("rank 1 (") == 1 and "; stacks are in hang/" in line
         assert "in hang_here" in (folder / "rank-1.txt").read_text()

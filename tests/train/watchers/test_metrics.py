@@ -14,58 +14,35 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.plan.trace import train_flops
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
-from tests.support.tiny_run import launch_ranks, run_folder, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import tiny
 
-KEYS = {
+TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer", "communication")
+KEYS = {f"{part}_ms" for part in TIMES} | {f"train_loss_band_{band}" for band in range(4)}
+KEYS |= {
     "step",
     "loss",
     "loss_running",
     "lr",
     "grad_norm",
-    "step_ms",
-    "data_wait_ms",
-    "encode_ms",
-    "forward_backward_ms",
-    "optimizer_ms",
-    "communication_ms",
     "exposed_communication",
     "samples_per_s",
-    "tokens_per_s",
-    "model_tflops",
-    "mfu",
-    "memory_rss_gib",
-    "skipped",
-    "skipped_in_a_row",
-    "nonfinite_losses",
-    "train_loss_band_0",
-    "train_loss_band_1",
-    "train_loss_band_2",
-    "train_loss_band_3",
 }
+KEYS |= {"tokens_per_s", "model_tflops", "mfu", "memory_rss_gib", "skipped", "skipped_in_a_row"}
+KEYS |= {"nonfinite_losses"}
 
 
-def make(folder: Path, data: Path, *overrides: str, kind: type = Trainer, **args) -> Trainer:
-    base = write_config(folder / "base.yaml", data, **args)
-    return kind(load_config([base], overrides, allow_import=["tests"]))
-
-
-def lines(folder: Path) -> list[dict]:
-    text = (run_folder(folder / "runs") / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_a_line_holds_everything(tmp_path: Path, data: Path) -> None:
-    trainer = make(tmp_path, data, train_iters=4)
-    trainer.train()
-    found = lines(tmp_path)
+def test_a_line_holds_everything(run: Run) -> None:
+    done = run.train(steps=4)
+    trainer, found = done.last, done.lines
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert all(line.keys() == KEYS for line in found)
     last = found[-1]
@@ -127,10 +104,10 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     assert caplog.messages[-1].endswith("waiting for data: raise args.num_workers")
 
 
-def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:
-    make(tmp_path / "each", data, train_iters=6).train()
-    make(tmp_path / "third", data, train_iters=6, log_interval=3).train()
-    each, third = lines(tmp_path / "each"), lines(tmp_path / "third")
+def test_a_line_is_the_mean_since_the_last(run: Run, tmp_path: Path) -> None:
+    run = run.with_args(train_iters=6)
+    each = run.into(tmp_path / "each").train().lines
+    third = run.into(tmp_path / "third").train("args.log_interval=3").lines
     losses = [line["loss"] for line in each]
     assert [line["step"] for line in third] == [3, 6]
     assert third[0]["loss"] == pytest.approx(sum(losses[:3]) / 3, rel=1e-6)
@@ -143,35 +120,29 @@ def test_a_line_is_the_mean_since_the_last(tmp_path: Path, data: Path) -> None:
     assert third[1]["loss_running"] == pytest.approx(wanted)
 
 
-def test_a_non_finite_loss_hides_no_other(tmp_path: Path, data: Path) -> None:
+def test_a_non_finite_loss_hides_no_other(run: Run, tmp_path: Path) -> None:
     """One bad sample of 8, at 2 per step: the line has the mean loss of 3 of 4 steps."""
     dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
-    micro = "deepspeed.train_micro_batch_size_per_gpu=2"
-    for name, interval in (("each", 1), ("four", 4)):
-        trainer = make(
-            tmp_path / name, data, micro, dataset=dataset, train_iters=4, log_interval=interval
-        )
-        trainer.train()
-    each = [line["loss"] for line in lines(tmp_path / "each")]
-    (line,) = lines(tmp_path / "four")
+    run = run.with_words("deepspeed.train_micro_batch_size_per_gpu=2").by(Trainer, "tests")
+    run = run.with_args(dataset=dataset, train_iters=4)
+    lines = run.into(tmp_path / "each").train().lines
+    (line,) = run.into(tmp_path / "four").train("args.log_interval=4").lines
+    each = [line["loss"] for line in lines]
     assert each.count(None) == 1
     finite = [loss for loss in each if loss is not None]
     assert line["loss"] == pytest.approx(sum(finite) / 3, rel=1e-6)
     assert line["skipped"] == 1
-    (bad,) = [line for line in lines(tmp_path / "each") if line["loss"] is None]
+    (bad,) = [line for line in lines if line["loss"] is None]
     assert bad["grad_norm"] is None
 
 
-def test_history_is_cut_where_a_run_resumes(tmp_path: Path, data: Path) -> None:
+def test_history_is_cut_where_a_run_resumes(run: Run) -> None:
     """Lines after the checkpoint, and one that a crash cut short, leave the file."""
-    make(tmp_path, data, train_iters=6, save_interval=2, keep_last=0).train()
-    run = run_folder(tmp_path / "runs")
-    before = lines(tmp_path)
-    with open(run / "metrics.jsonl", "a") as file:
+    done = run.with_args(save_interval=2, keep_last=0).train(steps=6)
+    before = done.lines
+    with open(done.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
-    resume = f"args.resume={run}/checkpoints/00000004"
-    make(tmp_path, data, resume, train_iters=8).train()
-    found = lines(tmp_path)
+    found = run.train(f"args.resume={done.path}/checkpoints/00000004", steps=8).lines
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6, 7, 8]
     for line, expected in zip(found[:6], before, strict=True):
         assert line["loss"] == expected["loss"]
@@ -185,16 +156,13 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_gets_the_numbers(tmp_path: Path, data: Path) -> None:
-    make(
-        tmp_path, data, train_iters=2, valid_data=[str(data)], eval_interval=2, eval_num_samples=0
-    ).train()
-    run = run_folder(tmp_path / "runs")
-    found = scalars(run / "tensorboard")
+def test_tensorboard_gets_the_numbers(run: Run, data: Path) -> None:
+    run = run.with_args(valid_data=[str(data)], eval_interval=2, eval_num_samples=0).train(steps=2)
+    found, lines = scalars(run.path / "tensorboard"), run.lines
     assert found["loss"] == [
-        (s, pytest.approx(line["loss"])) for s, line in enumerate(lines(tmp_path)[:2], 1)
+        (s, pytest.approx(line["loss"])) for s, line in enumerate(lines[:2], 1)
     ]
-    assert found["valid_loss"] == [(2, pytest.approx(lines(tmp_path)[2]["valid_loss"]))]
+    assert found["valid_loss"] == [(2, pytest.approx(lines[2]["valid_loss"]))]
     assert "step" not in found
 
 
@@ -213,25 +181,18 @@ class WithFullDisk(Trainer):
 
 
 def test_a_full_disk_costs_nothing_that_can_follow(
-    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+    run: Run, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lines, TensorBoard, page, samples and a checkpoint: one warning each, and all lines follow when
     there is space."""
     caplog.set_level("INFO", logger="cogfast")
-    args = {"valid_data": [str(data)], "eval_interval": 4, "eval_sampling_steps": 1}
-    trainer = make(
-        tmp_path, data, kind=WithFullDisk, train_iters=6, save_interval=2, keep_last=0, **args
-    )
-    trainer.train()
-    run = run_folder(tmp_path / "runs")
-    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [step for step, _ in scalars(run / "tensorboard")["loss"]] == [1, 2, 5, 6]
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
-        "00000002",
-        "00000006",
-        "latest",
-    ]
-    assert "<dd>6 <small>of 6</small></dd>" in (run / "index.html").read_text()
+    run = run.with_args(valid_data=[str(data)], eval_interval=4, eval_sampling_steps=1)
+    run = run.by(WithFullDisk).with_args(save_interval=2, keep_last=0).train(steps=6)
+    assert [line["step"] for line in run.lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in scalars(run.path / "tensorboard")["loss"]] == [1, 2, 5, 6]
+    left = sorted(p.name for p in (run.path / "checkpoints").iterdir())
+    assert left == ["00000002", "00000006", "latest"]
+    assert "<dd>6 <small>of 6</small></dd>" in (run.path / "index.html").read_text()
     ours = [record for record in caplog.records if record.name.startswith("cogfast")]
     warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     warnings = [text for text in warnings if "File too large" in text]
@@ -262,34 +223,26 @@ class WithFullDiskToTheEnd(Trainer):
 
 
 def test_a_disk_that_stays_full_ends_a_run_in_one_line(
-    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that were complete stay as they are, and no part of another is left."""
     caplog.set_level("INFO", logger="cogfast")
-    before, args = {}, {"valid_data": [str(data)], "eval_interval": 2, "eval_sampling_steps": 1}
-    trainer = make(
-        tmp_path,
-        data,
-        kind=WithFullDiskToTheEnd,
-        train_iters=4,
-        save_interval=2,
-        profiling=3,
-        **args,
-    )
+    run = run.with_args(valid_data=[str(data)], eval_interval=2, eval_sampling_steps=1)
+    run = run.with_args(save_interval=2, profiling=3).by(WithFullDiskToTheEnd)
+    before, trainer = {}, run.trainer()
     loss = WithFullDiskToTheEnd.compute_loss
 
     def note_files(self: Trainer, batch: dict) -> Tensor:
         found = loss(self, batch)
         if self.step == 2:
-            before.update(files(run_folder(tmp_path / "runs")))
+            before.update(files(trainer.folder))
         return found
 
     monkeypatch.setattr(WithFullDiskToTheEnd, "compute_loss", note_files)
-    with pytest.raises(RuntimeError, match="step 4 could not be saved .*; the last checkpoint is"):
-        trainer.train()
-    run = run_folder(tmp_path / "runs")
+    line = "step 4 could not be saved <...>; the last checkpoint is"
+    assert_refused(trainer.train, line, RuntimeError)
     del before["hang/rank-0.txt"]  # of a run that trains
-    assert files(run) == before and "checkpoints/00000002/manifest.json" in before
+    assert files(trainer.folder) == before and "checkpoints/00000002/manifest.json" in before
     ours = [r for r in caplog.records if r.name.startswith("cogfast")]
     failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     about = ("metrics.jsonl", "sampling at step 4", "index.html", "profile:")
@@ -312,27 +265,25 @@ class Halved(Trainer):
         return self.engine(latents, torch.arange(4), text).square().mean() / 2
 
 
-def test_a_subclass_may_bring_its_own_loss(tmp_path: Path, data: Path) -> None:
-    args = {"valid_data": [str(data)], "eval_interval": 2, "eval_sampling_steps": 2}
-    trainer = make(tmp_path, data, kind=Halved, train_iters=2, **args)
-    trainer.train()
-    found = lines(tmp_path)
+def test_a_subclass_may_bring_its_own_loss(run: Run, data: Path) -> None:
+    run = run.with_args(valid_data=[str(data)], eval_interval=2, eval_sampling_steps=2)
+    run = run.by(Halved).train(steps=2)
+    found = run.lines
     assert all(
         line["tokens_per_s"] == pytest.approx(20 * line["samples_per_s"]) for line in found[:2]
     )
     assert found[0]["train_loss_band_0"] is None  # its timesteps are unknown
     assert "valid_loss" in found[2]
-    assert len(list(run_folder(tmp_path / "runs").glob("samples/*/*.mp4"))) == 1
+    assert len(list(run.path.glob("samples/*/*.mp4"))) == 1
 
 
-def test_missing_wandb_is_reported_before_training(tmp_path: Path, data: Path) -> None:
-    wanted = r"args.wandb=true, but wandb is not installed; pip install wandb"
-    with pytest.raises(ValueError, match=wanted):
-        make(tmp_path, data, wandb=True)
+def test_missing_wandb_is_reported_before_training(run: Run, tmp_path: Path) -> None:
+    line = "args.wandb=true, but wandb is not installed; pip install wandb"
+    assert_refused(run.with_args(wandb=True).trainer, line)
     assert not (tmp_path / "runs").exists()
 
 
-def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_its_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that records the calls: wandb itself needs an account."""
     stub = tmp_path / "stub"
     stub.mkdir()
@@ -347,48 +298,37 @@ def test_wandb_resumes_its_run(tmp_path: Path, data: Path, monkeypatch: pytest.M
         "    return Run()\n"
     )
     monkeypatch.syspath_prepend(stub)
-    make(tmp_path, data, wandb=True, wandb_project_name="clips", train_iters=1).train()
+    run = run.with_args(wandb=True, wandb_project_name="clips").train(steps=1)
     received = sys.modules.pop("wandb").received
-    run = run_folder(tmp_path / "runs")
     assert received[0]["project"] == "clips"
-    assert received[0]["id"] == received[0]["name"] == run.name
+    assert received[0]["id"] == received[0]["name"] == run.path.name
     assert received[0]["resume"] == "allow"
     # A step of its own: W&B's cannot go back to that of the checkpoint.
     assert received[1:3] == [(("step",), {}), (("*",), {"step_metric": "step"})]
-    assert received[3:] == [(1, lines(tmp_path)[0]["loss"]), 0]
+    assert received[3:] == [(1, run.losses[0]), 0]
 
 
 @pytest.mark.parametrize(
     ("seconds", "steps"), [(300.0, [1, 2, 4, 5, 5]), (-1.0, [1, 2, 2, 3, 4, 4, 5, 5, 5])]
 )
 def test_the_page_is_written_at_checkpoints_and_after_minutes(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
+    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
 ) -> None:
     """Without evaluations; the end of the run saves and marks the page as complete."""
     written: list[int] = []
     page = lambda _, history, is_active: written.append(history[-1]["step"])
     monkeypatch.setattr("cogfast.train.watchers.metrics.RunPage.write", page)
     monkeypatch.setattr("cogfast.train.watchers.metrics._PAGE_SECONDS", seconds)
-    make(tmp_path, data, train_iters=5, save_interval=2).train()
+    run.with_args(save_interval=2).train(steps=5)
     assert written == steps
 
 
-MEMORY = """
-import logging, sys
-from cogfast.config import load_config
-from cogfast.train.trainer import Trainer
-Trainer(load_config([sys.argv[1]])).train()
-"""
-
-
 @pytest.mark.soak
-def test_memory_does_not_grow(tmp_path: Path, data: Path) -> None:
+def test_memory_does_not_grow(run: Run) -> None:
     """Resident memory after 200 steps equals that after 20 within 2%."""
-    base = write_config(
-        tmp_path / "base.yaml", data, train_iters=200, log_interval=20, num_workers=1
-    )
-    launch_ranks(1, "-c", MEMORY, str(base))
-    memory = {line["step"]: line["memory_rss_gib"] for line in lines(tmp_path)}
+    run = run.with_args(train_iters=200, log_interval=20, num_workers=1)
+    launch_ranks(1, "-m", "cogfast", *run.command())
+    memory = {line["step"]: line["memory_rss_gib"] for line in run.lines}
     assert memory[200] <= 1.02 * memory[20], memory
 
 
@@ -399,11 +339,11 @@ class FailingEvaluation(Trainer):
         raise RuntimeError("the evaluation ends the run")
 
 
-def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, data: Path) -> None:
-    words = {"train_iters": 4, "eval_interval": 2, "save_interval": 2}
+def test_a_checkpoint_comes_before_the_evaluation_of_its_step(run: Run) -> None:
+    run = run.with_args(eval_interval=2, save_interval=2).by(FailingEvaluation)
     with pytest.raises(RuntimeError, match="the evaluation ends the run"):
-        make(tmp_path, data, kind=FailingEvaluation, **words).train()
-    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000002"
+        run.train()
+    assert run.checkpoint.name == "00000002"
 
 
 class NothingFinite(Trainer):
@@ -413,7 +353,7 @@ class NothingFinite(Trainer):
         return super().compute_loss(batch) * math.nan
 
 
-def test_a_run_that_skipped_every_step_ends_with_an_error(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(RuntimeError, match="has trained nothing: all 3 steps had non-finite grad"):
-        make(tmp_path, data, kind=NothingFinite, train_iters=3).train()
-    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").read_text() == "00000003"
+def test_a_run_that_skipped_every_step_ends_with_an_error(run: Run) -> None:
+    line = "has trained nothing: all 3 steps had non-finite grad"
+    assert_refused(lambda: run.by(NothingFinite).train(steps=3), line, RuntimeError)
+    assert run.checkpoint.name == "00000003"

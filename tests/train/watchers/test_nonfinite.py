@@ -10,25 +10,20 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from tests.support.ranks.nonfinite_ranks import Overflows
-from tests.support.tiny_run import (
-    CHANNELS,
-    read_run_weights,
-    run_folder,
-    run_program,
-    write_clips,
-    write_config,
-)
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, read_run_weights, run_program, write_clips
 
 NUM_SAMPLES, SEED, BATCH = 32, 1234, 4
 NUMEL = 2 * CHANNELS * 3 * 4 * 4  # of a micro-batch of two samples
 BAD_STEP, BAD_SLOT = 4, 2  # the first place that reads the bad sample; steps count from 1
+PAIRS = "deepspeed.train_micro_batch_size_per_gpu=2"
 BAD = GlobalOrder(NUM_SAMPLES, SEED, BATCH).index(BAD_STEP - 1, BAD_SLOT)
 
 
@@ -61,15 +56,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clips(tmp_path_factory.mktemp("data"), num_clips=1)
 
 
-def make(folder: Path, data: Path, *overrides: str, bad: int = BAD, **args: object) -> Trainer:
+@pytest.fixture
+def run(run: Run) -> Run:
+    return run.by(Trainer, "tests")
+
+
+@pytest.fixture
+def deep(run: Run) -> Run:
     """A run of micro-batches of 2 that has 6 layers."""
-    values = {"train_iters": 6, "gradient_accumulation_steps": 2, **args}
-    base = write_config(folder / "base.yaml", data, dataset=one_bad(bad), **values)
-    own = (
-        "model.network_config.params.num_layers=6",
-        "deepspeed.train_micro_batch_size_per_gpu=2",
-    )
-    return Trainer(load_config([base], [*own, *overrides], allow_import=["tests"]))
+    run = run.with_args(dataset=one_bad(), train_iters=6, gradient_accumulation_steps=2)
+    return run.with_words("model.network_config.params.num_layers=6", PAIRS)
 
 
 def timestep(trainer: Trainer) -> int:
@@ -84,14 +80,14 @@ def place(trainer: Trainer) -> str:
     )
 
 
-def test_a_bad_sample_stops_the_run_and_is_named(tmp_path: Path, data: Path) -> None:
-    trainer = make(tmp_path, data, nonfinite="stop")
+def test_a_bad_sample_stops_the_run_and_is_named(deep: Run) -> None:
+    trainer = deep.trainer("args.nonfinite=stop")
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     assert str(error.value) == (
         f"args.nonfinite=stop: {place(trainer)}; the checkpoint of step {BAD_STEP} is saved"
     )
-    weights = read_run_weights(run_folder(tmp_path / "runs") / "checkpoints" / f"{BAD_STEP:08d}")
+    weights = read_run_weights(trainer.folder / "checkpoints" / f"{BAD_STEP:08d}")
     assert all(value.isfinite().all() for value in weights.values())
     # The losses of the second run are no training losses.
     assert not trainer.bands.sums.any()
@@ -99,29 +95,28 @@ def test_a_bad_sample_stops_the_run_and_is_named(tmp_path: Path, data: Path) -> 
 
 @pytest.mark.parametrize("policy", ["pointwise", "full"])
 def test_a_log_line_names_a_step_before_it_and_training_continues(
-    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture, policy: str
+    deep: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
     """A second pass changes neither weights nor draws: the run equals one that logs each step."""
-    choice = {"activation_checkpointing": policy}
-    trainer = make(tmp_path / "a", data, log_interval=3, **choice)
+    deep = deep.with_args(activation_checkpointing=policy)
+    trainer = deep.into(tmp_path / "a").trainer("args.log_interval=3")
     modules = list(trainer.engine.transformer.modules())
     before = [len(module._forward_hooks) for module in modules]
     trainer.train()
     assert [len(module._forward_hooks) for module in modules] == before
     (text,) = [r.getMessage() for r in caplog.records if "not finite: " in r.getMessage()]
     assert text == f"{place(trainer)} (run again with the weights after step 6)"
-    wanted = make(tmp_path / "b", data, **choice)
-    wanted.train()
+    wanted = deep.into(tmp_path / "b").train().last
     for part, other in zip(trainer.engine.parts, wanted.engine.parts, strict=True):
         assert torch.equal(part, other)
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_the_first_module_is_named_and_a_damaged_weight_is_not_saved(
-    tmp_path: Path, data: Path, is_damaged: bool
+    deep: Run, is_damaged: bool
 ) -> None:
     """A weight of block 3 is infinite, or all are finite and the product overflows."""
-    trainer = make(tmp_path, data, bad=-1, nonfinite="stop", train_iters=1)
+    trainer = deep.trainer("data.params.bad=-1", "args.nonfinite=stop", "args.train_iters=1")
     weight = trainer.engine.transformer.blocks[3].fc1.weight
     with torch.no_grad():
         weight.normal_().sign_().mul_(3e38)
@@ -134,15 +129,15 @@ def test_the_first_module_is_named_and_a_damaged_weight_is_not_saved(
     if not is_damaged:
         saved = "the checkpoint of step 1 is saved"
     assert str(error.value).endswith(saved)
-    assert (run_folder(tmp_path / "runs") / "checkpoints" / "latest").is_file() != is_damaged
+    assert (trainer.folder / "checkpoints" / "latest").is_file() != is_damaged
 
 
-def test_a_gradient_alone_is_reported(tmp_path: Path, data: Path) -> None:
-    trainer = make(tmp_path, data, bad=-1, nonfinite="stop", train_iters=1)
+def test_a_gradient_alone_is_reported(deep: Run) -> None:
+    trainer = deep.trainer("data.params.bad=-1", "args.nonfinite=stop", "args.train_iters=1")
     block = trainer.engine.transformer.blocks[2]
     block.register_forward_hook(lambda _, __, out: Overflows.apply(out))
-    with pytest.raises(RuntimeError, match="step 1: a loss or gradient is not finite, but all out"):
-        trainer.train()
+    line = "step 1: a loss or gradient is not finite, but all out"
+    assert_refused(trainer.train, line, RuntimeError)
 
 
 @pytest.mark.parametrize("is_spent", [False, True])
@@ -171,10 +166,9 @@ def test_fp16_reports_bad_losses_and_a_spent_scale(has_bad_loss: bool, is_spent:
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_is_named(tmp_path: Path, data: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", data, dataset=one_bad(), train_iters=BAD_STEP)
-    words = ["deepspeed.train_micro_batch_size_per_gpu=2", "--allow-import", "tests"]
-    done = run_program(["-m", "cogfast", "train", "--base", str(base), *words], 2)
+def test_one_of_two_ranks_is_named(run: Run) -> None:
+    command = run.with_args(dataset=one_bad(), train_iters=BAD_STEP).command(PAIRS)
+    done = run_program(["-m", "cogfast", *command], 2)
     assert done.returncode == 0, done.stdout
     # Rank 1 has slots 2 and 3.
     (line,) = [line for line in done.stdout.splitlines() if "not finite: " in line]

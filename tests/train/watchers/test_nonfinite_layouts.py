@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cogfast.data.global_order import GlobalOrder
-from tests.support.tiny_run import launch_ranks, losses, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import launch_ranks, losses, write_clips
 from tests.train.watchers.test_nonfinite import BATCH, NUM_SAMPLES, SEED, one_bad
 
 WEIGHT = "blocks.3.fc1.weight"
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all runs."""
     folder = tmp_path_factory.mktemp("layouts")
     data = write_clips(folder / "data", num_clips=1)
-    base = write_config(folder / "base.yaml", data, dataset=one_bad(-1), train_iters=1)
+    base = Run(data, folder).with_args(dataset=one_bad(-1), train_iters=1).base
     runs: dict[str, list[str]] = {}
     for layout, fault in CASES:
         given = ["none", f"data.params.bad={BAD}"] if fault == "sample" else [fault]

@@ -17,36 +17,31 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from cogfast.cli.options import parse_train
-from cogfast.config import load_config
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.train.preflight.check import check_train
-from cogfast.train.trainer import Trainer
 from cogfast.train.watchers import profiling
 from cogfast.train.watchers.profiling import Profiler, tables
-from tests.support.tiny_run import ROOT, losses, run_folder, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import ROOT
 
 SCRIPT = ROOT / "scripts" / "profile_nsys.sh"
 NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
-def train(folder: Path, data: Path, **args: object) -> Path:
-    base = write_config(folder / "base.yaml", data, **{"train_iters": 5, **args})
-    Trainer(load_config([base], ["deepspeed.gradient_accumulation_steps=2"])).train()
-    return run_folder(folder / "runs")
+TWICE = "deepspeed.gradient_accumulation_steps=2"
 
 
 @pytest.fixture(scope="module")
-def profiled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profiled(shared_run: Run) -> Run:
     """A run of five steps, of two micro-batches each, of which the first and the last are not profiled."""
-    folder = tmp_path_factory.mktemp("profiled")
-    return train(folder, data, profiling=1)
+    return shared_run.with_args(train_iters=5, profiling=1).train(TWICE)
 
 
 @pytest.fixture(scope="module")
-def events(profiled: Path) -> list[dict]:
+def events(profiled: Run) -> list[dict]:
     """Return the trace's events that have a duration, by start time."""
-    with gzip.open(profiled / "profile" / "rank0-trace.json.gz", "rt") as file:
+    with gzip.open(profiled.path / "profile" / "rank0-trace.json.gz", "rt") as file:
         trace = json.load(file)
     whole = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     return sorted(whole, key=lambda event: event["ts"])
@@ -75,8 +70,8 @@ def test_ranges_of_the_trace(events: list[dict]) -> None:
             assert outer & steps, event
 
 
-def test_the_tables_have_ranges_and_ops(profiled: Path, events: list[dict]) -> None:
-    text = (profiled / "profile" / "top_ops.txt").read_text()
+def test_the_tables_have_ranges_and_ops(profiled: Run, events: list[dict]) -> None:
+    text = (profiled.path / "profile" / "top_ops.txt").read_text()
     assert text.startswith("times are totals over 3 steps\n")
     (_, *of_ranges), (_, *tops) = rows_of(text)
     assert {row[0] for row in of_ranges} == {event["name"] for event in ranges(events)}
@@ -98,18 +93,16 @@ def rows_of(text: str) -> list[list[list]]:
     return found
 
 
-def test_a_profile_changes_no_number_and_comes_once(
-    profiled: Path, data: Path, tmp_path: Path
-) -> None:
-    run = train(tmp_path, data, profiling=-1)
-    assert losses(run) == losses(profiled)
-    assert not (run / "profile").exists()
+def test_a_profile_changes_no_number_and_comes_once(profiled: Run, run: Run) -> None:
+    run = run.with_args(profiling=-1).train(TWICE, steps=5)
+    assert run.losses == profiled.losses
+    assert not (run.path / "profile").exists()
 
 
-def test_a_run_that_is_stopped_has_its_profile(data: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_has_its_profile(run: Run) -> None:
     """exit_interval ends it between the profiled steps."""
-    run = train(tmp_path, data, profiling=1, exit_interval=2)
-    text = (run / "profile" / "top_ops.txt").read_text()
+    run = run.with_args(profiling=1, exit_interval=2).train(TWICE, steps=5)
+    text = (run.path / "profile" / "top_ops.txt").read_text()
     assert text.startswith("times are totals over 1 step\n")
     assert CLOCK.part("data") is CLOCK.part("log")  # one object that does nothing
 
@@ -234,27 +227,12 @@ def test_tables_of_a_gpu_count_kernels() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["args.profiling=-2"], "args.profiling=-2 must be a whole number from -1 to"),
-        (["args.profiling=4"], "args.profiling=4 must be below args.train_iters=4, where"),
-    ],
-)
-def test_bad_values_are_refused(
-    tmp_path: Path, data: Path, arguments: list[str], text: str
-) -> None:
-    base = write_config(tmp_path / "base.yaml", data)
-    with pytest.raises(ValueError, match=f"command line: {text}"):
-        check_train(load_config([base], arguments))
-
-
-def test_sats_flag_and_value_work(tmp_path: Path, data: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", data, profiling=-1)
-    check_train(load_config([base], []))
-    request = parse_train(["--base", str(base), "--profiling", "-1"])
+def test_sats_flag_and_value_work(run: Run) -> None:
+    run = run.with_args(profiling=-1)
+    check_train(run.config())
+    request = parse_train(["--base", str(run.base), "--profiling", "-1"])
     assert request.overrides == ["args.profiling=-1"]
-    assert load_config([base], request.overrides).args.profiling == -1
+    assert run.config(*request.overrides).args.profiling == -1
 
 
 FAKE_NSYS = """#! /bin/bash
