@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cogfast.config import load_config
-from cogfast.train.trainer import Trainer
-from tests.support.layouts import assert_equal_training, launch, numbers
-from tests.support.tiny_run import (
-    run_folder,
-    write_clips,
-    write_config,
-)
+from tests.support.layouts import assert_equal_training, launch
+from tests.support.runs import Run
 
 STEPS, SAVED_AT = 4, 2
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -130,61 +123,59 @@ def test_each_pair_of_values_is_in_a_layout() -> None:
 
 @pytest.fixture(scope="module")
 def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """Return the run folders by layout, of tested layouts and their sources, and of one process by
-    model."""
+    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
+    """Return the runs by layout, of tested layouts and their sources, and of one process by model."""
     folder = tmp_path_factory.mktemp("layouts")
     mine = (item for item in request.session.items if item.module is request.module)
     wanted = {item.callspec.params["layout"] for item in mine if "runs" in item.fixturenames}
     wanted |= {LAYOUTS[name].resumed_from for name in wanted}
-    data = write_clips(folder / "data")
-    found: dict[str, Path] = {}
-    bases: dict[str, Path] = {}
+    found: dict[str, Run] = {}
+    plain: dict[str, Run] = {}
     models = {"5b", *(LAYOUTS[name].model for name in wanted & LAYOUTS.keys())}
+    network = "model.network_config.params"
     for model, (family, lora_rank) in MODELS.items():
         if model not in models:
             continue
-        bases[model] = write_config(
-            folder / f"{model}.yaml",
-            data,
-            family,
-            lora_rank,
-            train_iters=STEPS,
-            num_workers=0,
-            save_interval=SAVED_AT,
-            valid_data=[str(data)],
-            eval_interval=STEPS,
-            eval_num_samples=3,
-            only_log_video_latents=True,
-            replica_check_interval=2,
-            keep_last=0,
-            load=str(found["one process, 5b"]) if lora_rank else None,
+        run = (
+            Run(data, folder / model)
+            .of(family)
+            .with_args(
+                lora_rank=lora_rank,
+                train_iters=STEPS,
+                save_interval=SAVED_AT,
+                valid_data=[str(data)],
+                eval_interval=STEPS,
+                eval_num_samples=3,
+                only_log_video_latents=True,
+                replica_check_interval=2,
+                keep_last=0,
+                load=str(found["one process, 5b"].path) if lora_rank else None,
+            )
         )
-        config = OmegaConf.load(bases[model])
-        config.model.network_config.params |= {"hidden_size": 64, "num_attention_heads": 4}
-        OmegaConf.save(config, bases[model])
-        save = folder / f"one process, {model}"
-        Trainer(load_config([bases[model]], [f"args.save={save}", CLIP])).train()
-        found[save.name] = run_folder(save)
+        plain[model] = run.with_words(
+            f"{network}.hidden_size=64", f"{network}.num_attention_heads=4"
+        )
+        name = f"one process, {model}"
+        found[name] = plain[model].into(folder / name).train(CLIP)
     for ranks in (4, 2, 1):  # the runs that others resume come first
         steps = []
         for name, layout in LAYOUTS.items():
             if name not in wanted or layout.ranks != ranks:
                 continue
-            save, resume = folder / name, []
+            run = plain[layout.model].into(folder / name).with_words(*layout.arguments)
+            found[name] = run
             if layout.resumed_from:
-                source, run = str(folder / layout.resumed_from), str(save / "run")
-                steps.append(["copy", source, f"{SAVED_AT:08d}", run])
-                resume = [f"args.resume={run}"]
-            base = str(bases[layout.model])
-            steps.append([base, f"args.save={save}", *resume, *layout.arguments])
+                source, copied = str(folder / layout.resumed_from), str(folder / name / "run")
+                steps.append(["copy", source, f"{SAVED_AT:08d}", copied])
+                run = run.with_words(f"args.resume={copied}")
+            steps.append(run)
         if steps:
             launch(ranks, steps)
-    return found | {name: run_folder(folder / name) for name in wanted & LAYOUTS.keys()}
+    return found
 
 
-def one_process(runs: dict[str, Path], layout: str) -> Path:
+def one_process(runs: dict[str, Run], layout: str) -> Run:
     return runs[f"one process, {LAYOUTS[layout].model}"]
 
 
@@ -204,27 +195,23 @@ EVERYWHERE = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @EVERYWHERE
-def test_training_equals_one_process(runs: dict[str, Path], layout: str) -> None:
+def test_training_equals_one_process(runs: dict[str, Run], layout: str) -> None:
     """Losses, norms before clipping, weights and EMA."""
     first = SAVED_AT if LAYOUTS[layout].resumed_from else 0
     # The 2B model has no rotation: the gradient of this bias is zero but for rounding.
     free = "key_norm.bias" if LAYOUTS[layout].model == "2b" else None
     one = one_process(runs, layout)
-    assert len(numbers(one, "loss")) == STEPS
-    assert_equal_training(runs[layout], one, first, free)
+    assert len(one.losses) == STEPS
+    assert_equal_training(runs[layout].path, one.path, first, free)
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def held_out(run: Path) -> list[float]:
-    (line,) = [line for line in lines(run) if "valid_loss" in line]
+def held_out(run: Run) -> list[float]:
+    (line,) = [line for line in run.lines if "valid_loss" in line]
     return [value for key, value in sorted(line.items()) if key.startswith("valid_loss")]
 
 
-def samples(run: Path) -> Tensor:
-    folder = run / "samples" / f"step-{STEPS:08d}"
+def samples(run: Run) -> Tensor:
+    folder = run.path / "samples" / f"step-{STEPS:08d}"
     names = json.loads((folder / "prompts.json").read_text())
     assert len(names) == 3
     return torch.stack([load_file(folder / name)["latents"] for name in sorted(names)])
@@ -232,7 +219,7 @@ def samples(run: Path) -> Tensor:
 
 @pytest.mark.slow
 @EVERYWHERE
-def test_evaluation_equals_one_process(runs: dict[str, Path], layout: str) -> None:
+def test_evaluation_equals_one_process(runs: dict[str, Run], layout: str) -> None:
     one, other = one_process(runs, layout), runs[layout]
     torch.testing.assert_close(
         torch.tensor(held_out(other)), torch.tensor(held_out(one)), rtol=1e-5, atol=0

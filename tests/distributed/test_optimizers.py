@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cogfast.config import load_config
 from cogfast.distributed.optimizers import Muon, Piece, Prodigy
-from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch, numbers
-from tests.support.tiny_run import run_folder, write_clips, write_config
+from tests.support.runs import Run
 
 STEPS, SAVED_AT = 5, 3
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -220,55 +217,48 @@ def everywhere(layouts: Iterable[str]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run of one process per optimizer, one of each tested layout, and resumed
-    ones."""
-    folder = tmp_path_factory.mktemp("optimizers")
+def runs(request: pytest.FixtureRequest, shared_run: Run) -> dict[str, Run]:
+    """Return a run of one process per optimizer, one of each tested layout, and resumed ones."""
     mine = (item for item in request.session.items if item.module is request.module)
     tested = {item.callspec.params["layout"] for item in mine if "runs" in item.fixturenames}
-    base = write_config(
-        folder / "tiny.yaml",
-        write_clips(folder / "data"),
-        train_iters=STEPS,
-        save_interval=SAVED_AT,
-        keep_last=0,
-    )
+    plain = shared_run.with_args(train_iters=STEPS, save_interval=SAVED_AT, keep_last=0)
+    folder, found = shared_run.folder, {}
     steps: dict[int, list] = {}
-    for name, words in OPTIMIZERS.items():
-        words = [*words, "deepspeed.gradient_clipping=0.28"]
-        one = folder / f"{name}, one process"
-        Trainer(load_config([base], [*words, f"args.save={one}"])).train()
+    for optimizer, words in OPTIMIZERS.items():
+        run = plain.with_words(*words, "deepspeed.gradient_clipping=0.28")
+        name = f"{optimizer}, one process"
+        found[name] = run.into(folder / name).train()
         for layout in sorted(tested):
-            (ranks, more), save = LAYOUTS[layout], folder / f"{name}, {layout}"
-            run = [str(base), *words, *more]
-            steps.setdefault(ranks, []).append([*run, f"args.save={save}"])
+            (ranks, more), name = LAYOUTS[layout], f"{optimizer}, {layout}"
+            found[name] = run.with_words(*more).into(folder / name)
+            steps.setdefault(ranks, []).append(found[name])
             if layout in RESUMED:
-                again, source = folder / f"{name}, {layout}, resumed", f"{name}, {RESUMED[layout]}"
-                steps[ranks] += [
-                    ["copy", str(folder / source), f"{SAVED_AT:08d}", str(again / "run")],
-                    [*run, f"args.save={again}", f"args.resume={again / 'run'}"],
-                ]
+                again, source = folder / f"{name}, resumed", f"{optimizer}, {RESUMED[layout]}"
+                found[again.name] = run.with_words(*more).into(again)
+                resumed = found[again.name].with_words(f"args.resume={again / 'run'}")
+                copied = ["copy", str(folder / source), f"{SAVED_AT:08d}", str(again / "run")]
+                steps[ranks] += [copied, resumed]
     for ranks, of_ranks in steps.items():
         launch(ranks, of_ranks)
-    return folder
+    return found
 
 
 @pytest.mark.slow
 @everywhere(LAYOUTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_ranks_train_as_one(runs: Path, optimizer: str, layout: str) -> None:
-    found, one = (run_folder(runs / f"{optimizer}, {name}") for name in (layout, "one process"))
-    assert len(numbers(one, "loss")) == STEPS
-    assert_equal_training(found, one)
+def test_ranks_train_as_one(runs: dict[str, Run], optimizer: str, layout: str) -> None:
+    found, one = (runs[f"{optimizer}, {name}"] for name in (layout, "one process"))
+    assert len(one.losses) == STEPS
+    assert_equal_training(found.path, one.path)
 
 
 @pytest.mark.slow
 @everywhere(RESUMED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resumed_run_is_the_same(runs: Path, optimizer: str, layout: str) -> None:
+def test_a_resumed_run_is_the_same(runs: dict[str, Run], optimizer: str, layout: str) -> None:
     """Bit for bit in the same layout, and up to rounding in another one."""
-    again = run_folder(runs / f"{optimizer}, {layout}, resumed")
-    whole = run_folder(runs / f"{optimizer}, {RESUMED[layout]}")
+    again = runs[f"{optimizer}, {layout}, resumed"].path
+    whole = runs[f"{optimizer}, {RESUMED[layout]}"].path
     assert len(numbers(again, "loss")) == STEPS - SAVED_AT
     assert_equal_training(again, whole, SAVED_AT)
     if RESUMED[layout] != layout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from cogfast.distributed.step_clock import StepClock, StepSplit
-from tests.support.tiny_run import launch_ranks, run_folder, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import launch_ranks
 
 CPU = torch.device("cpu")
 
@@ -173,22 +173,21 @@ WAYS = {
         pytest.param(("stock", "stage 3"), id="of DeepSpeed", marks=pytest.mark.soak),
     ],
 )
-def test_the_fast_rank_waits_for_the_slow_one(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_the_fast_rank_waits_for_the_slow_one(
+    data: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """Rank 1 of two is held back in each step until rank 0 has waited, however gradients are exchanged."""
-    data = write_clips(tmp_path / "data")
-    bases = [
-        write_config(
-            tmp_path / name / "base.yaml", data, train_iters=3, log_interval=3, **WAYS[name]
-        )
+    runs = {
+        name: Run(data, tmp_path / name).with_args(train_iters=3, log_interval=3, **WAYS[name])
         for name in names
-    ]
+    }
+    bases = [run.base for run in runs.values()]
     if names[-1] == "stage 3":
         bases[-1].write_text(bases[-1].read_text().replace("stage: 2", "stage: 3"))
     (tmp_path / "number").write_bytes(bytes(8))
     output = launch_ranks(2, "-c", RUN, str(HELD), str(tmp_path / "number"), *map(str, bases))
-    for name in names:
-        text = (run_folder(tmp_path / name / "runs") / "metrics.jsonl").read_text()
-        last = json.loads(text.splitlines()[-1])
+    for name, run in runs.items():
+        last = run.lines[-1]
         assert 1000 * HELD <= last["communication_ms"] < last["step_ms"], name
         # The parts of a step are within it.
         found = last["communication_ms"] / last["step_ms"]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
@@ -27,7 +26,9 @@ from cogfast.train.assembly import assemble_batches
 from cogfast.train.optimizer import parameter_groups
 from cogfast.train.trainer import Trainer
 from tests.distributed.test_fused_step import LateGather
-from tests.support.tiny_run import launch_ranks, losses, run_folder, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run, run_of
+from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import inputs, tiny
 
 MICRO, ACCUMULATION = (
@@ -36,17 +37,10 @@ MICRO, ACCUMULATION = (
 STAGE = "deepspeed.zero_optimization.stage"
 
 
-def make(folder: Path, data: Path, *overrides: str, **args) -> Trainer:
-    base = write_config(folder / "base.yaml", data, **args)
-    return Trainer(load_config([base], overrides, allow_import=["tests"]))
-
-
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_optimizers_state_is_allocated_before_the_first_step(
-    tmp_path: Path, data: Path, stage: int
-) -> None:
+def test_the_optimizers_state_is_allocated_before_the_first_step(run: Run, stage: int) -> None:
     """Activations cut a GPU's memory into pieces that are smaller than the state."""
-    engine = make(tmp_path, data, f"{STAGE}={stage}").engine
+    engine = run.trainer(f"{STAGE}={stage}").engine
     for part, weights in enumerate(engine.parts):
         state = engine.state(part)
         assert torch.equal(state["shadow"], weights) and state["shadow"] is not weights
@@ -93,11 +87,9 @@ def test_expandable_segments_are_the_default_where_the_driver_has_them(
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_long_sums_of_bf16_gradients_are_in_float32(
-    tmp_path: Path, data: Path, arguments: tuple[str, ...], dtype: str | None, caplog
+    run: Run, arguments: tuple[str, ...], dtype: str | None, caplog
 ) -> None:
-    base = write_config(tmp_path / "base.yaml", data)
-    arguments = ("deepspeed.bf16={enabled: true}", *arguments)
-    config = load_config([base], arguments, allow_import=["tests"])
+    config = run.config("deepspeed.bf16={enabled: true}", *arguments)
     with caplog.at_level("INFO", logger="cogfast"):
         section = deepspeed_config(config, TrainArguments.from_config(config))
     found = section.get("data_types") or {}
@@ -105,18 +97,13 @@ def test_long_sums_of_bf16_gradients_are_in_float32(
     assert ("accumulated in float32" in caplog.text) == (dtype == "fp32")
 
 
-def test_long_sums_of_bf16_gradients_are_those_of_stage_2(
-    tmp_path: Path, data: Path, caplog
-) -> None:
+def test_long_sums_of_bf16_gradients_are_those_of_stage_2(run: Run, tmp_path: Path, caplog) -> None:
     """DeepSpeed's own optimizers of the stages 0 and 1 add 8 micro-batches up in bf16."""
-    found, arguments = {}, ("deepspeed.bf16={enabled: true}", f"{MICRO}=1", f"{ACCUMULATION}=8")
+    run = run.with_words("deepspeed.bf16={enabled: true}", f"{MICRO}=1", f"{ACCUMULATION}=8")
+    found = {}
     for stage in range(4):
-        trainer = make(tmp_path / str(stage), data, *arguments, f"{STAGE}={stage}", train_iters=1)
-        trainer.train()
-        found[stage] = (
-            trainer.engine.grad_norm.item(),
-            losses(run_folder(tmp_path / str(stage) / "runs")),
-        )
+        done = run.into(tmp_path / str(stage)).train(f"{STAGE}={stage}", steps=1)
+        found[stage] = (done.last.engine.grad_norm.item(), done.losses)
         is_logged = f"ZeRO stage {stage} runs as stage 2: the same update" in caplog.text
         assert is_logged == (stage < 2)
     assert found[0] == found[1] == found[2]
@@ -124,21 +111,19 @@ def test_long_sums_of_bf16_gradients_are_those_of_stage_2(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_skipped_steps_count_updates_not_micro_batches(
-    tmp_path: Path, data: Path, stage: int
-) -> None:
-    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
-    dataset["params"]["num_bad"] = 8  # all
-    arguments = (f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
-    trainer = make(tmp_path, data, *arguments, dataset=dataset, train_iters=3)
-    with pytest.raises(RuntimeError, match="trained nothing: all 3 steps had non-finite gradients"):
-        trainer.train()
+def test_skipped_steps_count_updates_not_micro_batches(run: Run, stage: int) -> None:
+    params = {"bad_sample": 0, "num_bad": 8}  # all
+    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": params}
+    run = run.by(Trainer, "tests").with_args(dataset=dataset, train_iters=3)
+    trainer = run.trainer(f"{STAGE}={stage}", f"{MICRO}=1", f"{ACCUMULATION}=4")
+    line = "trained nothing: all 3 steps had non-finite gradients"
+    assert_refused(trainer.train, line, RuntimeError)
     assert trainer.engine.num_skipped.item() == 3
     assert trainer.engine.num_skipped_in_a_row.item() == 3
 
 
-def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
-    trainer = make(tmp_path, data, "deepspeed.gradient_clipping=0.01")
+def test_grad_norm_is_that_before_clipping(run: Run, tmp_path: Path) -> None:
+    trainer = run.trainer("deepspeed.gradient_clipping=0.01")
     batches = assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, tmp_path, 0)
     with batches:
         batch = to_device(next(batches), "cpu")
@@ -157,21 +142,20 @@ def test_grad_norm_is_that_before_clipping(tmp_path: Path, data: Path) -> None:
 
 
 def test_gradients_are_not_clipped_if_no_key_says_so() -> None:
-    config = load_config(["cogvideox_2b.yaml"])
+    config = run_of("cogvideox_2b.yaml").config()
     assert "gradient_clipping" not in config.deepspeed
     section = deepspeed_config(config, TrainArguments.from_config(config))
     # Without the key DeepSpeed would decide, whose default is another one.
     assert section["gradient_clipping"] == 0
 
 
-def test_weight_decay_of_args_counts_where_the_optimizer_has_none(
-    tmp_path: Path, data: Path
-) -> None:
-    base = OmegaConf.load(write_config(tmp_path / "base.yaml", data, weight_decay=0.25))
+def test_weight_decay_of_args_counts_where_the_optimizer_has_none(run: Run) -> None:
+    base = OmegaConf.load(run.with_args(weight_decay=0.25).base)
     del base.deepspeed.optimizer.params.weight_decay
-    OmegaConf.save(base, tmp_path / "without.yaml")
+    OmegaConf.save(base, run.folder / "without.yaml")
+    run = run.of_files(run.folder / "without.yaml")
     for arguments, wanted in (([], 0.25), (["deepspeed.optimizer.params.weight_decay=0.5"], 0.5)):
-        trainer = Trainer(load_config([tmp_path / "without.yaml"], arguments))
+        trainer = run.trainer(*arguments)
         decayed, undecayed = trainer.engine.optimizer.param_groups
         assert decayed["weight_decay"] == wanted
         assert undecayed["weight_decay"] == 0
@@ -202,14 +186,15 @@ class Waits:
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
 def test_steps_between_logging_never_wait_for_the_device(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Neither cogfast nor DeepSpeed reads a tensor's value in a step or waits for the device, except
     code for the CPU (readers, FusedEmaAdam's CPU branch); a log line reads once."""
     import deepspeed
 
-    arguments = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
-    trainer = make(tmp_path, data, *arguments, family=family, train_iters=6, log_interval=1000)
+    run = run.of(family).with_args(train_iters=6, log_interval=1000)
+    words = ("deepspeed.bf16={enabled: true}", f"{MICRO}=2", f"{ACCUMULATION}=2")
+    trainer = run.trainer(*words)
     _ = trainer.encoder.first_stage  # its file is read before the steps
     waits = Waits(monkeypatch)
     accelerator = deepspeed.accelerator.get_accelerator()

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from cogfast.distributed.process_groups import start_processes
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.distributed.test_fused_step import gather_late
-from tests.support.runs import run_of
+from tests.support.runs import Run, run_of
 from tests.support.tiny_run import launch_ranks, read_run_weights, run_folder
 
 _read = nn.Module.__getattr__
@@ -56,12 +57,13 @@ def train(steps: list[list[str]]) -> None:
     groups.close()
 
 
-def launch(ranks: int, steps: list[list[str]]) -> None:
+def launch(ranks: int, steps: Sequence[Run | list[str]]) -> None:
     """Run the steps on so many ranks: one is this process."""
+    words = [[str(s.base), *s.words] if isinstance(s, Run) else s for s in steps]
     if ranks == 1:
-        train(steps)
+        train(words)
     else:
-        launch_ranks(ranks, "tests/support/layouts.py", json.dumps(steps))
+        launch_ranks(ranks, "tests/support/layouts.py", json.dumps(words))
 
 
 def numbers(run: Path, key: str) -> Tensor:

@@ -41,7 +41,7 @@ FAMILY = {
 }
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Draw every parameter: matrices roughly preserve norms, norms and biases differ from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,6 +52,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             p.normal_(std=fan_in**-0.5, generator=generator)
             if "norm" in name and name.endswith("weight") and p.dim() == 1:
                 p.add_(1.0)
+    return model
 
 
 def tiny(name: str, seed: int = 0, **changes: object) -> DiffusionTransformer:

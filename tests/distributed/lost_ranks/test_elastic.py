@@ -20,14 +20,10 @@ from cogfast.core import store
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from tests.support.interrupted.kills import newest_step
 from tests.support.ranks.forked import Forked
+from tests.support.runs import Run
 from tests.support.s3_server import s3_server
-from tests.support.tiny_run import (
-    free_port,
-    read_run_weights,
-    run,
-    write_clips,
-    write_config,
-)
+from tests.support.tiny_run import free_port, read_run_weights, write_clips
+from tests.support.tiny_run import run as launch
 
 pytestmark = pytest.mark.soak
 
@@ -48,10 +44,8 @@ class Cluster:
     def __init__(self, folder: Path, words: Sequence[str], nodes: str, has_store: bool = False):
         self.folder, self.nodes = folder, nodes
         self.save: Path | str = folder / "runs"
-        self.base = write_config(
-            folder / "base.yaml", write_clips(folder / "data"), save_interval=2, keep_last=0, seed=1
-        )
-        self.words = ["train", "--base", str(self.base), *words]
+        run = Run(write_clips(folder / "data"), folder).with_words(*words)
+        self.words = run.with_args(save_interval=2, keep_last=0, seed=1).command()
         self.port, self.settings = free_port(), SETTINGS
         self.machines: list[Forked] = []
         self.store: Forked | None = None
@@ -115,7 +109,7 @@ class Cluster:
         shutil.copytree(self.checkpoint(start), copy / "checkpoints" / start)
         (copy / "checkpoints" / "latest").write_text(start)
         own = [f"args.run_folder={copy}", f"args.train_iters={steps}", "args.elastic=off"]
-        done = run([*self.words, *own, *words, "--resume", "latest"], ranks)
+        done = launch([*self.words, *own, *words, "--resume", "latest"], ranks)
         assert done.returncode == 0, done.stdout
         return read_run_weights(newest_checkpoint(copy))
 

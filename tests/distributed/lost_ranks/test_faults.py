@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,16 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import (
-    launch_ranks,
-    losses,
-    run_folder,
-    run_program,
-    write_clips,
-    write_config,
-)
+from tests.support.runs import Run
+from tests.support.tiny_run import launch_ranks, run_program
 
 STEPS = 4
 ZERO_3 = "deepspeed.zero_optimization.stage=3"
@@ -38,14 +30,10 @@ EVERY_RUN = pytest.mark.parametrize("name", RUNS)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    data = write_clips(folder / "data")
-    return write_config(
-        folder / "base.yaml",
-        data,
+def tiny(shared_run: Run) -> Run:
+    return shared_run.with_args(
         train_iters=STEPS,
-        valid_data=[str(data)],
+        valid_data=[str(shared_run.data)],
         eval_interval=2,
         eval_iters=2,
         eval_num_samples=3,
@@ -55,36 +43,38 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Path]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "log"
+
+
+@pytest.fixture(scope="module")
+def runs(log: Path, tiny: Run) -> dict[str, Run]:
     """Start all runs except those that end early in one launch, and one in this process to compare."""
-    folder = tmp_path_factory.mktemp("runs")
-    arguments = [str(base), str(folder), *(f"{run},{MICRO}" for run in RUNS.values())]
-    (folder / "log").write_text(launch_ranks(2, "tests/support/interrupted/faults.py", *arguments))
-    Trainer(load_config([base], [f"args.save={folder}/one"])).train()
-    two = {name: run_folder(folder / str(number)) for number, name in enumerate(RUNS)}
-    return {"log": folder / "log", "one": run_folder(folder / "one"), **two}
+    arguments = [str(tiny.base), str(log.parent), *(f"{run},{MICRO}" for run in RUNS.values())]
+    log.write_text(launch_ranks(2, "tests/support/interrupted/faults.py", *arguments))
+    two = {name: tiny.into(log.parent / str(number)) for number, name in enumerate(RUNS)}
+    return {"one": tiny.into(log.parent / "one").train(), **two}
 
 
-def held_out(run: Path) -> list[dict]:
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "valid_loss" in line]
+def held_out(run: Run) -> list[dict]:
+    return [line for line in run.lines if "valid_loss" in line]
 
 
 @pytest.mark.slow
 @EVERY_RUN
-def test_training_continues(runs: dict[str, Path], name: str) -> None:
+def test_training_continues(runs: dict[str, Run], name: str) -> None:
     """Training reaches the last step after each failure, with the losses of one process."""
-    found, wanted = losses(runs[name]), losses(runs["one"])
+    found, wanted = runs[name].losses, runs["one"].losses
     assert len(found) == STEPS
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
-    assert (runs[name] / "checkpoints" / "latest").read_text() == "00000004"
-    steps = [p.name for p in sorted((runs[name] / "checkpoints").glob("0*"))]
+    assert runs[name].checkpoint.name == "00000004"
+    steps = [p.name for p in sorted(runs[name].checkpoint.parent.glob("0*"))]
     assert steps == ["00000004"] if name in ("write", "complete") else ["00000002", "00000004"]
 
 
 @pytest.mark.slow
 @EVERY_RUN
-def test_evaluation_is_whole_or_left_out(runs: dict[str, Path], name: str) -> None:
+def test_evaluation_is_whole_or_left_out(runs: dict[str, Run], name: str) -> None:
     """Two ranks compute one rank's held-out loss; if it fails the samples remain, and vice versa."""
     found, wanted = held_out(runs[name]), held_out(runs["one"])
     if name == "loss":
@@ -93,10 +83,10 @@ def test_evaluation_is_whole_or_left_out(runs: dict[str, Path], name: str) -> No
         assert [line["step"] for line in found] == [2, 4]
         for line, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(line, expected, rtol=1e-5, atol=0)
-    sheet = runs[name] / "samples" / "step-00000002" / "contact_sheet.png"
+    sheet = runs[name].path / "samples" / "step-00000002" / "contact_sheet.png"
     videos = {path.name for path in sheet.parent.glob("*.mp4")}
     if name not in ("prompts", "condition, zero-3"):
-        one = runs["one"] / "samples" / "step-00000002"
+        one = runs["one"].path / "samples" / "step-00000002"
         assert videos == {path.name for path in one.glob("*.mp4")}
         assert len(videos) == 3
         assert sheet.is_file()
@@ -105,8 +95,8 @@ def test_evaluation_is_whole_or_left_out(runs: dict[str, Path], name: str) -> No
 
 
 @pytest.mark.slow
-def test_the_log_says_what_failed(runs: dict[str, Path]) -> None:
-    log = runs["log"].read_text()
+def test_the_log_says_what_failed(runs: dict[str, Run], log: Path) -> None:
+    log = log.read_text()
     for what in ("loss", "prompts", "condition"):
         assert f"OutOfMemoryError: no memory for {what}" in log
     assert "checkpoint of step 2 failed: rank 1 failed: OSError" in log
@@ -114,9 +104,9 @@ def test_the_log_says_what_failed(runs: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
+def test_a_failing_ranks_error_is_seen(tmp_path: Path, tiny: Run) -> None:
     """The error is printed last, also if the other rank reports a lost connection."""
-    arguments = [str(base), str(tmp_path), f"first batch:,{MICRO}"]
+    arguments = [str(tiny.base), str(tmp_path), f"first batch:,{MICRO}"]
     done = run_program(["tests/support/interrupted/faults.py", *arguments], 2)
     assert done.returncode != 0
     last = done.stdout.rpartition("Root Cause")[2]
@@ -125,13 +115,12 @@ def test_a_failing_ranks_error_is_seen(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path) -> None:
+def test_a_run_that_cannot_continue_ends_in_one_line(run: Run) -> None:
     """Two ranks agree that nothing is finite: one line from cogfast, no traceback, no warnings."""
     all_bad = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
     all_bad["params"]["num_bad"] = 8
-    bad = write_config(tmp_path / "bad.yaml", base.parent / "data", dataset=all_bad)
-    arguments = ["args.train_iters=21", "--allow-import", "tests"]
-    done = run_program(["-m", "cogfast", "train", "--base", str(bad), MICRO, *arguments], 2)
+    bad = run.by(Trainer, "tests").with_args(dataset=all_bad, train_iters=21)
+    done = run_program(["-m", "cogfast", *bad.command(MICRO)], 2)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     # Rank 1 keeps quiet for some seconds, which a busy machine may need to end rank 0.
@@ -144,16 +133,16 @@ def test_a_run_that_cannot_continue_ends_in_one_line(tmp_path: Path, base: Path)
 
 @pytest.mark.slow
 def test_damage_that_one_of_two_ranks_reads_ends_both_in_one_line(
-    tmp_path: Path, base: Path, runs: dict[str, Path]
+    tmp_path: Path, tiny: Run, runs: dict[str, Run]
 ) -> None:
     """Rank 1 reads its own file, and rank 0, which reads another, does not wait for it for ever."""
-    resumed = Path(shutil.copytree(runs["none"], tmp_path / "run"))
+    resumed = Path(shutil.copytree(runs["none"].path, tmp_path / "run"))
     old, new = (resumed / "checkpoints" / f"{step:08d}" for step in (2, 4))
     content = bytearray((new / "rank-00001.safetensors").read_bytes())
     content[-100] ^= 4
     (new / "rank-00001.safetensors").write_bytes(content)
-    arguments = ["train", "--base", str(base), MICRO, "--resume", str(resumed)]
-    done = run_program(["-m", "cogfast", *arguments], 2, timeout=120)
+    command = tiny.command(MICRO, "--resume", str(resumed))
+    done = run_program(["-m", "cogfast", *command], 2, timeout=120)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout

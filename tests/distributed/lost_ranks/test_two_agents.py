@@ -11,19 +11,11 @@ import psutil
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.distributed.lost_ranks import OTHER_RANK
-from cogfast.train.trainer import Trainer
 from tests.support.interrupted.kills import SECONDS_TO_END, newest_step
 from tests.support.ranks.forked import Forked
-from tests.support.tiny_run import (
-    free_port,
-    losses,
-    run_folder,
-    wait_for,
-    write_clips,
-    write_config,
-)
+from tests.support.runs import Run
+from tests.support.tiny_run import free_port, wait_for
 
 STEPS = 60
 # Two layouts of four processes with a global batch of four.
@@ -47,11 +39,11 @@ def meeting_point(how: str, machine: int, port: int) -> list[str]:
     }[how]
 
 
-def start_machines(how: str, arguments: list[str], processes: int = 2) -> list[Forked]:
+def start_machines(how: str, run: Run, processes: int = 2) -> list[Forked]:
     """Start a torchrun for each of two machines."""
     port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={processes}"]
-    command = ["-m", "cogfast", "train", *arguments, "--seed", "1", "--resume", "auto"]
+    command = ["-m", "cogfast", *run.command("--seed", "1", "--resume", "auto")]
     return [
         Forked([*agents, *meeting_point(how, machine, port), *command], environment)
         for machine in range(2)
@@ -82,43 +74,31 @@ def lose_the_second(machines: list[Forked]) -> None:
 
 
 @pytest.mark.soak
-def test_a_lost_machine_is_named(tmp_path: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", write_clips(tmp_path / "data"), save_interval=1)
-    save = tmp_path / "runs"
-    arguments = ["--base", str(base), f"args.save={save}", "args.train_iters=100000"]
-    two = ["deepspeed.train_micro_batch_size_per_gpu=2"]
-    machines = start_machines("static", [*arguments, *two], processes=1)
+def test_a_lost_machine_is_named(run: Run, tmp_path: Path) -> None:
+    run = run.with_args(save_interval=1, train_iters=100_000)
+    two, save = "deepspeed.train_micro_batch_size_per_gpu=2", tmp_path / "runs"
+    machines = start_machines("static", run.with_words(two), processes=1)
     wait_for_step(save, 2, machines)
     lose_the_second(machines)
 
 
 @pytest.mark.soak
-def test_two_machines_train_lose_one_and_resume(tmp_path: Path) -> None:
+def test_two_machines_train_lose_one_and_resume(run: Run, tmp_path: Path) -> None:
     """One kind of rendezvous trains with dp 4, the other with dp 2 x tp 2. Both reach the last step
     with the losses of one uninterrupted process."""
-    base = write_config(
-        tmp_path / "base.yaml",
-        write_clips(tmp_path / "data"),
-        train_iters=STEPS,
-        save_interval=4,
-        seed=1,
-    )
-    save = tmp_path / "runs"
-    arguments = ["--base", str(base), f"args.save={save}"]
-
-    machines = start_machines("static", [*arguments, *COPIES])
+    run, save = run.with_args(train_iters=STEPS, save_interval=4, seed=1), tmp_path / "runs"
+    machines = start_machines("static", run.with_words(*COPIES))
     wait_for_step(save, 4, machines)
     lose_the_second(machines)
 
     stopped = newest_step(save)
     assert 4 <= stopped < STEPS, "the run was over before machine 1 was gone"
-    machines = start_machines("c10d", [*arguments, *PAIRS])
+    machines = start_machines("c10d", run.with_words(*PAIRS))
     logs = "".join(machine.communicate(timeout=240)[0] for machine in machines)
     assert [machine.returncode for machine in machines] == [0, 0], logs
     assert "4 processes (dp 2 x tp 2)" in logs
     assert re.search(rf"steps +{stopped} to {STEPS}\n", logs)
 
-    Trainer(load_config([base], [f"args.save={tmp_path}/one"])).train()
-    found, wanted = losses(run_folder(save)), losses(run_folder(tmp_path / "one"))
+    found, wanted = run.losses, run.into(tmp_path / "one").train().losses
     assert len(found) == STEPS
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)

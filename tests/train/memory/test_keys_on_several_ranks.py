@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from cogfast.model.transformer import build_transformer
 from tests.model.test_lora import save_as_sat
 from tests.support.layouts import assert_equal_training, launch, numbers, weights
-from tests.support.tiny_run import (
-    model_section,
-    run_folder,
-    write_clips,
-    write_config,
-)
+from tests.support.runs import Run
+from tests.support.tiny_run import run_folder
 from tests.support.tiny_transformers import randomize
 
 STEPS_OF_A_LAUNCH = 20  # gloo groups of ended runs keep 32 files each, and select() takes 1,024
@@ -80,14 +75,14 @@ ROUNDED = [name for name, keys in KEYS.items() if {EIGHT, FP8} & {*keys.words}]
 
 
 @dataclass(frozen=True)
-class Run:
+class Keyed:
     """Keys at a layout. resumed_from: one with whose checkpoint it begins."""
 
     keys: str
     kind: str
     stage: int = 2
     is_bf16: bool = False
-    resumed_from: Run | None = None
+    resumed_from: Keyed | None = None
 
     @property
     def words(self) -> list[str]:
@@ -102,14 +97,14 @@ class Run:
 
 
 QUICK = [
-    Run("int8, blocks, activations", "cp 2", stage=3),
-    Run("8bit, ema, activations", "tp 2"),
-    Run("8bit, ema, activations", "cp 2", resumed_from=Run("8bit, ema, activations", "tp 2")),
+    Keyed("int8, blocks, activations", "cp 2", stage=3),
+    Keyed("8bit, ema, activations", "tp 2"),
+    Keyed("8bit, ema, activations", "cp 2", resumed_from=Keyed("8bit, ema, activations", "tp 2")),
 ]
 # Each pair of keys and kind, of keys and stage, of kind and stage, and of each of them and dtype; keys
 # without those that move memory run beside them.
 SOAKED = [
-    Run(
+    Keyed(
         keys,
         kind,
         (k + n) % 3 + 1,
@@ -120,64 +115,46 @@ SOAKED = [
     if kind != "one process"
 ]
 SOAKED += [
-    Run(keys, "one process", resumed_from=Run(keys, kind, stage=3))
+    Keyed(keys, "one process", resumed_from=Keyed(keys, kind, stage=3))
     for keys, kind in (("int8, blocks, activations", "tp 2"), ("lora, 8bit, ema", "dp 2 x tp 2"))
 ]
 RUNS = [*QUICK, *(run for run in SOAKED if run not in QUICK)]
 
 
-def marked(runs: list[Run]) -> list:
+def marked(runs: list[Keyed]) -> list:
     marks = lambda run: [] if run in QUICK else pytest.mark.soak
     return [pytest.param(run, marks=marks(run), id=str(run)) for run in runs]
 
 
-def plain_run(run: Run) -> Run:
+def plain_run(run: Keyed) -> Keyed:
     """Return the run without the keys that move memory."""
     return replace(run, keys=KEYS[run.keys].same_bits or "", resumed_from=None)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Return the config of a run of adapters (True) and of all weights."""
-    folder = tmp_path_factory.mktemp("keys")
-    data = write_clips(folder / "data")
-    section = model_section("5b", data)
-    section["network_config"]["params"] |= DEEP
-    plain = build_transformer(section)
-    randomize(plain, seed=1)
-    save_as_sat(plain, folder / "base")
-    found = {}
-    for is_lora in (False, True):
-        found[is_lora] = write_config(
-            folder / f"{is_lora}.yaml",
-            data,
-            lora_rank=4 if is_lora else None,
-            train_iters=STEPS,
-            save_interval=SAVED_AT,
-            keep_last=0,
-            replica_check_interval=1,
-            load=str(folder / "base"),
-        )
-        config = OmegaConf.load(found[is_lora])
-        config.model.network_config.params |= DEEP
-        OmegaConf.save(config, found[is_lora])
-    return found
+def plain(shared_run: Run) -> Run:
+    """A run of all weights of a deep model."""
+    run = shared_run.with_words(*[f"model.network_config.params.{k}={v}" for k, v in DEEP.items()])
+    save_as_sat(randomize(build_transformer(run.config().model), seed=1), run.folder / "base")
+    run = run.with_args(train_iters=STEPS, save_interval=SAVED_AT, keep_last=0)
+    return run.with_args(replica_check_interval=1, load=str(run.folder / "base"))
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, Path]:
+def runs(request: pytest.FixtureRequest, plain: Run) -> dict[Keyed, Path]:
     """Return the folders of all runs that the selected tests need."""
     mine = [item for item in request.session.items if item.module is request.module]
     wanted = {item.callspec.params["run"] for item in mine if "run" in item.callspec.params}
     for run in list(wanted):
         wanted |= {plain_run(run)} if KEYS[run.keys].same_bits and not run.resumed_from else set()
         if not run.is_bf16:
-            wanted |= {Run(run.keys, "one process")}
+            wanted |= {Keyed(run.keys, "one process")}
             if run.keys in ROUNDED:
-                wanted |= {Run("lora" if KEYS[run.keys].is_lora else "all", "one process")}
+                wanted |= {Keyed("lora" if KEYS[run.keys].is_lora else "all", "one process")}
         if run.resumed_from:
             wanted.add(run.resumed_from)
-    folder, found = bases[True].parent, {}
+    folder, found = plain.folder, {}
+    bases = {True: replace(plain, folder=folder / "lora").with_lora(4), False: plain}
     # Last, since DeepSpeed's stage 3 replaces F.linear in its process, whose results round differently.
     order = sorted(wanted, key=lambda run: (run.stage == 3, str(run)))
     for is_resumed in (False, True):
@@ -192,8 +169,7 @@ def runs(request: pytest.FixtureRequest, bases: dict[bool, Path]) -> dict[Run, P
                     source = str(folder / str(run.resumed_from))
                     steps.append(["copy", source, f"{SAVED_AT:08d}", str(save / "run")])
                     words.append(f"args.resume={save / 'run'}")
-                base = str(bases[KEYS[run.keys].is_lora])
-                steps.append([base, f"args.save={save}", *words])
+                steps.append(bases[KEYS[run.keys].is_lora].into(save).with_words(*words))
             for at in range(0, len(steps), STEPS_OF_A_LAUNCH):
                 launch(ranks, steps[at : at + STEPS_OF_A_LAUNCH])
     return {run: run_folder(save) for run, save in found.items()}
@@ -204,8 +180,8 @@ EXACT = [run for run in RUNS if run.keys not in ROUNDED and not run.is_bf16]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked(EXACT))
-def test_a_run_equals_one_process(runs: dict[Run, Path], run: Run) -> None:
-    one, first = runs[Run(run.keys, "one process")], SAVED_AT if run.resumed_from else 0
+def test_a_run_equals_one_process(runs: dict[Keyed, Path], run: Keyed) -> None:
+    one, first = runs[Keyed(run.keys, "one process")], SAVED_AT if run.resumed_from else 0
     assert len(numbers(one, "loss")) == STEPS
     assert_equal_training(runs[run], one, first)
 
@@ -215,7 +191,7 @@ MOVED = [run for run in RUNS if KEYS[run.keys].same_bits and not run.resumed_fro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", marked(MOVED))
-def test_moved_memory_changes_no_bit(runs: dict[Run, Path], run: Run) -> None:
+def test_moved_memory_changes_no_bit(runs: dict[Keyed, Path], run: Keyed) -> None:
     plain, other = runs[plain_run(run)], runs[run]
     for key in ("loss", "grad_norm"):
         assert torch.equal(numbers(plain, key), numbers(other, key))
@@ -233,13 +209,13 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize(
     "run", marked([run for run in RUNS if run.keys in ROUNDED and not run.is_bf16])
 )
-def test_what_ranks_round_is_as_good_as_in_one_process(runs: dict[Run, Path], run: Run) -> None:
+def test_what_ranks_round_is_as_good_as_in_one_process(runs: dict[Keyed, Path], run: Keyed) -> None:
     """Ranks round other blocks or rows: they are as far from the plain run as one process is.
 
     Replicated parameters stay equal (args.replica_check_interval=1).
     """
-    exact = runs[Run("lora" if KEYS[run.keys].is_lora else "all", "one process")]
-    one, other = runs[Run(run.keys, "one process")], runs[run]
+    exact = runs[Keyed("lora" if KEYS[run.keys].is_lora else "all", "one process")]
+    one, other = runs[Keyed(run.keys, "one process")], runs[run]
     first = SAVED_AT if run.resumed_from else 0
     for key in ("loss", "grad_norm"):
         wanted = numbers(exact, key)[first:]
