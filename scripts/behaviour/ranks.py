@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from scripts.behaviour.difference import Difference, normalized
+from scripts.behaviour.difference import ERROR_TEXT, Difference, normalized
 from scripts.behaviour.forks import Command, Ended, run
 from scripts.behaviour.inputs import unpack
 
@@ -87,7 +87,7 @@ def _compare(name: str, ends: list[dict], found: dict | None) -> list[Difference
         Difference(
             PART,
             name,
-            "text of the error" if key.startswith("last line") else key,
+            ERROR_TEXT if str(found[key]).startswith("cogfast: ") else key,
             " or ".join(sorted({json.dumps(end[key]) for end in ends})),
             json.dumps(found[key]),
         )
