@@ -47,15 +47,16 @@ class Difference:
         return f"{self.part}:{self.case}: {self.what}: recorded {recorded}, found {found}"
 
 
-def normalized(text: str, work: Path) -> str:
+def normalized(text: str, work: Path, has_times: bool = True) -> str:
     """Replace what belongs to this machine and moment by placeholders.
 
-    work: the scratch folder of the case or part.
+    work: the scratch folder of the case or part. has_times: the text may have times, process ids and
+    the like; otherwise its numbers all count.
     """
     for path, name in _places(work):
         # Not a part of a longer name.
         text = re.sub(re.escape(path) + r"(?![\w.-]*\w)", lambda _, name=name: name, text)
-    for pattern, replacement in _MOMENT:
+    for pattern, replacement in _MOMENT if has_times else ():
         text = re.sub(pattern, replacement, text)
     return text
 

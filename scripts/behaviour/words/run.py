@@ -162,7 +162,7 @@ def _end_one(running: dict[int, _Running]) -> str:
     streams = [file.read_bytes().decode(errors="replace") for file in one.streams]
     stdout, stderr = (_plain(text, one) for text in streams)
     wrote = sorted(
-        normalized(path.relative_to(one.root).as_posix(), one.root)
+        normalized(path.relative_to(one.root).as_posix(), one.root, has_times=False)
         for path in _files(one.root)
         if one.before.get(path) != path.lstat().st_mtime_ns
     )
@@ -191,7 +191,7 @@ def to_bytes(content: str | list) -> bytes:
 
 
 def _plain(text: str, one: _Running) -> str:
-    return normalized(text.replace(str(one.home), "<home>"), one.root)
+    return normalized(text.replace(str(one.home), "<home>"), one.root, has_times=False)
 
 
 def _link(source: Path, target: Path) -> None:
