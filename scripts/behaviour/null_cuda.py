@@ -74,8 +74,11 @@ def _facts(folder: Path, ended: Ended) -> dict:
 
 
 def _of_rank(report: dict) -> dict[str, object]:
-    """Return lists of a number per step, and how often each step waited where."""
-    steps = report["steps"]
+    """Return lists of a number per step, and how often each step waited where.
+
+    The first two steps also load kernels, or compile them where Triton's cache lacks them.
+    """
+    steps = report["steps"][2:]
     return {
         "launches": [step["launches"] for step in steps],
         "allocations": [step["allocations"] for step in steps],
