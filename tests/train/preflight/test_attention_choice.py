@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels.attention import backends as attention
@@ -23,7 +22,7 @@ from cogfast.kernels.attention.backends import (
     flash_attention_reference,
     reason_unavailable,
 )
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
     Measured,
@@ -33,17 +32,27 @@ from cogfast.train.preflight.attention_choice import (
     measure,
     run_shape,
 )
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (2, 150, 2, 16)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("attention")
-    return write_config(folder / "base.yaml", write_clips(folder / "data"), train_iters=2)
+@pytest.fixture
+def run(run: Run) -> Run:
+    return run.with_args(train_iters=2)
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H100, without packages for attention."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    reason = "does not import: ModuleNotFoundError"
+    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
 
 
 @pytest.fixture
@@ -100,7 +109,7 @@ def breaking(*tensors: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("run", "reason"),
+    ("wrong", "reason"),
     [
         (off_by_one_percent, "out is wrong: relative error 1.0e-02, 1.0e-03 is"),
         (without_half_of_dk, "dk is wrong: relative error 5.0e-01"),
@@ -109,10 +118,10 @@ def breaking(*tensors: Tensor) -> Tensor:
     ],
     ids=["forward", "gradient", "nan", "breaks"],
 )
-def test_a_wrong_backend_is_out(attend_by, run, reason: str) -> None:
+def test_a_wrong_backend_is_out(attend_by, wrong, reason: str) -> None:
     right = measure("flash", SHAPE, CPU, torch.float32)
     assert right.reason is None and right.forward_ms > 0 and right.backward_ms > 0
-    attend_by(run)
+    attend_by(wrong)
     row = measure("flash", SHAPE, CPU, torch.float32)
     assert row.reason.startswith(reason) and "\n" not in row.reason
 
@@ -132,20 +141,14 @@ class Bench:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch, base: Path):
+def on_gpu(monkeypatch: pytest.MonkeyPatch, h100: None, run: Run):
     """Call choose_for_training as on a machine with an H100, with a table of times."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    reason = "does not import: ModuleNotFoundError"
-    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
-    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
 
     def choose(times: dict[str, float], *arguments: str, stored: str | None = None):
         bench = Bench(times)
         monkeypatch.setattr(attention_choice, "measure", bench)
-        config = load_config([base], ["args.bf16=true", *arguments])
+        config = run.config("args.bf16=true", *arguments)
         args = TrainArguments.from_config(config)
         model = trainer_model(config)
         groups = ProcessGroups(0, 1, 0, GPU, None, False)
@@ -201,7 +204,7 @@ def test_a_stored_choice_that_cannot_run_is_replaced(
     assert f"the checkpoint's {stored} cannot run here" in caplog.text and reason in caplog.text
 
 
-def test_the_shape_is_that_of_the_runs_attention(base: Path, tmp_path: Path, attend_by) -> None:
+def test_the_shape_is_that_of_the_runs_attention(run: Run, attend_by) -> None:
     """Attention gets this shape in a real step; the clips are half as high as the model's table."""
     seen = set()
 
@@ -210,74 +213,51 @@ def test_the_shape_is_that_of_the_runs_attention(base: Path, tmp_path: Path, att
         return flash_attention_reference(q, k, v)
 
     attend_by(spy)
-    arguments = [
-        f"args.save={tmp_path}",
-        "args.attention_backend=flash",
-        "data.params.video_size=[16, 32]",
-        "args.train_iters=1",
-    ]
-    trainer = Trainer(load_config([base], arguments))
-    trainer.train()
+    size = "data.params.video_size=[16, 32]"
+    trainer = run.train("args.attention_backend=flash", size, steps=1).last
     wanted = run_shape(trainer.config, trainer.args, trainer.engine.transformer.config)
     assert seen == {wanted} and wanted[1] == 3 * 1 * 2 + 8
 
 
 def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
-    base: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture,
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
 ) -> None:
     """math and flash round differently, so a run that changed its backend would show it."""
     caplog.set_level(logging.INFO)
 
-    def train(save: Path, *arguments: str) -> Trainer:
-        trainer = Trainer(load_config([base], [f"args.save={save}", *arguments]))
-        trainer.train()
-        return trainer
-
-    whole = tmp_path / "whole"
-    train(whole, "args.attention_backend=math", "args.train_iters=4")
-    cut = tmp_path / "cut"
-    train(cut, "args.attention_backend=math")
-    manifest = read_manifest(newest_checkpoint(run_folder(cut)))
-    assert manifest["attention_backend"] == "math"
-    assert train(cut, "args.resume=latest", "args.train_iters=4").parts.attention_backend == "math"
+    asked = "args.attention_backend=math"
+    whole = run.into(tmp_path / "whole").train(asked, steps=4)
+    cut = run.train(asked)
+    assert read_manifest(cut.checkpoint)["attention_backend"] == "math"
+    resumed = run.resume(steps=4)
+    assert resumed.last.parts.attention_backend == "math"
     assert "attention: math, as in the checkpoint" in caplog.text
-    assert losses(run_folder(cut)) == losses(run_folder(whole))
+    assert resumed.losses == whole.losses
     # Sampling keeps it, too.
     given = ["--prompt", "a bar", "args.only_save_latents=true", "--out", str(tmp_path / "samples")]
-    assert main(["sample", str(run_folder(cut)), *given]) == 0
+    assert main(["sample", str(cut.path), *given]) == 0
     assert "attention: math, as in the checkpoint" in capsys.readouterr().err
 
 
-def test_a_name_that_cannot_run_says_what_can(base: Path) -> None:
-    config = load_config([base], ["args.attention_backend=cudnn"])
-    wanted = (
+def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
+    config = run.config("args.attention_backend=cudnn")
+    line = (
         "args.attention_backend=cudnn: it needs a CUDA GPU; this machine can run: auto, flash, math"
     )
-    with pytest.raises(ValueError, match=wanted):
-        check_attention(config, TrainArguments.from_config(config), 64)
+    assert_refused(lambda: check_attention(config, TrainArguments.from_config(config), 64), line)
 
 
 def test_a_deterministic_run_may_not_name_cudnn(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, h100: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error comes before torch is set to be deterministic and before any GPU work."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    reason = "does not import: ModuleNotFoundError"
-    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
-    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    arguments = ["args.attention_backend=cudnn", "args.bf16=true"]
-    config = load_config([base], arguments)
+    run = run.with_words("args.attention_backend=cudnn", "args.bf16=true")
+    config = run.config()
     check_attention(config, TrainArguments.from_config(config), 64)
-    config = load_config([base], [*arguments, "args.deterministic=true"])
-    wanted = (
+    exact = run.config("args.deterministic=true")
+    line = (
         "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
         "runs must; this machine can run: auto, flash, efficient, math$"
     )
-    with pytest.raises(ValueError, match=wanted):
-        check_attention(config, TrainArguments.from_config(config), 64)
+    assert_refused(lambda: check_attention(exact, TrainArguments.from_config(exact), 64), line)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.train.assembly import assemble_datasets
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.data_layout import infer_layout
-from tests.support.tiny_run import write_clips, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 
 
 @pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two clips without labels, listed in a table and in lists, each in a folder of its own."""
     folder = write_clips(tmp_path_factory.mktemp("clips"), num_clips=2)
     rows = [f"{folder}/videos/{i}.mp4" for i in range(2)]
@@ -39,11 +40,9 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(".", "SFTDataset"), ("clips.csv", "VideoManifest"), ("table", "VideoManifest")]
     + [("lists", "VideoList")],
 )
-def test_the_layout_follows_from_the_path(clips: Path, source: str, layout: str) -> None:
+def test_the_layout_follows_from_the_path(run: Run, source: str, layout: str) -> None:
     """The models' files name SAT's folders of videos and labels, whose defaults stay."""
-    words = [f"args.train_data=[{clips / source}]"]
-    base = write_config(clips / "base.yaml", clips)
-    config = infer_layout(load_config([base], words))
+    config = infer_layout(run.config(f"args.train_data=[{run.data / source}]"))
     assert config.data.target.endswith(f".{layout}")
     check_train(config)
     train = assemble_datasets(config, TrainArguments.from_config(config)).train
@@ -51,43 +50,40 @@ def test_the_layout_follows_from_the_path(clips: Path, source: str, layout: str)
     assert train.settings.skip_frms_num == 3
 
 
-def test_a_source_of_several_layouts_is_refused(clips: Path) -> None:
-    base = write_config(clips / "base.yaml", clips)
-    config = load_config([base], [f"args.train_data=[{clips / 'both'}]"])
-    message = r"args.train_data=.*both: has the layouts of several data sets; set data.target=\S+."
-    with pytest.raises(ValueError, match=message + r"VideoManifest or data.target=\S+.VideoList$"):
-        infer_layout(config)
-
-
-def test_sources_that_no_class_can_read_together_are_refused(clips: Path) -> None:
-    base = write_config(clips / "base.yaml", clips)
-    words = [f"args.train_data=[{clips / 'clips.csv'},{clips / 'lists'}]"]
-    message = (
-        r"several: \S+clips.csv \(VideoManifest\), \S+lists \(VideoList\); list all clips in one m"
+def test_a_source_of_several_layouts_is_refused(run: Run) -> None:
+    config = run.config(f"args.train_data=[{run.data / 'both'}]")
+    target = "data.target=cogfast.data.datasets."
+    line = (
+        "args.train_data=<...>both: has the layouts of several data sets; set "
+        f"{target}VideoManifest or {target}VideoList$"
     )
-    with pytest.raises(ValueError, match=message):
-        infer_layout(load_config([base], words))
+    assert_refused(lambda: infer_layout(config), line)
+
+
+def test_sources_that_no_class_can_read_together_are_refused(run: Run, data: Path) -> None:
+    config = run.config(f"args.train_data=[{data / 'clips.csv'},{data / 'lists'}]")
+    line = f"several: {data}/clips.csv (VideoManifest), {data}/lists (VideoList); list all clips in one m"
+    assert_refused(lambda: infer_layout(config), line)
 
 
 def test_a_layout_that_is_not_read_is_logged(
-    clips: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_clips(tmp_path / "clips", num_clips=2)
     for name in ("videos.txt", "prompts.txt"):
-        (folder / name).write_text((clips / "lists" / name).read_text())
+        (folder / name).write_text((data / "lists" / name).read_text())
     (folder / "labels").mkdir(exist_ok=True)
     for i in range(2):
         (folder / "labels" / f"{i}.txt").write_text("a bar")
     caplog.set_level(logging.INFO)
-    config = load_config([write_config(tmp_path / "base.yaml", folder)])
+    config = Run(folder, tmp_path).config()
     assert infer_layout(config) is config
     text = "read as VideoFolder; its files of VideoList are ignored; data.target=cogfast.data.datasets.VideoList"
     assert f"{folder}: {text} reads them" in caplog.messages
 
 
-def test_a_layout_of_the_command_line_stays(clips: Path) -> None:
-    base = write_config(clips / "base.yaml", clips)
-    words = [f"args.train_data=[{clips / 'clips.csv'}]", "data.target=data_video.SFTDataset"]
-    config = infer_layout(load_config([base], words))
-    with pytest.raises(ValueError, match=r"clips.csv is a file; give folders .*VideoManifest"):
-        check_train(config)
+def test_a_layout_of_the_command_line_stays(run: Run, data: Path) -> None:
+    target = "data.target=data_video.SFTDataset"
+    config = infer_layout(run.config(f"args.train_data=[{data / 'clips.csv'}]", target))
+    line = "clips.csv is a file; give folders <...>VideoManifest"
+    assert_refused(lambda: check_train(config), line)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from cogfast.__main__ import _line
-from cogfast.config import Config, load_config
 from cogfast.core.run_lock import RunLock
 from cogfast.model.weights.formats.checkpoint_manifest import read_manifest, write_manifest
 from cogfast.train.preflight.elastic import Plan, divide, follow_world, plan_world
 from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.run.parts import Parts
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import run_folder, write_clips, write_config
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 
 
 def test_a_batch_is_divided_by_the_most_ranks_and_the_largest_batch_size() -> None:
@@ -36,40 +36,42 @@ def test_a_batch_is_divided_by_the_most_ranks_and_the_largest_batch_size() -> No
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("elastic")
-    return write_config(folder / "base.yaml", write_clips(folder / "data", 2), train_iters=1)
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("elastic"), 2)
 
 
-def configured(base: Path, *words: str) -> Config:
-    return load_config([base], ["deepspeed.train_micro_batch_size_per_gpu=2", *words])
+@pytest.fixture
+def run(run: Run) -> Run:
+    return run.with_args(train_iters=1)
 
 
-def test_a_first_start_has_the_batch_of_the_configuration(base: Path) -> None:
-    config = configured(base, "args.elastic=shrink", "args.save=none")
-    assert plan_world(config, 2) == Plan("auto", "", 2, 2, 1)
-    config = configured(base, "args.elastic=shrink", "deepspeed.train_batch_size=4")
-    plan = plan_world(config, 3)
+@pytest.fixture
+def pairs(run: Run) -> Run:
+    """A run of 2 samples on each rank."""
+    return run.with_words("deepspeed.train_micro_batch_size_per_gpu=2")
+
+
+def test_a_first_start_has_the_batch_of_the_configuration(pairs: Run) -> None:
+    assert plan_world(pairs.config("args.elastic=shrink"), 2) == Plan("auto", "", 2, 2, 1)
+    fours = pairs.with_words("deepspeed.train_batch_size=4")
+    plan = plan_world(fours.config("args.elastic=shrink"), 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 1)
     assert plan.text.endswith("; 1 rank idles") and "before" not in plan.text
-    plan = plan_world(configured(base, "args.elastic=wait", "deepspeed.train_batch_size=4"), 3)
+    waits = "args.elastic=wait"
+    plan = plan_world(fours.config(waits), 3)
     assert plan.num_ranks == 0 and "waiting until 3 can train" in plan.text
-    words = ("args.elastic=wait", "args.model_parallel_size=2", "args.batch_size=2")
-    plan = plan_world(configured(base, *words), 1)
-    assert (
-        "1 rank is here, 0 of which divide the global batch 2; waiting until 2 can train"
-        in plan.text
-    )
+    plan = plan_world(pairs.config(waits, "args.model_parallel_size=2", "args.batch_size=2"), 1)
+    line = "1 rank is here, 0 of which divide the global batch 2; waiting until 2 can train"
+    assert line in plan.text
 
 
 def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
-    base: Path, tmp_path: Path
+    run: Run, pairs: Run, tmp_path: Path
 ) -> None:
     """A process that another one has replaced moves no `latest`."""
-    config = load_config([base], [f"args.save={tmp_path}"])  # a process with 4 samples
-    Trainer(config).train()
-    words = [f"args.save={tmp_path}", "args.elastic=shrink"]
-    plan = plan_world(configured(base, *words), 5)
+    folder = run.train().path  # a process with 4 samples
+    shrinks = pairs.with_words("args.elastic=shrink")
+    plan = plan_world(shrinks.config(), 5)
     assert plan == Plan(
         "auto",
         "args.elastic=shrink: 4 ranks train, 1 before; global batch 4 = dp 4 x batch 1 x accumulation 1 "
@@ -79,42 +81,36 @@ def test_a_resumed_run_keeps_its_batch_and_its_folder_is_its_own(
         1,
         1,
     )
-    pairs = configured(base, *words, "args.model_parallel_size=2", "args.batch_size=2")
-    plan = plan_world(pairs, 3)
+    two = shrinks.config("args.model_parallel_size=2", "args.batch_size=2")
+    plan = plan_world(two, 3)
     assert (plan.num_ranks, plan.batch_size, plan.accumulation) == (2, 2, 2)
     assert "(before: dp 1 x batch 4 x accumulation 1)" in plan.text  # it had model_parallel_size=1
-    with pytest.raises(
-        ValueError, match=r"shrink: 1 rank is left, but 2 share a model .* raise MIN"
-    ):
-        plan_world(pairs, 1)
+    line = "shrink: 1 rank is left, but 2 share a model <...> raise MIN"
+    assert_refused(lambda: plan_world(two, 1), line)
     # A checkpoint of a version without a key
-    manifest = read_manifest(checkpoint := run_folder(tmp_path) / "checkpoints/00000001")
+    manifest = read_manifest(checkpoint := folder / "checkpoints/00000001")
     del manifest["config"]["args"]["context_parallel_size"], manifest["checksum"]
     write_manifest(checkpoint, manifest)
-    assert plan_world(pairs, 3) == plan
-    waiting = configured(base, *words[:1], "args.elastic=wait", "args.model_parallel_size=2")
+    assert plan_world(two, 3) == plan
+    waiting = pairs.config("args.elastic=wait", "args.model_parallel_size=2")
     assert plan_world(waiting, 1).num_ranks == 0
-    run = run_folder(tmp_path)
-    named = configured(base, *words, f"args.resume={run}/checkpoints/00000001")
-    with pytest.raises(ValueError, match=r"each restart would return to it"):
-        plan_world(named, 4)
-    assert plan_world(configured(base, *words, f"args.resume={run}"), 4).resume == str(run)
+    named = shrinks.config(f"args.resume={checkpoint}")
+    assert_refused(lambda: plan_world(named, 4), "each restart would return to it")
+    assert plan_world(shrinks.config(f"args.resume={folder}"), 4).resume == str(folder)
     # A run in a store begins from this one, and its own checkpoints count from then on.
-    stored = [f"args.run_folder=file://{tmp_path}/stored", f"args.resume={run}", words[1]]
-    plan = plan_world(configured(base, *stored), 4)
-    assert (plan.resume, plan.num_ranks, plan.batch_size) == (str(run), 4, 1)
-    shutil.copytree(run, tmp_path / "stored")
-    plan = plan_world(configured(base, *stored), 4)
-    assert (plan.resume, plan.num_ranks, plan.batch_size) == ("auto", 4, 1)
+    stored = [f"args.run_folder=file://{tmp_path}/stored", f"args.resume={folder}"]
+    for resume in (str(folder), "auto"):
+        plan = plan_world(shrinks.config(*stored), 4)
+        assert (plan.resume, plan.num_ranks, plan.batch_size) == (resume, 4, 1)
+        shutil.copytree(folder, tmp_path / "stored", dirs_exist_ok=True)
 
-    words = [f"args.save={tmp_path}", "args.resume=auto", "args.train_iters=2"]
-    trainer = Trainer(load_config([base], words))
+    trainer = run.trainer("args.resume=auto", "args.train_iters=2")
     trainer.writer.check_owner()
-    (run / "run.lock").write_text("process 1 on another-machine\n")
-    with pytest.raises(RuntimeError, match="process 1 on another-machine has taken the folder"):
-        trainer.train()
-    assert (run / "checkpoints" / "latest").read_text() == "00000001"
-    assert [path.name for path in (run / "checkpoints").glob("0*")] == ["00000001"]
+    (folder / "run.lock").write_text("process 1 on another-machine\n")
+    line = "process 1 on another-machine has taken the folder"
+    assert_refused(trainer.train, line, RuntimeError)
+    assert (folder / "checkpoints" / "latest").read_text() == "00000001"
+    assert [path.name for path in (folder / "checkpoints").glob("0*")] == ["00000001"]
 
 
 def test_the_check_keeps_the_lock(tmp_path: Path) -> None:
@@ -130,15 +126,15 @@ def test_the_check_keeps_the_lock(tmp_path: Path) -> None:
     assert "BlockingIOError" in done.stderr
 
 
-def test_it_needs_a_torchrun_that_restarts(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(base, "args.elastic=wait")
-    with pytest.raises(ValueError, match=r"command line: args.elastic=wait needs torchrun, with"):
-        follow_world(config)
+def test_it_needs_a_torchrun_that_restarts(pairs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pairs.config("args.elastic=wait")
+    line = "command line: args.elastic=wait needs torchrun, with"
+    assert_refused(lambda: follow_world(config), line)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(ValueError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"):
-        follow_world(config)
-    off = configured(base)
+    line = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    assert_refused(lambda: follow_world(config), line)
+    off = pairs.config()
     assert follow_world(off) == (off, None)
 
 

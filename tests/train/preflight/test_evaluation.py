@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.preflight.check import check_train
-from tests.support.tiny_run import write_clips, write_config
+from tests.support.refusals import Refusal, assert_refused, refusals
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 
 
 @pytest.fixture(scope="module")
@@ -39,98 +40,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(data: Path, files: dict) -> dict:
-    return {
-        key: str(data / value) if key[5:] != "prompts" else value for key, value in files.items()
-    }
-
-
-def check(tmp_path: Path, data: Path, family: str, files: dict, **more) -> None:
-    args = {"eval_interval": 2, **arguments(data, files), **more}
-    check_train(load_config([write_config(tmp_path / "base.yaml", data, family, **args)]))
-
-
-PROMPTS, IMAGES = "eval_prompt_file", "eval_images"
-WRONG = [
-    (
-        "5b",
-        {PROMPTS: "two.txt", "eval_prompts": ["a bar"]},
-        r"base.yaml: args.eval_prompt_file=.*two.txt and args.eval_prompts are both set; set args.eval_p",
-    ),
-    ("5b", {PROMPTS: "no.txt"}, r"args.eval_prompt_file=.*no.txt does not exist; set it to a"),
-    ("5b", {PROMPTS: "blank.txt"}, r"blank.txt has no prompt; write one per line"),
-    ("5b", {PROMPTS: "latin.txt"}, r"latin.txt: not UTF-8; save the prompts as UTF-8"),
-    (
-        "5b",
-        {PROMPTS: "pairs.txt"},
-        r"pairs.txt has the image .*red.png, but a text-to-video model does not use images; leave",
-    ),
-    (
-        "5b",
-        {PROMPTS: "two.txt", IMAGES: "images.txt"},
-        r"args.eval_images=.*images.txt has the image .*, but a text-to-video model does not use images",
-    ),
-    (
-        "5b_i2v",
-        {IMAGES: "images.txt"},
-        r"args.eval_images=.*images.txt names 2 images for 0 prompts; name one for each",
-    ),
-    (
-        "5b_i2v",
-        {PROMPTS: "pairs.txt", IMAGES: "images.txt"},
-        r"but the lines of args.eval_prompt_file have images \(prompt@@image\), too; remove those",
-    ),
-    (
-        "5b_i2v",
-        {PROMPTS: "half.txt"},
-        r"1 of 2 lines are prompt@@image, but 'no image' has no image; give every prompt an image, or",
-    ),
-    (
-        "5b_i2v",
-        {PROMPTS: "two.txt", IMAGES: "one_image.txt"},
-        r"args.eval_images=.*one_image.txt names 1 image for 2 prompts; name one for each",
-    ),
-    (
-        "5b_i2v",
-        {PROMPTS: "two.txt", IMAGES: "missing.txt"},
-        r"args.eval_images=.*missing.txt line 2: white.png: no such file; give a path relative to",
-    ),
-    (
-        "5b_i2v",
-        {PROMPTS: "two.txt", IMAGES: "damaged.txt"},
-        r"args.eval_images .*damaged.png: not a readable image",
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "files", "message"), WRONG)
-def test_a_mistake_is_one_line(
-    tmp_path: Path, data: Path, family: str, files: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        check(tmp_path, data, family, files)
-    assert "\n" not in str(caught.value)
+@refusals(Path(__file__).with_name("refusals_evaluation.txt"))
+def test_a_mistake_is_one_line(run: Run, refusal: Refusal) -> None:
+    run = run.of(refusal.base).with_words(*refusal.fill(data=run.data).words)
+    assert_refused(lambda: check_train(run.config("args.eval_interval=2")), refusal.line)
     # The files are not used if nothing is evaluated.
-    check(tmp_path, data, family, files, eval_interval=None)
+    check_train(run.config("args.eval_interval=null"))
 
 
 @pytest.mark.parametrize(
-    "files",
+    "words",
     [
-        {PROMPTS: "pairs.txt"},
-        {PROMPTS: "two.txt", IMAGES: "images.txt"},
-        {"eval_prompts": ["a bar", "another bar"], IMAGES: "images.txt"},
+        ["args.eval_prompt_file={}/pairs.txt"],
+        ["args.eval_prompt_file={}/two.txt", "args.eval_images={}/images.txt"],
+        ["args.eval_prompts=[a bar, another bar]", "args.eval_images={}/images.txt"],
     ],
     ids=["lines", "two files", "list and file"],
 )
 def test_prompts_have_their_images(
-    tmp_path: Path, data: Path, files: dict, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, data: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(tmp_path, data, "5b_i2v", files)
-    config = load_config(
-        [write_config(tmp_path / "base.yaml", data, "5b_i2v", **arguments(data, files))]
-    )
-    assert given_prompts(TrainArguments.from_config(config)) == [
+    run = run.of("5b_i2v").with_words(*[word.format(data) for word in words])
+    check_train(run.config("args.eval_interval=2"))
+    assert given_prompts(TrainArguments.from_config(run.config())) == [
         GivenPrompt("a bar", data / "red.png"),
         GivenPrompt("another bar", data / "pictures" / "blue.png"),
     ]

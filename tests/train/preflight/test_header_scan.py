@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.data.datasets import DataDir, ListedVideos, VideoFolder
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.preflight.header_scan import survey_datasets
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
+WORDS = [f"data.params.{key}={value}" for key, value in CLIP.items()]
 MAIN: list[int] = []  # the thread that stands for rank 0
 LISTED: list[int] = []  # the threads that listed files
 
@@ -65,10 +67,9 @@ class Differs(ListedVideos):
         return [ClipList(files=files, captions=texts, weights=weights)]
 
 
-def on_ranks(name: str, sources: list[str], is_surveyed: bool = True) -> list[Datasets]:
-    settings = {f"data.params.{key}": (value, "default") for key, value in CLIP.items()}
-    settings |= {"data.target": (name, "default"), "args.train_data": (sources, "default")}
-    config = load_config([], settings=settings, allow_import=["tests"])
+def on_ranks(run: Run, name: str, sources: list[str], is_surveyed: bool = True) -> list[Datasets]:
+    run = run.of_files().by(run.kind, "tests").with_words(f"data.target={name}", *WORDS)
+    config = run.config(f"args.train_data=[{','.join(sources)}]")
     args = TrainArguments.from_config(config)
 
     def of_rank(rank: int) -> Datasets:
@@ -84,11 +85,11 @@ def on_ranks(name: str, sources: list[str], is_surveyed: bool = True) -> list[Da
 
 
 @pytest.mark.parametrize("name", ["Keeps", "Wraps"])
-def test_a_find_of_a_users_own_is_called_on_each_rank(name: str, tmp_path: Path) -> None:
+def test_a_find_of_a_users_own_is_called_on_each_rank(run: Run, name: str, tmp_path: Path) -> None:
     """It may keep something in its data set, and build others of cogfast's."""
     LISTED.clear()
     sources = [str(sat_folder(tmp_path / part, 2)) for part in "ab"]
-    found = [each.train for each in on_ranks(f"{__name__}.{name}", sources)]
+    found = [each.train for each in on_ranks(run, f"{__name__}.{name}", sources)]
     assert list(found[0].paths) == list(found[1].paths)
     assert [path.split("/")[-3] for path in found[0].paths] == ["a", "a", "b", "b"]
     assert len(set(LISTED)) == 2
@@ -96,18 +97,17 @@ def test_a_find_of_a_users_own_is_called_on_each_rank(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("column", ["captions", "weights"])
-def test_ranks_that_find_other_samples_are_refused(column: str) -> None:
+def test_ranks_that_find_other_samples_are_refused(run: Run, column: str) -> None:
     """Other weights are another order, and another number of steps."""
-    match = "args.train_data: rank 0 finds 2 samples, and rank 1 finds 2, or others; give all ranks"
-    with pytest.raises(ValueError, match=match):
-        on_ranks(f"{__name__}.Differs", [column])
-    with pytest.raises(ValueError, match="2/2 videos unreadable"):
-        on_ranks(f"{__name__}.Differs", ["nothing"])
+    line = "args.train_data: rank 0 finds 2 samples, and rank 1 finds 2, or others; give all ranks"
+    assert_refused(lambda: on_ranks(run, f"{__name__}.Differs", [column]), line)
+    line = "2/2 videos unreadable"
+    assert_refused(lambda: on_ranks(run, f"{__name__}.Differs", ["nothing"]), line)
 
 
 @pytest.mark.parametrize("name", ["VideoFolder", "VideoManifest", "VideoList", "VideoShards"])
 def test_rank_0_alone_lists_for_cogfasts_own_data_sets(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each rank would ask for each of millions of files."""
     for part in ("videos", "labels"):
@@ -133,7 +133,7 @@ def test_rank_0_alone_lists_for_cogfasts_own_data_sets(
         monkeypatch.setattr(module, function, noted)
 
     note(builtins, "open"), note(os, "scandir"), note(os, "listdir")
-    found = on_ranks(f"cogfast.data.datasets.{name}", [str(tmp_path)], is_surveyed=False)
+    found = on_ranks(run, f"cogfast.data.datasets.{name}", [str(tmp_path)], is_surveyed=False)
     assert set(asked) == set(MAIN)
     for each in found:
         assert list(each.train.captions) == ["a clip"]  # pyright: ignore
