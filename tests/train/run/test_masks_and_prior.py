@@ -13,26 +13,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.trainer import Trainer
-from tests.support.layouts import assert_equal_training, launch, numbers
-from tests.support.tiny_run import (
-    SIDE,
-    losses,
-    model_section,
-    read_run_weights,
-    run_folder,
-    write_clips,
-    write_config,
-)
-from tests.train.run.test_lora_runs import write_lora_config
+from tests.support.layouts import assert_equal_training, launch
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import SIDE, model_section, write_clips
+from tests.train.run.test_lora_runs import lora_run
 
 LOSS = "model.loss_fn_config.params"
 LORA = "model.network_config.params.modules.lora_config.params"
@@ -90,58 +82,56 @@ def write_manifest(folder: Path, name: str, masks: Sequence, prior: Sequence) ->
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA run on random weights, whose manifest has masks and samples of the base model."""
-    folder = tmp_path_factory.mktemp("masks")
-    data = write_clips(folder / "data")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips, and manifests of them with masks, with samples of the base model, with both, and plain."""
+    data = write_clips(tmp_path_factory.mktemp("masks"))
     masks = write_masks(data)
     write_manifest(data, "both.jsonl", masks, PRIOR)
     write_manifest(data, "masks.jsonl", masks, [None] * 6)
     write_manifest(data, "prior.jsonl", [None] * 6, PRIOR)
     write_manifest(data, "plain.jsonl", [None] * 6, [None] * 6)
-    return write_lora_config(
-        folder,
-        4,
-        dataset=TABLE,
-        train_data=[str(data / "both.jsonl")],
-        train_iters=STEPS,
-        save_interval=2,
-        keep_last=0,
-    )
+    return data
 
 
-def train(base: Path, folder: Path, *words: str, manifest: str = "both") -> Recorded:
-    data = base.parent / "data" / f"{manifest}.jsonl"
-    words = (f"args.save={folder}", f"args.train_data=[{data}]", *words)
-    trainer = Recorded(load_config([base], words))
-    trainer.train()
-    return trainer
+@pytest.fixture(scope="module")
+def lora(shared_run: Run, data: Path) -> Run:
+    """A LoRA run on random weights, whose manifest has masks and samples of the base model."""
+    run = lora_run(shared_run, 4).by(Recorded)
+    run = run.with_args(dataset=TABLE, train_data=[str(data / "both.jsonl")])
+    return run.with_args(train_iters=STEPS, save_interval=2, keep_last=0)
+
+
+def on(run: Run, manifest: str, key: str = "train_data") -> Run:
+    return run.with_words(f"args.{key}=[{run.data / manifest}.jsonl]")
+
+
+def held_out(run: Run, manifest: str, interval: int) -> Run:
+    words = (f"args.eval_interval={interval}", "args.eval_num_samples=0", "args.strict_eval=true")
+    return on(run, manifest, "valid_data").with_words(*words)
 
 
 BOTH = (f"{LOSS}.masked=0.1", f"{LOSS}.prior_weight=0.5", "args.lr=0.05")
 
 
 @pytest.fixture(scope="module")
-def one(lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    folder = tmp_path_factory.mktemp("one") / "runs"
-    return train(lora, folder, *BOTH, f"args.valid_data=[{lora.parent}/data/both.jsonl]",
-                 f"args.eval_interval={STEPS}", "args.eval_num_samples=0", "args.strict_eval=true")  # fmt: skip
+def one(lora: Run) -> Run:
+    return held_out(lora, "both", STEPS).train(*BOTH)
 
 
-def base_estimate(one: Recorded, seen: Seen) -> Tensor:
+def base_estimate(one: Run, seen: Seen) -> Tensor:
     """The estimate of a model without adapters that is built and loaded apart."""
-    base = build_transformer(model_section("5b", one.folder))
-    load_transformer(base, str(one.args.load))
+    base = build_transformer(model_section("5b", one.data))
+    load_transformer(base, one.options["load"])
     with torch.no_grad():
         v = base(seen.noised.latents, seen.noised.timesteps, seen.conditioning.text)
     a = seen.noised.alpha_sqrt.view(-1, 1, 1, 1, 1)
     return a * seen.noised.latents - (1 - a**2).sqrt() * v
 
 
-def test_targets_are_those_of_a_base_that_is_loaded_apart(one: Recorded) -> None:
+def test_targets_are_those_of_a_base_that_is_loaded_apart(one: Run) -> None:
     """The steps have changed the adapters."""
-    assert any(any(seen.prior) and not all(seen.prior) for seen in one.seen[1:])
-    for step, seen in enumerate(one.seen):
+    assert any(any(seen.prior) and not all(seen.prior) for seen in one.last.seen[1:])
+    for step, seen in enumerate(one.last.seen):
         target, base = seen.noised.target, base_estimate(one, seen)
         for i, is_prior in enumerate(seen.prior):
             if not is_prior:
@@ -151,9 +141,9 @@ def test_targets_are_those_of_a_base_that_is_loaded_apart(one: Recorded) -> None
             assert torch.equal(target[i], seen.estimate[i]) == (step == 0)
 
 
-def test_losses_are_weighted_errors(one: Recorded) -> None:
+def test_losses_are_weighted_errors(one: Run) -> None:
     by_step = []
-    for seen in one.seen:
+    for seen in one.last.seen:
         clean = seen.noised.clean
         pixels = seen.mask.double().mul(0.9).add(0.1).movedim(2, 1)  # [B, 1, F, H, W]
         latents = [pixels[:, :, :1], pixels[:, :, 1:5], pixels[:, :, 5:9]]
@@ -166,7 +156,7 @@ def test_losses_are_weighted_errors(one: Recorded) -> None:
         expected *= 1 - 0.5 * torch.tensor(seen.prior)
         by_step.append((expected, torch.tensor(seen.prior)))
         torch.testing.assert_close(seen.losses.double(), expected, rtol=1e-4, atol=1e-6)
-    found = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
+    found = one.lines
     for line, (expected, is_prior) in zip(found, by_step, strict=False):
         assert line["loss"] == pytest.approx(expected.mean().item(), rel=1e-4)
         if is_prior.any():
@@ -176,43 +166,39 @@ def test_losses_are_weighted_errors(one: Recorded) -> None:
 
 
 def test_the_first_step_has_no_prior_loss_and_the_others_as_they_were(
-    lora: Path, tmp_path: Path
+    lora: Run, tmp_path: Path
 ) -> None:
     """Adapters begin at zero. Drop-out and recomputation do not reach the base's pass."""
-    words = [f"{LORA}.lora_dropout=0.3", "args.activation_checkpointing=full", "args.train_iters=1"]
-    (prior,) = train(lora, tmp_path / "prior", *words, manifest="prior").seen
-    (plain,) = train(lora, tmp_path / "plain", *words, manifest="plain").seen
+    run = lora.with_words(f"{LORA}.lora_dropout=0.3", "args.activation_checkpointing=full")
+    (prior,) = on(run, "prior").into(tmp_path / "prior").train(steps=1).last.seen
+    (plain,) = on(run, "plain").into(tmp_path / "plain").train(steps=1).last.seen
     assert any(prior.prior) and not all(prior.prior)
     for i, is_prior in enumerate(prior.prior):
         assert prior.losses[i] == (0 if is_prior else plain.losses[i])
         assert plain.losses[i] > 0
 
 
-def test_a_weight_of_one_is_the_run_without_masks(lora: Path, tmp_path: Path) -> None:
-    runs = {
-        name: train(lora, tmp_path / name, *words, manifest=manifest)
-        for name, manifest, words in (
-            ("one", "masks", [f"{LOSS}.masked=1"]),
-            ("plain", "plain", []),
-            ("unread", "masks", []),
-        )
-    }
-    assert len({tuple(losses(run.folder)) for run in runs.values()}) == 1
-    assert runs["unread"].seen[0].mask is None and runs["one"].seen[0].mask is not None
+def test_a_weight_of_one_is_the_run_without_masks(lora: Run, tmp_path: Path) -> None:
+    masks = on(lora, "masks")
+    one = masks.into(tmp_path / "one").train(f"{LOSS}.masked=1")
+    plain = on(lora, "plain").into(tmp_path / "plain").train()
+    unread = masks.into(tmp_path / "unread").train()
+    assert one.losses == plain.losses == unread.losses
+    assert unread.last.seen[0].mask is None and one.last.seen[0].mask is not None
 
 
-def test_a_latent_cache_has_the_losses_of_clips(lora: Path, tmp_path: Path, one: Recorded) -> None:
-    words = [f"args.latent_cache={tmp_path / 'cache'}", "args.encode_first=true"]
-    found = train(lora, tmp_path / "runs", *BOTH, *words)
-    assert losses(found.folder) == pytest.approx(losses(one.folder), rel=1e-5)
+def test_a_latent_cache_has_the_losses_of_clips(lora: Run, tmp_path: Path, one: Run) -> None:
+    cached = lora.cached_in(tmp_path / "cache").into(tmp_path / "runs")
+    found = cached.train(*BOTH, "args.encode_first=true")
+    assert found.losses == pytest.approx(one.losses, rel=1e-5)
 
 
-def test_a_resumed_run_repeats_every_bit(lora: Path, tmp_path: Path, one: Recorded) -> None:
-    train(lora, tmp_path / "first", *BOTH, "args.train_iters=2")
-    first = run_folder(tmp_path / "first")
-    train(lora, tmp_path / "first", *BOTH, f"args.resume={first}")
-    assert losses(first) == losses(one.folder)
-    found, expected = (read_run_weights(newest_checkpoint(r)) for r in (first, one.folder))
+def test_a_resumed_run_repeats_every_bit(lora: Run, tmp_path: Path, one: Run) -> None:
+    run = lora.into(tmp_path / "first").with_words(*BOTH)
+    run.train(steps=2)
+    resumed = run.resume()
+    assert resumed.losses == one.losses
+    found, expected = resumed.weights(), one.weights()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -227,32 +213,25 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_losses_of_one(lora: Path, tmp_path: Path, one: Recorded) -> None:
-    held_out = ["args.valid_data=[{}/data/both.jsonl]", f"args.eval_interval={STEPS}"]
-    held_out = [word.format(lora.parent) for word in held_out] + ["args.eval_num_samples=0"]
-    held_out += ["args.strict_eval=true"]
-    every = [
-        [str(lora), f"args.save={tmp_path / name}", *BOTH, *held_out, *words]
-        for name, words in LAYOUTS.items()
-    ]
-    launch(2, every)
-    for name in LAYOUTS:
-        found = run_folder(tmp_path / name)
-        assert_equal_training(found, one.folder)
+def test_two_ranks_have_the_losses_of_one(lora: Run, tmp_path: Path, one: Run) -> None:
+    run = held_out(lora, "both", STEPS).with_words(*BOTH)
+    runs = [run.into(tmp_path / name).with_words(*words) for name, words in LAYOUTS.items()]
+    launch(2, runs)
+    for found in runs:
+        assert_equal_training(found.path, one.path)
         for key in ("valid_loss", "loss_prior"):
-            expected = numbers(one.folder, key)
-            torch.testing.assert_close(numbers(found, key), expected, rtol=1e-4, atol=1e-6)
+            assert found.logged(key) == pytest.approx(one.logged(key), rel=1e-4, abs=1e-6)
 
 
-def test_held_out_losses_are_masked(lora: Path, tmp_path: Path, one: Recorded) -> None:
+def test_held_out_losses_are_masked(lora: Run, tmp_path: Path, one: Run) -> None:
     """The held-out loss is linear in the weight outside, and prior samples are compared with their clips."""
-    words = [f"args.load_lora={newest_checkpoint(one.folder)}"]
-    evaluate = lambda masked, manifest: numbers(
-        train(lora, tmp_path / f"{masked}{manifest}", *words, "args.train_iters=1", "args.lr=0",
-              f"{LOSS}.masked={masked}", f"args.valid_data=[{lora.parent}/data/{manifest}.jsonl]",
-              "args.eval_interval=1", "args.eval_num_samples=0", manifest="masks").folder,
-        "valid_loss",
-    ).item()  # fmt: skip
+    trained = on(lora, "masks").with_words(f"args.load_lora={one.checkpoint}", "args.lr=0")
+
+    def evaluate(masked: float, manifest: str) -> float:
+        run = held_out(trained, manifest, 1).into(tmp_path / f"{masked}{manifest}")
+        (loss,) = run.train(f"{LOSS}.masked={masked}", steps=1).logged("valid_loss")
+        return loss
+
     full, half, none = (evaluate(masked, "both") for masked in (1, 0.5, 0))
     assert none < half < full and half == pytest.approx((full + none) / 2, rel=1e-5)
     assert evaluate(1, "plain") == pytest.approx(full, rel=1e-6)
@@ -260,27 +239,23 @@ def test_held_out_losses_are_masked(lora: Path, tmp_path: Path, one: Recorded) -
 
 
 def test_what_does_not_fit_is_refused(
-    lora: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lora: Run, run: Run, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(
-        ValueError, match="args.train_data: no sample has a mask, but .*masked is set"
-    ):
-        train(lora, tmp_path / "runs", *BOTH, manifest="prior")
-    with pytest.raises(
-        ValueError, match="no sample has prior: true, but loss_fn_config.params.prior_"
-    ):
-        train(lora, tmp_path / "runs", f"{LOSS}.prior_weight=0.5", manifest="plain")
-    write_manifest(lora.parent / "data", "all.jsonl", [None] * 6, [True] * 6)
-    with pytest.raises(
-        ValueError, match="all samples have prior: true, so that nothing is learned"
-    ):
-        train(lora, tmp_path / "runs", manifest="all")
+    write_manifest(data, "all.jsonl", [None] * 6, [True] * 6)
+    cases = {
+        ("prior", *BOTH): "args.train_data: no sample has a mask, but <...>masked is set",
+        ("plain", f"{LOSS}.prior_weight=0.5"): (
+            "no sample has prior: true, but loss_fn_config.params.prior_"
+        ),
+        ("all",): "all samples have prior: true, so that nothing is learned",
+    }
+    for (manifest, *words), line in cases.items():
+        wrong = on(lora, manifest).into(tmp_path / "runs").with_words(*words)
+        assert_refused(wrong.train, line)
     caplog.set_level("INFO", "cogfast")
-    data = lora.parent / "data"
-    words = {"dataset": TABLE, "train_data": [str(data / "both.jsonl")]}
-    full = write_config(tmp_path / "full.yaml", data, **words)
+    full = run.with_args(dataset=TABLE, train_data=[str(data / "both.jsonl")])
     with pytest.raises(ValueError) as error:
-        Trainer(load_config([full]))
+        full.trainer()
     assert str(error.value) == (
         "args.train_data: 2 samples have prior: true, whose target is the model without its adapters, but "
         "this run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove "
@@ -293,21 +268,20 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_masks_are_no_part_of_a_latent_cache(
-    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is repaired makes no bad sample any more; one that does not fit its clip does."""
-    data = lora.parent / "data"
     Image.new("L", (SIDE, SIDE)).save(data / "own.png")
-    manifest = write_manifest(data, "own.jsonl", ["own.png", "own.mp4", *[None] * 4], [None] * 6)
+    write_manifest(data, "own.jsonl", ["own.png", "own.mp4", *[None] * 4], [None] * 6)
     (data / "own.mp4").write_bytes((data / "late.mp4").read_bytes())
-    words = [f"args.latent_cache={tmp_path / 'cache'}", f"{LOSS}.masked=0.1"]
-    cache_latents(load_config([lora], [*words, f"args.train_data=[{manifest}]"]))
+    run = on(lora, "own").cached_in(tmp_path / "cache").with_words(f"{LOSS}.masked=0.1")
+    cache_latents(run.config())
     Image.open(data / "half.png").save(data / "own.png")
     frames = np.stack([np.asarray(Image.open(data / "half.png"))] * 40)
     write_video(data / "own.mp4", frames, fps=24)
     readers = []
     monkeypatch.setattr("cogfast.data.video.clip.dali_of_this_process", readers.append)
-    found = train(lora, tmp_path / "runs", *words, manifest="own")
+    found = run.into(tmp_path / "runs").train()
     assert set(readers) == {"pyav"}  # threads read, whose current device is not that of the process
-    (line,) = (found.folder / "bad_samples.jsonl").read_text().splitlines()
+    (line,) = (found.path / "bad_samples.jsonl").read_text().splitlines()
     assert "own.mp4 has 40 frames at 24 fps, the clip 17 frames at 8 fps" in line

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
 from cogfast.train.caching.command import cache_latents
@@ -19,16 +18,15 @@ from cogfast.train.run.page.page import page_of
 from cogfast.train.run.page.record import read_run
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch
-from tests.support.tiny_run import losses, run_folder, write_clips
-from tests.train.test_bucket_runs import make
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 
 BUCKETS = [[9, 32, 32], [1, 32, 32]]
-BOTH = (f"data.params.buckets={json.dumps(BUCKETS)}", "data.params.bucket_batch=[1,3]",
-        "args.train_iters=6")  # fmt: skip
+SIZE = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write 6 clips, 12 pictures and a manifest."""
     folder = write_clips(tmp_path_factory.mktemp("both"))
     rows = [{"path": f"videos/{i}.mp4", "caption": f"bar {i}"} for i in range(6)]
@@ -38,6 +36,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append({"path": f"{i}.png", "caption": f"picture {i}", "type": "image"})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+@pytest.fixture
+def run(run: Run, data: Path) -> Run:
+    params = {**SIZE, "buckets": BUCKETS, "bucket_batch": [1, 3]}
+    dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
+    return run.with_args(train_iters=6, dataset=dataset, train_data=[str(data / "data.jsonl")])
 
 
 class Noted(Trainer):
@@ -54,13 +59,13 @@ class Noted(Trainer):
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
 def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
-    tmp_path: Path, both: Path, family: str, caplog: pytest.LogCaptureFixture
+    run: Run, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    words = [*BOTH, "args.lr=0"]
+    run = run.of(family).by(Noted).with_words("args.lr=0")
     if family != "5b":
-        words[0] = words[0].replace("[9,", "[17,")
-    trainer = make(tmp_path, both, *words, family=family, trainer=Noted)
+        run = run.with_words("data.params.buckets=[[17, 32, 32], [1, 32, 32]]")
+    trainer = run.trainer()
     network = trainer.engine.transformer
     trainer.train()
     pictures = [each for each in trainer.noted if each[1]["mp4"].shape[1] == 1]
@@ -88,8 +93,7 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
         expected = (output - v).square().flatten(1).mean(1)
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     # The means by kind, and what is counted.
-    folder = run_folder(tmp_path / "runs")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    folder, lines = trainer.folder, run.lines
     by_step = {step: (batch, found) for step, batch, _, _, found in trainer.noted}
     for line in lines:
         batch, found = by_step[line["step"] - 1]
@@ -103,58 +107,40 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
     assert all(text in page for text in ("Training loss by kind", '"clips"', '"pictures"'))
 
 
-def test_clips_and_pictures_resume_and_come_from_a_cache(tmp_path: Path, both: Path) -> None:
-    straight = make(tmp_path / "a", both, *BOTH, "args.num_workers=2")
-    straight.train()
-    expected = losses(run_folder(tmp_path / "a/runs"))
-    buckets = [straight.order.bucket(step) for step in range(6)]
+def test_clips_and_pictures_resume_and_come_from_a_cache(run: Run, tmp_path: Path) -> None:
+    whole = run.into(tmp_path / "a").train("args.num_workers=2")
+    buckets = [whole.last.order.bucket(step) for step in range(6)]
     assert len(set(buckets[:3])) == len(set(buckets[3:])) == 2
-    make(tmp_path / "b", both, *BOTH, "args.exit_interval=3").train()
-    part = run_folder(tmp_path / "b/runs")
-    make(tmp_path / "b", both, *BOTH, f"args.resume={part}").train()
-    assert losses(part) == expected and len(expected) == 6
+    run.train("args.exit_interval=3")
+    assert run.resume().losses == whole.losses and len(whole.losses) == 6
 
-    base, cache = tmp_path / "a/base.yaml", f"args.latent_cache={tmp_path / 'cache'}"
-    cache_latents(load_config([base], [f"args.train_data=[{both / 'data.jsonl'}]", *BOTH, cache]))
-    make(tmp_path / "cached", both, *BOTH, cache).train()
-    assert losses(run_folder(tmp_path / "cached/runs")) == pytest.approx(expected, rel=1e-6)
+    cached = run.cached_in(tmp_path / "cache")
+    cache_latents(cached.config())
+    found = cached.into(tmp_path / "cached").train()
+    assert found.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
-def test_two_ranks_train_on_the_same_kind_in_a_step(tmp_path: Path, both: Path) -> None:
+def test_two_ranks_train_on_the_same_kind_in_a_step(run: Run, tmp_path: Path, data: Path) -> None:
     """They have the losses of one rank, with accumulation too, and resume them bit for bit. Each
     reads a part of the headers."""
-    make(tmp_path / "one", both, *BOTH).train()
-    base, run = str(tmp_path / "one/base.yaml"), tmp_path / "resumed/run"
-    words = [f"args.train_data=[{both / 'data.jsonl'}]", *BOTH, "args.save_interval=4"]
-    (both / ".cogfast-index").unlink()
-    words += ["deepspeed.train_micro_batch_size_per_gpu=1", "args.gradient_accumulation_steps=2"]
-    straight = str(tmp_path / "two")
-    launch(
-        2,
-        [
-            [base, *words, f"args.save={straight}"],
-            ["copy", straight, "00000004", str(run)],
-            [base, *words, f"args.save={run.parent}", f"args.resume={run}"],
-        ],
-    )
-    assert_equal_training(run_folder(tmp_path / "two"), run_folder(tmp_path / "one/runs"))
-    assert losses(run) == losses(run_folder(tmp_path / "two"))[4:]
-    rows = [json.loads(line) for line in (both / ".cogfast-index").read_text().split("\n") if line]
+    one, copied = run.train(), tmp_path / "resumed/run"
+    (data / ".cogfast-index").unlink()
+    words = ("deepspeed.train_micro_batch_size_per_gpu=1", "args.gradient_accumulation_steps=2")
+    run = run.with_words("args.save_interval=4", *words)
+    straight = run.into(tmp_path / "two")
+    resumed = run.into(copied.parent).with_words(f"args.resume={copied}")
+    launch(2, [straight, ["copy", str(tmp_path / "two"), "00000004", str(copied)], resumed])
+    assert_equal_training(straight.path, one.path)
+    assert resumed.losses == straight.losses[4:]
+    rows = [json.loads(line) for line in (data / ".cogfast-index").read_text().split("\n") if line]
     assert len({name for name, *_ in rows}) == len(rows) == 18
 
 
 def test_a_run_on_pictures_alone_warns(
-    tmp_path: Path, both: Path, caplog: pytest.LogCaptureFixture
+    run: Run, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = ("args.max_bad_fraction=0.4", "data.params.buckets=[[9,32,32],[1,32,32]]")
-    rows = (both / "data.jsonl").read_text().splitlines()[6:]
-    (both / "alone.jsonl").write_text("\n".join(rows))
-    make(tmp_path, both, *words, f"args.train_data=[{both / 'alone.jsonl'}]")
+    rows = (data / "data.jsonl").read_text().splitlines()[6:]
+    (data / "alone.jsonl").write_text("\n".join(rows))
+    run = run.with_args(max_bad_fraction=0.4, train_data=[str(data / "alone.jsonl")])
+    run.trainer("data.params.bucket_batch=null")
     assert "only pictures are trained, from which the model learns no motion" in caplog.text
-
-
-def test_bucket_batch_has_a_number_for_each_bucket(tmp_path: Path, both: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"bucket_batch=\[1, 3, 2\] must have one number for each ent"
-    ):
-        make(tmp_path, both, *BOTH, "data.params.bucket_batch=[1,3,2]")

@@ -19,9 +19,8 @@ import yaml
 from safetensors.torch import load_file
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import read_run_weights, run_folder, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import read_run_weights
 
 REPO = "me/my-lora"
 
@@ -125,19 +124,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
 
 @pytest.fixture(scope="module")
-def base_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+def base_run(shared_run: Run) -> Path:
     """Weights that LoRA can adapt."""
-    return train(tmp_path_factory.mktemp("base"), data, rank=None, eval_interval=None)
+    return shared_run.with_args(train_iters=1).train().path
 
 
-def train(folder: Path, data: Path, *words: str, rank: int | None = 4, **args) -> Path:
-    """Train a run whose evaluation samples two prompts, or captions of the data."""
-    given = {"train_iters": 1, "eval_interval": 1, "valid_data": [str(data)], **args}
-    family = args.pop("family", "5b")
-    given.pop("family", None)
-    base = write_config(folder / "base.yaml", data, family, lora_rank=rank, **given)
-    Trainer(load_config([base], ["args.force_train=true", *words])).train()
-    return run_folder(folder / "runs")
+@pytest.fixture
+def run(run: Run) -> Run:
+    """A run whose evaluation samples two prompts, or captions of the data."""
+    valid = [str(run.data)]
+    return run.with_args(train_iters=1, eval_interval=1, valid_data=valid, force_train=True)
 
 
 def card_of(text: bytes | str) -> tuple[dict, str]:
@@ -147,10 +143,10 @@ def card_of(text: bytes | str) -> tuple[dict, str]:
 
 
 def test_a_lora_is_published_and_an_interrupted_upload_is_repeated(
-    tmp_path: Path, data: Path, base_run: Path, hub: type[Hub], capsys: pytest.CaptureFixture
+    run: Run, tmp_path: Path, base_run: Path, hub: type[Hub], capsys: pytest.CaptureFixture
 ) -> None:
     prompts = ['a "red" bar: one', "a bar"]
-    run = train(tmp_path, data, load=str(base_run), eval_prompts=prompts)
+    run = run.with_lora(4).with_args(load=str(base_run), eval_prompts=prompts).train().path
     hub.refuses.append("/commit/")
     assert main(["publish", str(run), REPO]) == 1
     assert "cogfast: me/my-lora is not published (" in capsys.readouterr().err
@@ -188,11 +184,11 @@ def test_a_lora_is_published_and_an_interrupted_upload_is_repeated(
 
 
 def test_nothing_of_the_data_is_published(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All weights of an image-to-video model, whose samples have captions of the data as prompts."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    run = train(tmp_path, data, rank=None, family="1.5_5b_i2v", load=None)
+    run = run.of("1.5_5b_i2v").train().path
     (run / "training_config.yaml").write_text("a secret")
     assert main(["publish", str(run), REPO, "--dry-run"]) == 0
     files = {
@@ -243,24 +239,26 @@ def test_only_files_of_the_run_are_published(
     assert main(words) == 2 and [*outside.iterdir()] == [outside / "e.mp4"]
 
 
-def test_the_card_of_a_control_model_names_no_other_base(tmp_path: Path, data: Path) -> None:
+def test_the_card_of_a_control_model_names_no_other_base(
+    run: Run, tmp_path: Path, data: Path
+) -> None:
     clips = [str(path) for path in sorted((data / "videos").glob("*.mp4"))]
     rows = zip(clips, clips[1:] + clips[:1], strict=True)
     lines = [json.dumps({"path": a, "caption": "a", "control": b}) + "\n" for a, b in rows]
     (tmp_path / "metadata.jsonl").write_text("".join(lines))
     size = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
     dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": size}
-    given = {"train_data": [str(tmp_path / "metadata.jsonl")], "valid_data": None, "split": "1"}
+    table = str(tmp_path / "metadata.jsonl")
+    run = run.with_args(dataset=dataset, train_data=[table], valid_data=None, split="1")
     load, cards = None, []
     for conditions, rank in (("control", None), ("control", 4), ("image, control", None)):
-        words = [f"model.conditions=[{conditions}]"]
+        words = [f"model.conditions=[{conditions}]", "args.eval_interval=null"]
         words += [f"model.network_config.params.in_channels={8 * (2 + conditions.count(','))}"]
-        folder = tmp_path / f"{len(cards)}"
-        more = {"dataset": dataset, "eval_interval": None, "load": load, **given}
-        run = train(folder, data, *words, rank=rank, **more)
-        load = str(run) if rank is None and load is None else None
-        assert main(["publish", str(run), REPO, "--dry-run"]) == 0
-        head, body = card_of((run / "hub" / "README.md").read_text())
+        of_card = run.with_args(lora_rank=rank, load=load).into(tmp_path / f"{len(cards)}")
+        folder = of_card.train(*words).path
+        load = str(folder) if rank is None and load is None else None
+        assert main(["publish", str(folder), REPO, "--dry-run"]) == 0
+        head, body = card_of((folder / "hub" / "README.md").read_text())
         assert "base_model" not in head and head["pipeline_tag"].endswith("to-video")
         name = (
             "control model"
@@ -281,16 +279,16 @@ def test_the_card_of_a_control_model_names_no_other_base(tmp_path: Path, data: P
 
 
 def test_a_run_pushes_its_last_checkpoint_and_survives_a_hub_that_refuses(
-    tmp_path: Path, data: Path, base_run: Path, hub: type[Hub], caplog: pytest.LogCaptureFixture
+    run: Run, base_run: Path, hub: type[Hub], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    word = f"args.push_to_hub={REPO}"
-    run = train(tmp_path, data, word, load=str(base_run), eval_interval=None)
+    run = run.with_lora(4).with_words(f"args.push_to_hub={REPO}", "args.eval_interval=null")
+    run = run.with_args(load=str(base_run))
+    run.train()
     assert hub.files["pytorch_lora_weights.safetensors"]
     assert "published: http" in caplog.text
     hub.refuses.append("/api/repos/create")
-    more = ["args.force_train=true", f"args.resume={run}", "args.train_iters=2", word]
-    Trainer(load_config([tmp_path / "base.yaml"], more)).train()
+    run.resume(steps=2)
     found = [r.getMessage() for r in caplog.records if "args.push_to_hub" in r.getMessage()]
     assert len(found) == 1 and "me/my-lora is not published" in found[0]
     assert "finished at step 2" in caplog.text

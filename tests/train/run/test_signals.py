@@ -9,7 +9,9 @@ import pytest
 
 from tests.support.interrupted.kills import assert_same_run, newest_step
 from tests.support.interrupted.stops import Stop, draw_stops, run_with_stops
-from tests.support.tiny_run import run, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import run as launch
+from tests.support.tiny_run import write_clips
 
 LAYOUTS = {1: [], 2: ["deepspeed.train_micro_batch_size_per_gpu=2"]}
 
@@ -17,26 +19,27 @@ LAYOUTS = {1: [], 2: ["deepspeed.train_micro_batch_size_per_gpu=2"]}
 def check(folder: Path, processes: int, stops: list[Stop]) -> dict[str, int]:
     """A run that is stopped again and again is, some steps after the last stop, the one that is not:
     weights, moments, EMA and losses."""
-    data = write_clips(folder / "data")
-    base = write_config(
-        folder / "base.yaml",
-        data,
-        save_interval=10,
-        num_workers=1,
-        valid_data=[str(data)],
-        eval_interval=15,
-        eval_iters=1,
-        eval_num_samples=2,
-        eval_sampling_steps=2,
+    clips = write_clips(folder / "data")
+    run = (
+        Run(clips, folder)
+        .with_words(*LAYOUTS[processes])
+        .with_args(
+            save_interval=10,
+            num_workers=1,
+            valid_data=[str(clips)],
+            eval_interval=15,
+            eval_iters=1,
+            eval_num_samples=2,
+            eval_sampling_steps=2,
+        )
     )
-    arguments = ["train", "--base", str(base), *LAYOUTS[processes]]
     whole, cut = folder / "whole", folder / "cut"
-    endless = [*arguments, f"args.save={cut}", "args.train_iters=1000000"]
+    endless = run.into(cut).command("args.train_iters=1000000")
     counts = run_with_stops(endless, cut, stops, processes)
     steps = newest_step(cut) + 5
     for save in (cut, whole):
-        more = [f"args.save={save}", f"args.train_iters={steps}", "--resume", "auto"]
-        done = run([*arguments, *more], processes, timeout=1200)
+        words = run.into(save).command(f"args.train_iters={steps}", "--resume", "auto")
+        done = launch(words, processes, timeout=1200)
         assert done.returncode == 0, done.stdout
         assert f"finished at step {steps}; checkpoint: " in done.stdout
     assert_same_run(whole, cut, steps)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.interrupted.kills import assert_same_run, draw_kills, run_with_kills
-from tests.support.tiny_run import ROOT, run, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import ROOT
+from tests.support.tiny_run import run as launch
 
 pytestmark = pytest.mark.soak
 
@@ -24,23 +26,17 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_kills_change_nothing(tmp_path: Path, layout: str) -> None:
+def test_many_kills_change_nothing(run: Run, tmp_path: Path, layout: str) -> None:
     """kill -9 at random moments, starts and saves included, of all, of a rank or of torchrun: the
     rest ends by itself, and the last checkpoint is the uninterrupted run's, bit for bit."""
-    base = write_config(
-        tmp_path / "base.yaml",
-        write_clips(tmp_path / "data"),
-        train_iters=STEPS,
-        save_interval=3,
-        num_workers=1,
-    )
-    arguments = ["train", "--base", str(base), *LAYOUTS[layout]]
+    run = run.with_args(train_iters=STEPS, save_interval=3, num_workers=1)
+    run = run.with_words(*LAYOUTS[layout])
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run([*arguments, f"args.save={whole}"], 2, timeout=1200).returncode == 0
+    assert launch(run.into(whole).command(), 2, timeout=1200).returncode == 0
     # Ranks continue for some steps without their torchrun: the second half leaves steps for that.
     kills = draw_kills(seed=list(LAYOUTS).index(layout), count=NUM_KILLS, last_step=STEPS // 2)
     assert {kill.when for kill in kills} == {"start", "step", "save"}
-    was_in_save = run_with_kills([*arguments, f"args.save={cut}"], cut, kills)
+    was_in_save = run_with_kills(run.into(cut).command(), cut, kills)
     assert sum(was_in_save) >= 3, "hardly any kill met a save"
     assert_same_run(whole, cut, STEPS)
 

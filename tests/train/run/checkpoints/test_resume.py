@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,73 +18,52 @@ import pytest
 import torch
 
 from cogfast.__main__ import _line
-from cogfast.config import load_config
 from cogfast.core import run_lock
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.stop_signals import StopSignals
 from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
 from cogfast.train.trainer import Trainer
 from tests.support.interrupted.kills import Kill, assert_same_run, run_with_kills
-from tests.support.tiny_run import (
-    ROOT,
-    losses,
-    run,
-    run_folder,
-    wait_for,
-    write_clips,
-    write_config,
-)
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import ROOT, wait_for
+from tests.support.tiny_run import run as launch
 
 STEPS = 24
 SAVE_EVERY = 4
+PAIRS = "deepspeed.train_micro_batch_size_per_gpu=2"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    return write_config(
-        folder / "base.yaml",
-        write_clips(folder / "data"),
-        train_iters=STEPS,
-        save_interval=SAVE_EVERY,
-        num_workers=1,
-    )
-
-
-def arguments(base: Path, save: Path, *overrides: str) -> list[str]:
-    return ["train", "--base", str(base), f"args.save={save}", *overrides]
+def run(shared_run: Run) -> Run:
+    return shared_run.with_args(train_iters=STEPS, save_interval=SAVE_EVERY, num_workers=1)
 
 
 @pytest.mark.soak
-def test_a_kill_of_two_ranks_during_a_save_changes_nothing(tmp_path: Path, base: Path) -> None:
+def test_a_kill_of_two_ranks_during_a_save_changes_nothing(run: Run, tmp_path: Path) -> None:
     """The resumed run's final state equals the uninterrupted run's, bit for bit.
 
     Other kills (of one rank, of torchrun, in steps) are in `test_many_kills_change_nothing`, a soak.
     """
-    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=2"]
-    layout += ["deepspeed.bf16={enabled: true}"]
+    run = run.with_words(PAIRS, "args.save_interval=2", "deepspeed.bf16={enabled: true}")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(arguments(base, whole, *layout), 2).returncode == 0
-    run_with_kills(arguments(base, cut, *layout), cut, [Kill("all", "save", STEPS // 4, 0.005)])
+    assert launch(run.into(whole).command(), 2).returncode == 0
+    run_with_kills(run.into(cut).command(), cut, [Kill("all", "save", STEPS // 4, 0.005)])
     assert_same_run(whole, cut, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) -> None:
+def test_a_signal_to_the_script_saves_on_every_rank(run: Run, tmp_path: Path) -> None:
     """SIGUSR1, as Slurm sends it, to finetune_multi_gpus.sh: no process of it stays."""
-    layout = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.save_interval=null"]
+    run = run.into(tmp_path)
+    words = [*run.words, "args.train_iters=100000", PAIRS, "args.save_interval=null"]
     process = subprocess.Popen(
-        [
-            "scripts/finetune_multi_gpus.sh",
-            f"args.save={tmp_path}",
-            "args.train_iters=100000",
-            *layout,
-        ],
+        ["scripts/finetune_multi_gpus.sh", *words],
         cwd=ROOT,
         env={
             **os.environ,
-            **{"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(base)},
+            **{"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(run.base)},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
         stdout=subprocess.PIPE,
@@ -91,36 +71,29 @@ def test_a_signal_to_the_script_saves_on_every_rank(tmp_path: Path, base: Path) 
         text=True,
     )
     wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), process)
-    wait_for(lambda: losses(run_folder(tmp_path)), process)
+    wait_for(lambda: run.losses, process)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 2
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    checkpoint = newest_checkpoint(run_folder(tmp_path))
+    checkpoint = newest_checkpoint(run.path)
     assert checkpoint is not None, output
     assert len(read_manifest(checkpoint)["slices"]) == 2  # one file a rank
     assert f"stopped at step {int(checkpoint.name)}" in output
 
 
-def finish(base: Path, save: Path, *overrides: str) -> None:
-    Trainer(load_config([base], [f"args.save={save}", *overrides])).train()
-
-
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+def short_run(run: Run) -> Run:
     """A run of 8 steps with checkpoints 4 and 8; tests copy it."""
-    save = tmp_path_factory.mktemp("short")
-    finish(base, save, "args.train_iters=8", "args.num_workers=0")
-    return run_folder(save)
+    return run.train("args.num_workers=0", steps=8)
 
 
-def resume_copy(short_run: Path, folder: Path, base: Path, *overrides: str) -> Path:
-    copy = folder / short_run.name
-    if not copy.exists():
-        shutil.copytree(short_run, copy)
-    finish(base, folder, "args.train_iters=12", "args.num_workers=0", *overrides)
-    return copy
+@pytest.fixture
+def copy(short_run: Run, tmp_path: Path) -> Run:
+    """A copy of the short run, to resume."""
+    shutil.copytree(short_run.path, tmp_path / short_run.path.name)
+    return replace(short_run.into(tmp_path).with_words("args.num_workers=0"), last=None)
 
 
 DECISIVE = {
@@ -140,23 +113,20 @@ DECISIVE = {
 }
 
 
-def test_changes_of_what_is_trained_are_refused(
-    tmp_path: Path, base: Path, short_run: Path
-) -> None:
+def test_changes_of_what_is_trained_are_refused(copy: Run, short_run: Run) -> None:
     """The refusal comes before anything is written to the run's folder."""
     advice = "change it back, or resume anyway with args.accept_changes=true"
-    for override, change in DECISIVE.items():
-        with pytest.raises(ValueError, match=re.escape(f"{change}; {advice}")):
-            resume_copy(short_run, tmp_path, base, "args.resume=latest", override)
-    names = {path.name for path in (tmp_path / short_run.name).iterdir()}
-    assert names == {path.name for path in short_run.iterdir()}
+    for word, change in DECISIVE.items():
+        assert_refused(lambda word=word: copy.resume(word, steps=12), f"{change}; {advice}")
+    names = {path.name for path in copy.path.iterdir()}
+    assert names == {path.name for path in short_run.path.iterdir()}
 
 
 def test_accepted_and_free_changes_resume(
-    tmp_path: Path, base: Path, short_run: Path, caplog: pytest.LogCaptureFixture
+    copy: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wavelet = tmp_path / "moved.safetensors"
-    shutil.copy(base.parent / "data" / "wavelet.safetensors", wavelet)
+    shutil.copy(copy.data / "wavelet.safetensors", wavelet)
     free = (
         f"model.first_stage_config.params.ckpt_path={wavelet}",
         "model.sampler_config.params.num_steps=2",
@@ -166,34 +136,29 @@ def test_accepted_and_free_changes_resume(
         "deepspeed.train_micro_batch_size_per_gpu=2",
         "deepspeed.gradient_accumulation_steps=2",
     )
-    copy = resume_copy(short_run, tmp_path, base, "args.resume=latest", *free)
-    assert len(losses(copy)) == 8 + 2
+    assert len(copy.resume(*free, steps=12).losses) == 8 + 2
     lr = "deepspeed.optimizer.params.lr=0.001"
-    arguments = ("args.resume=latest", "args.accept_changes=true", lr)
-    finish(base, tmp_path, "args.train_iters=13", "args.num_workers=0", *arguments)
-    assert (copy / "checkpoints" / "latest").read_text() == "00000013"
+    resumed = copy.resume("args.accept_changes=true", lr, steps=13)
+    assert resumed.checkpoint.name == "00000013"
     assert "args.lr: 0.002 -> 0.001" in caplog.text
 
 
 def test_the_time_limit_saves_and_ends(
-    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The limit counts from the start of the process, which here has run other tests."""
     caplog.set_level("INFO", logger="cogfast")
     seconds = time.time() - psutil.Process().create_time() + 4
-    arguments = ("args.num_workers=0", "args.save_interval=null")
-    finish(
-        base, tmp_path, f"args.max_hours={seconds / 3600}", "args.train_iters=100000", *arguments
-    )
-    run = run_folder(tmp_path)
-    step = int((run / "checkpoints" / "latest").read_text())
+    run = run.into(tmp_path).with_words("args.num_workers=0", "args.save_interval=null")
+    run.train(f"args.max_hours={seconds / 3600}", steps=100_000)
+    step = int((run.path / "checkpoints" / "latest").read_text())
     assert 0 < step < 100_000
-    assert len(losses(run)) == step
+    assert len(run.losses) == step
     assert re.search(
         rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", caplog.text
     )
-    with pytest.raises(ValueError, match=r"args\.max_hours=0\.0 must be a number from 1e-06"):
-        finish(base, tmp_path, "args.max_hours=0.0")
+    line = "args.max_hours=0.0 must be a number from 1e-06"
+    assert_refused(lambda: run.train("args.max_hours=0.0"), line)
 
 
 HOLD = """
@@ -207,14 +172,13 @@ time.sleep(120)
 
 
 def test_one_run_at_a_time_in_a_folder(
-    tmp_path: Path, base: Path, short_run: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Run, short_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that another process trains is refused by name, until that process is gone."""
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
-    copy = tmp_path / short_run.name
-    shutil.copytree(short_run, copy)
+    folder = copy.path
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(copy)],
+        [sys.executable, "-c", HOLD, str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -222,20 +186,21 @@ def test_one_run_at_a_time_in_a_folder(
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
-        who = f"{copy}: process {holder.pid} on {platform.node()} is training in it; wait for that"
-        for words in (["args.resume=latest"], ["args.resume=auto", f"args.run_folder={copy}"]):
-            with pytest.raises(ValueError, match=re.escape(who)):
-                resume_copy(short_run, tmp_path, base, *words)
-        names = {path.name for path in copy.iterdir()} - {path.name for path in short_run.iterdir()}
+        line = (
+            f"{folder}: process {holder.pid} on {platform.node()} is training in it; wait for that"
+        )
+        for words in (["args.resume=latest"], ["args.resume=auto", f"args.run_folder={folder}"]):
+            assert_refused(lambda words=words: copy.train(*words, steps=12), line)
+        before = {path.name for path in short_run.path.iterdir()}
+        names = {path.name for path in folder.iterdir()} - before
         assert not names - {"run.lock"}
         assert holder.poll() is None
     finally:
         holder.kill()
         holder.communicate()
-    resume_copy(short_run, tmp_path, base, "args.resume=latest")
-    assert (copy / "checkpoints" / "latest").read_text() == "00000012"
+    assert copy.resume(steps=12).checkpoint.name == "00000012"
     # The end of a run ends its lock, also within one process.
-    with RunLock(copy):
+    with RunLock(folder):
         pass
 
 
@@ -250,16 +215,15 @@ class FailingData(Trainer):
 
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["own folder", "another folder"])
 def test_an_error_names_the_last_checkpoint(
-    tmp_path: Path, base: Path, short_run: Path, is_elsewhere: bool
+    run: Run, tmp_path: Path, short_run: Run, is_elsewhere: bool
 ) -> None:
     """A run that continues another one in a folder of its own has that one's until it saves."""
-    words = [f"args.save={tmp_path}", "args.num_workers=0", "args.save_interval=2"]
-    last = None
+    run, last = run.into(tmp_path).with_words("args.num_workers=0", "args.save_interval=2"), None
     if is_elsewhere:
-        last = short_run / "checkpoints" / "00000004"
-        words += [f"args.resume={last}", f"args.run_folder={tmp_path / 'new'}"]
-        words += ["args.save_interval=null"]
-    trainer = FailingData(load_config([base], words))
+        last = short_run.path / "checkpoints" / "00000004"
+        words = (f"args.resume={last}", f"args.run_folder={tmp_path / 'new'}")
+        run = run.with_words(*words, "args.save_interval=null")
+    trainer = run.by(FailingData).trainer()
     with StopSignals(lambda reason: reason, kept="before training began") as outer:
         with pytest.raises(RuntimeError, match="^too many samples are bad") as caught:
             trainer.train()

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core import mirror, run_lock, store
 from cogfast.core.mirror import Uploads, copy_of, download_run, place_of, url_of
@@ -36,8 +35,11 @@ from cogfast.train.run.parts import _take_adapters
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.trainer import Trainer
 from tests.support.interrupted.kills import assert_same_run
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.support.s3_server import Fault, S3Server
-from tests.support.tiny_run import launch_ranks, run, start, write_clips, write_config
+from tests.support.tiny_run import launch_ranks, start
+from tests.support.tiny_run import run as launch
 
 STEPS = 6
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
@@ -52,23 +54,17 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stored")
-    data = write_clips(folder / "data")
-    given = {"train_iters": STEPS, "save_interval": 2, "keep_last": 2}
-    return write_config(folder / "base.yaml", data, **given)
+def stored(shared_run: Run) -> Run:
+    """A run whose folders tests put into a store."""
+    return shared_run.with_args(train_iters=STEPS, save_interval=2)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+def whole(stored: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run on a disk."""
     save = tmp_path_factory.mktemp("whole")
-    train(base, save)
+    stored.into(save).train()
     return save
-
-
-def train(base: Path, save: Path | str, *words: str) -> None:
-    Trainer(load_config([base], [f"args.save={save}", *words])).train()
 
 
 def read_weights(url: str) -> dict[str, torch.Tensor]:
@@ -94,7 +90,7 @@ def download(save: str, folder: Path) -> Path:
     return folder
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplog, monkeypatch):
+def test_a_run_in_a_store_is_that_on_a_disk(server, stored, whole, tmp_path, caplog, monkeypatch):
     """An upload that fails for good, of step 2, costs that checkpoint alone; other errors pass."""
     caplog.set_level("INFO", "cogfast")
     monkeypatch.setattr(store, "_PATIENCE", 0.3)
@@ -104,7 +100,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
         Fault("cut", "PUT", "00000004", times=1),
         Fault(503, "PUT", "log.txt", times=1),
     ]
-    lines, step = {}, "args.log_interval=1"
+    lines, run = {}, stored.into(save)
 
     def watch(method: str, path: str) -> None:
         if method == "PUT" and path.endswith("/latest"):
@@ -115,7 +111,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     server.watch = watch
     # The thread that uploads comes late.
     monkeypatch.setattr(Uploads, "ask", lambda self: self._is_over and self._asked.set())
-    train(base, save, "args.exit_interval=4", "args.export=all", step)
+    run.train("args.exit_interval=4", "args.export=all")
     # The store has the lines up to step 4 before it has that checkpoint.
     assert lines[0][:4] == [1, 2, 3, 4]
     url = run_url(save)
@@ -125,7 +121,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
     assert "run.lock" not in names(url)
     # Another machine: nothing of the run is here.
     shutil.rmtree(tmp_path / "local")
-    train(base, save, "args.resume=latest", step)
+    run.resume()
     found = names(url)
     kept = {name.split("/")[1] for name in found if name.startswith("checkpoints/")}
     assert kept == {"00000004", "00000006", "latest"}
@@ -143,7 +139,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, base, whole, tmp_path, caplo
 
 
 @pytest.mark.soak
-def test_latest_stays_with_a_run_that_has_taken_the_lock(server, base):
+def test_latest_stays_with_a_run_that_has_taken_the_lock(server, stored):
     save = f"{server.url}/taken"
 
     def watch(method: str, path: str) -> None:
@@ -151,30 +147,28 @@ def test_latest_stays_with_a_run_that_has_taken_the_lock(server, base):
             store.write(f"{run_url(save)}/run.lock", b"process 7 on elsewhere 00 1.0\n")
 
     server.watch = watch
-    with pytest.raises(RuntimeError, match="process 7 on elsewhere has taken the folder"):
-        train(base, save)
+    line = "process 7 on elsewhere has taken the folder"
+    assert_refused(stored.into(save).train, line, RuntimeError)
     assert store.read(f"{run_url(save)}/checkpoints/latest") == b"00000002"
 
 
 @pytest.mark.soak
-def test_a_step_that_is_saved_again_stays_whole_until_its_manifest_is_replaced(
-    server, base, tmp_path
-):
+def test_a_step_that_is_saved_again_stays_whole_until_its_manifest_is_replaced(server, stored):
     save = f"{server.url}/again"
-    train(base, save, "args.train_iters=4")
+    run = stored.into(save)
+    run.train(steps=4)
     url = run_url(save)
     before = names(f"{url}/checkpoints/00000004")
     weights = read_weights(f"{url}/checkpoints/00000004")
     # Like a kill before the manifest: the new file lies beside the old one.
     server.faults = [Fault(403, "PUT", "00000004/manifest")]
-    words = [f"args.resume={url}/checkpoints/00000002", "args.train_iters=4"]
-    with pytest.raises(RuntimeError, match="step 4 could not be saved"):
-        train(base, save, *words)
+    run = run.with_words(f"args.resume={url}/checkpoints/00000002")
+    assert_refused(lambda: run.train(steps=4), "step 4 could not be saved", RuntimeError)
     assert names(f"{url}/checkpoints/00000004") > before
     found = read_weights(f"{url}/checkpoints/00000004")
     assert all(torch.equal(found[name], value) for name, value in weights.items())
     server.faults = []
-    train(base, save, *words)
+    run.train(steps=4)
     assert len(names(f"{url}/checkpoints/00000004")) == 2
 
 
@@ -194,42 +188,37 @@ def test_commands_read_a_run_in_a_store_and_find_damage_by_checksums_and_sizes(
     content = bytearray(store.read(file))
     content[-5] ^= 1
     store.write(file, bytes(content))
-    with pytest.raises(ValueError, match="is damaged.*last good one.*--resume s3://.*/00000004"):
-        read_weights(url)
+    line = "is damaged<...>last good one<...>--resume s3://<...>/00000004"
+    assert_refused(lambda: read_weights(url), line)
     store.write(file, bytes(content[:-1]))
-    with pytest.raises(ValueError, match=r"has \d+ bytes instead of"):
-        read_weights(url)
+    assert_refused(lambda: read_weights(url), f"has {len(content) - 1} bytes instead of")
     content[-5] ^= 1
     store.write(file, bytes(content))
 
 
-def test_places_that_cannot_be_written_are_named_first(server, base):
-    for save, text in (
-        (
-            "s3://no-such-bucket/x",
-            "args.save=s3://no-such-bucket/x: cannot be written: no such bucket; create it",
-        ),
-        ("none://x/y", "args.save=none://x/y: cannot be written: .*install the package"),
+def test_places_that_cannot_be_written_are_named_first(server, stored):
+    def assert_no_run(save: str, line: str, *words: str) -> None:
+        assert_refused(lambda: stored.into(save).train(*words), line)
+
+    for save, reason in (
+        ("s3://no-such-bucket/x", "no such bucket; create it"),
+        ("none://x/y", "<...>install the package"),
     ):
-        with pytest.raises(ValueError, match=text):
-            train(base, save)
+        assert_no_run(save, f"args.save={save}: cannot be written: {reason}")
     server.faults = [Fault(403, "PUT")]
-    with pytest.raises(ValueError, match="args.save=.*access denied.*check the credentials"):
-        train(base, f"{server.url}/x")
+    assert_no_run(f"{server.url}/x", "args.save=<...>access denied<...>check the credentials")
     server.faults = []
     store.write(f"{server.url}/data/0.mp4", b"x")
     server.requests.clear()
+    nowhere = f"{server.url}/none"
     # A folder that is no run is neither downloaded nor locked.
     for place in ("data", "data/checkpoints/3"):
-        with pytest.raises(
-            ValueError, match=rf"args.resume=.*/{place}: .* set it to the folder of"
-        ):
-            train(base, f"{server.url}/none", f"args.resume={server.url}/{place}")
+        line = f"args.resume=<...>/{place}: <...> set it to the folder of"
+        assert_no_run(nowhere, line, f"args.resume={server.url}/{place}")
     assert not is_in_run(Path("checkpoints/experiment"))
     assert not [path for _, path in server.requests if path.endswith(("0.mp4", "run.lock"))]
-    for words in (["args.resume=latest"], [f"args.resume={server.url}/none"]):
-        with pytest.raises(ValueError, match="no run of 'tiny'|has no checkpoint of cogfast"):
-            train(base, f"{server.url}/none", *words)
+    assert_no_run(nowhere, "no run of 'tiny'", "args.resume=latest")
+    assert_no_run(nowhere, "has no checkpoint of cogfast", f"args.resume={nowhere}")
 
 
 def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
@@ -249,7 +238,9 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     assert f"not all uploaded (first: log.txt); they are in {run}" in caplog.text
 
 
-def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, monkeypatch, caplog):
+def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(
+    server, stored, monkeypatch, caplog
+):
     caplog.set_level("INFO", "cogfast")
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
     save = f"{server.url}/away"
@@ -259,8 +250,9 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
             server.faults = [Fault(503)]
 
     server.faults, server.watch = [Fault(503, "PUT", "/checkpoints/")], watch
+    run = stored.into(save)
     with pytest.raises(RuntimeError, match="step 3 could not be saved") as caught:
-        train(base, save, "args.exit_interval=3")
+        run.train("args.exit_interval=3")
     # A line of its own has the whole command, however long the paths are.
     pattern = r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$"
     (copy,) = re.finditer(pattern, caplog.text, re.MULTILINE)
@@ -275,9 +267,9 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, base, mo
     for file in here.iterdir():  # what the command does
         store.upload(file, f"{copy[2]}/{file.name}")
     # Nothing is left to train, but later commands find what was copied.
-    train(base, save, f"args.resume={copy[3]}", "args.train_iters=3")
+    run.train(f"args.resume={copy[3]}", steps=3)
     assert store.read(f"{run_url(save)}/checkpoints/latest") == b"00000003"
-    train(base, save, "args.resume=latest")
+    run.resume()
     assert "checkpoints/00000006/manifest.json" in names(run_url(save))
     assert "00000003 at step 3" in store.read(f"{run_url(save)}/log.txt").decode()
 
@@ -296,7 +288,7 @@ def test_any_error_names_the_files_that_are_not_uploaded(caplog):
 
 
 def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
-    server, base, monkeypatch, caplog
+    server, stored, monkeypatch, caplog
 ):
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
     save, check, rounds = f"{server.url}/damaged", _Snapshot._check_finite, []
@@ -313,7 +305,7 @@ def test_files_that_are_not_uploaded_stay_until_a_later_save_is_complete(
 
     monkeypatch.setattr(_Snapshot, "_check_finite", check_finite)
     server.faults = [Fault(503, "PUT", "/checkpoints/")]
-    train(base, save)
+    stored.into(save).train()
     # That of step 2 is there when that of step 4 is refused, and after it, until there is no place for both.
     assert rounds == [[], ["00000002"], ["00000002"], []]
     assert "not finite; the previous one is kept, and /" in caplog.text
@@ -378,9 +370,8 @@ def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, caplog):
 
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE", 20.0)
-    monkeypatch.setattr(
-        run_lock, "_LEASE", 3.0
-    )  # much longer than a renewal takes beside other work
+    # Much longer than a renewal takes beside other work
+    monkeypatch.setattr(run_lock, "_LEASE", 3.0)
     monkeypatch.setattr(run_lock, "_BETWEEN_RENEWALS", 0.2)
     monkeypatch.setattr(run_lock, "_SETTLING", 0.3)
     run = place_of(f"{server.url}/locked")
@@ -388,10 +379,8 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     for place in (run, other):
         place.mkdir(parents=True)
     with RunLock(run) as lock:
-        with pytest.raises(
-            ValueError, match=r"s3://.*/locked: process \d+ on .* is training in it"
-        ):
-            RunLock(other)
+        line = "s3://<...>/locked: process <...> on <...> is training in it"
+        assert_refused(lambda: RunLock(other), line)
         lock.check()
     assert names(str(url_of(run))) == set()
     # The holder on another machine is gone: its object stays the same.
@@ -399,8 +388,8 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
     with RunLock(run) as lock:
         lock.check()
         store.write(f"{url_of(run)}/run.lock", b"process 1 on elsewhere 00 2.0\n")
-        with pytest.raises(RuntimeError, match="process 1 on elsewhere has taken the folder"):
-            lock.check()
+        line = "process 1 on elsewhere has taken the folder"
+        assert_refused(lock.check, line, RuntimeError)
     assert names(str(url_of(run))) == {"run.lock"}
     # One that was killed on this machine is known to be gone.
     monkeypatch.setattr(run_lock, "_LEASE", 60.0)
@@ -410,8 +399,7 @@ def test_a_lock_in_a_store(server, tmp_path, monkeypatch):
         assert time.monotonic() - start < 30
         # A run that took the folder has ended since.
         store.remove([f"{url_of(run)}/run.lock"])
-        with pytest.raises(RuntimeError, match="another process has taken the folder"):
-            lock.check()
+        assert_refused(lock.check, "another process has taken the folder", RuntimeError)
 
 
 def test_objects_of_files_that_this_machine_has_lost_stay(server):
@@ -433,8 +421,8 @@ def test_an_object_with_dots_in_its_name_is_not_written_beside_the_folder(server
 
     s3 = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     s3.put_object(Bucket=server.bucket, Key="dots/run/../../evil", Body=b"x")
-    with pytest.raises(store.StoreError, match=r"/evil: has \.\. in its name"):
-        download_run(place_of(f"{server.url}/dots/run"))
+    place = place_of(f"{server.url}/dots/run")
+    assert_refused(lambda: download_run(place), "/evil: has .. in its name", store.StoreError)
     assert not [*tmp_path.rglob("evil")]
 
 
@@ -488,12 +476,11 @@ def test_nothing_is_uploaded_after_the_lock_is_lost(server, caplog):
     assert names(f"{server.url}/fenced") == {"run.lock", "file-True", "0.mp4", "1.mp4"}
     assert "process 7 on elsewhere has taken the folder" in caplog.text
     # An upload that outlives the run writes nothing over the next one's files.
-    with pytest.raises(RuntimeError, match="/fenced: the run has ended"):
-        lock.check()
+    assert_refused(lock.check, "/fenced: the run has ended", RuntimeError)
 
 
 def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
-    server, base, tmp_path, monkeypatch
+    server, stored, tmp_path, monkeypatch
 ):
     """The first test has written the run. New runs of one second have two names."""
     url = run_url(f"{server.url}/runs")
@@ -525,10 +512,9 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
     store.write(f"{url}/run.lock", b"process 1 on first 00 2.0\n")
     check_owner()
     store.write(f"{url}/run.lock", b"process 1 on third 00 2.0\n")
-    with pytest.raises(RuntimeError, match="process 1 on third has taken the folder"):
-        check_owner()
+    assert_refused(check_owner, "process 1 on third has taken the folder", RuntimeError)
     store.remove([f"{url}/run.lock"])
-    text = load_config([base], [f"args.load={url}"]).describe()
+    text = stored.config(f"args.load={url}").describe()
     assert f"load: {url} " in text and "/folders/" not in text
 
     times = iter([datetime(2026, 1, 1), datetime(2026, 1, 1), datetime(2026, 1, 2)])
@@ -582,16 +568,15 @@ def kill_at(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, 20, 5))
-def test_kills_within_uploads_change_nothing(server, base, tmp_path, monkeypatch, first):
+def test_kills_within_uploads_change_nothing(server, stored, tmp_path, monkeypatch, first):
     """SIGKILL of two ranks at the n-th PUT of a checkpoint's files, 5 times in a run; 20 in all."""
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.delenv(store.CACHE_VARIABLE)
     rng = random.Random(first)
-    words = ["train", "--base", str(base), "deepspeed.train_micro_batch_size_per_gpu=2"]
-    words += ["args.train_iters=16"]
+    run = stored.with_words("deepspeed.train_micro_batch_size_per_gpu=2", "args.train_iters=16")
     disk, save = tmp_path / "disk", f"{server.url}/kills-{first}"
-    assert run([*words, f"args.save={disk}"], 2).returncode == 0
-    words += [f"args.save={save}", "--resume", "auto"]
+    assert launch(run.into(disk).command(), 2).returncode == 0
+    words = run.into(save).command("--resume", "auto")
     is_part = lambda method, path: (
         method in ("PUT", "POST") and f"kills-{first}/" in path and ("/checkpoints/" in path)
     )
@@ -610,6 +595,6 @@ def test_kills_within_uploads_change_nothing(server, base, tmp_path, monkeypatch
             newest = store.read(f"{save}/{name}").decode()
             assert f"{folder}/{newest}/manifest.json" in store.find(folder)
     server.watch = lambda method, path: None
-    done = run(words, 2, timeout=300)
+    done = launch(words, 2, timeout=300)
     assert done.returncode == 0, done.stdout
     assert_same_run(disk, download(save, tmp_path / "all"), 16)

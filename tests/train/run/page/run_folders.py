@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.config import load_config
 from cogfast.data.video.writer import write_video
-from tests.support.tiny_run import write_config
+from tests.support.runs import Run
 
 PROMPTS = ("a red circle moves right", "a blue square & a <b>star</b>")
 KEYS = ("loss", "loss_running", "lr", "grad_norm", "step_ms", "data_wait_ms", "samples_per_s")
@@ -57,8 +56,9 @@ def write_run(
     run.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in lines(num_lines))
     (run / "metrics.jsonl").write_text(text)
-    base = write_config(run.parent / "base" / f"{run.name}.yaml", run.parent, **args)
-    config = load_config([base], ["args.seed=7"])
+    text = Run(run.parent, run.parent / "base").with_args(**args).base
+    base = text.rename(text.with_name(f"{run.name}.yaml"))
+    config = Run(run.parent, run.parent).of_files(base).config("args.seed=7")
     (run / "training_config.yaml").write_text(config.to_yaml())
     facts = {
         "num_steps": 1000,

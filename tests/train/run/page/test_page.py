@@ -15,18 +15,19 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.data.video.reader import open_video
 from cogfast.model.weights.formats.checkpoint_manifest import FORMAT, write_manifest
 from cogfast.train.run.page.metrics_table import Column, encode, read_metrics, thinned, to_columns
 from cogfast.train.run.page.page import RunPage, page_of, write_page
 from cogfast.train.run.page.record import read_run
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import run_folder
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.train.run.page.run_folders import PROMPTS, Page, lines, write_evaluation, write_run
-from tests.train.run.test_lora_runs import ASKED, write_lora_config
+from tests.train.run.test_lora_runs import ASKED, lora_run
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u202e" onmouseover=alert(2) \'{{ 7*7 }}<!--'
 SHOWN = HOSTILE.replace("\u202e", "\\u202e")
@@ -140,7 +141,7 @@ def test_the_settings_show_what_was_set_first(run: Path, whole: Page) -> None:
     every = {row[0]: row[1:] for row in rows[end + 1 :]}
     assert every["args.split"] == ["1,0,0", "1,0,0", "default"]
     assert every["model.network_config.params.hidden_size"] == ["32", "", f"{run.name}.yaml"]
-    config = load_config([run / "training_config.yaml"], is_of_run=True)
+    config = OmegaConf.load(run / "training_config.yaml")
     assert set(every) >= {f"args.{key}" for key in config.args}
 
 
@@ -435,32 +436,29 @@ def test_links_start_at_the_page(tmp_path: Path) -> None:
 def test_a_file_that_is_no_page_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "index.html"
     path.write_text("<h1>mine</h1>")
-    with pytest.raises(ValueError, match=r"index.html exists and is no page of cogfast"):
-        write_page(path, "<html>")
+    line = "index.html exists and is no page of cogfast"
+    assert_refused(lambda: write_page(path, "<html>"), line)
     assert path.read_text() == "<h1>mine</h1>"
     path.unlink()
     os.mkfifo(path)  # a run that opened it would wait for ever
-    with pytest.raises(ValueError, match=r"index.html: not a regular file; move it, or use --out"):
-        write_page(path, "<html>")
+    line = "index.html: not a regular file; move it, or use --out"
+    assert_refused(lambda: write_page(path, "<html>"), line)
 
 
 # --- a real run ---
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Page | None]]:
+def trained(shared_run: Run) -> tuple[Path, list[Page | None]]:
     """Three LoRA steps with an evaluation at each second step and at the end, and the page that each
     step found."""
-    folder = tmp_path_factory.mktemp("trained")
-    base = write_lora_config(
-        folder,
-        lora_rank=2,
+    lora = lora_run(shared_run, 2).with_args(
         train_iters=3,
         eval_interval=2,
         eval_at_end=True,
         eval_num_samples=2,
         eval_sampling_steps=2,
-        valid_data=[str(folder / "data")],
+        valid_data=[str(shared_run.data)],
     )
     pages: list[Page | None] = []
 
@@ -470,11 +468,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Page |
             pages.append(Page(path.read_text()) if path.exists() else None)
             return super().compute_loss(batch)
 
-    Watched(load_config([base], ASKED)).train()
-    return run_folder(folder / "runs"), pages
+    return lora.by(Watched).train(*ASKED).path, pages
 
 
-def test_a_run_writes_its_page(trained: tuple[Path, list[Page | None]]) -> None:
+def test_a_run_writes_its_page(trained: tuple[Path, list[Page | None]], data: Path) -> None:
     """The held-out clips are the samples' references."""
     run, pages = trained
     page = Page((run / "index.html").read_text())
@@ -500,7 +497,7 @@ def test_a_run_writes_its_page(trained: tuple[Path, list[Page | None]]) -> None:
     for number in (0, 3):
         (file,) = (run / "reference").glob(f"*-bar-number-{number}-moves-*.mp4")
         found = read_frames(file)
-        source = read_frames(run.parent.parent / "data" / "videos" / f"{number}.mp4")
+        source = read_frames(data / "videos" / f"{number}.mp4")
         assert found.shape == (9, 32, 32, 3)
         # Nine frames in a row of the clip; both files are compressed.
         errors = [np.abs(found.astype(int) - source[i : i + 9]).mean() for i in range(9)]
