@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.plan.trace import train_flops
 from cogfast.train.caching.command import cache_latents
 from cogfast.train.caching.encode_choice import largest_clips
 from cogfast.train.preflight.check import check_train
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import CHANNELS, losses, run_folder, write_clips, write_config
+from tests.support.refusals import Refusal, assert_refused, refusals
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 from tests.support.video_files import constant_rate, write_clip
 
 BUCKETS = [[9, 32, 32], [9, 16, 32], [1, 32, 32]]
@@ -45,62 +44,43 @@ def _section(**params: object) -> dict:
     return {"target": "cogfast.data.datasets.VideoManifest", "params": {**size, **params}}
 
 
-def make(
-    folder: Path,
-    data: Path,
-    *overrides: str,
-    family: str = "5b",
-    trainer: type[Trainer] = Trainer,
-    **args: object,
-) -> Any:
-    base = write_config(
-        folder / "base.yaml", data, family, dataset=_section(buckets=BUCKETS), **args
-    )
-    manifest = f"args.train_data=[{data / 'data.jsonl'}]"
-    return trainer(load_config([base], [manifest, "args.max_bad_fraction=0.1", *overrides]))
+@pytest.fixture
+def run(run: Run) -> Run:
+    """A run on buckets of the manifest that lies beside the clips."""
+    manifest = [str(run.data / "data.jsonl")]
+    run = run.with_args(train_data=manifest, max_bad_fraction=0.1)
+    return run.with_args(dataset=_section(buckets=BUCKETS))
 
 
-def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(tmp_path: Path, data: Path) -> None:
-    section = _section(buckets=BUCKETS, bucket_batch=[1, 6, 50])
-    config = load_config([write_config(tmp_path / "base.yaml", data, dataset=section)])
+def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> None:
+    config = run.config("data.params.bucket_batch=[1, 6, 50]")
     # Six times as many clips of half the rows; pictures are encoded one by one.
     expected = (6 // 2 * 4, *BUCKETS[0])
     assert largest_clips(config, TrainArguments.from_config(config)) == expected
 
 
-def test_a_prefix_is_shorter_than_the_clips_of_each_bucket(tmp_path: Path, data: Path) -> None:
-    network = "model.network_config.params"
-    words = ["model.conditions=[frames]", "model.given_frames=prefix:9", f"{network}.num_frames=17"]
-    words += [f"{network}.in_channels={2 * CHANNELS}", "data.params.max_num_frames=17"]
-    whole = r"given_frames=prefix:9 is the whole clip of data.params.buckets\[1\]=9; give fewer"
-    with pytest.raises(ValueError, match=whole):
-        make(tmp_path, data, *words, "data.params.buckets=[[17,32,32],[9,32,32],[1,32,32]]")
-
-
-def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) -> None:
+def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, caplog) -> None:
     caplog.set_level("INFO")
-    straight = make(tmp_path / "a", data, "args.train_iters=9")
-    straight.train()
+    run = run.with_words("args.train_iters=9")
+    whole = run.into(tmp_path / "a").train()
+    straight = whole.last
     assert (
         "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
     )
     pattern = r"cannot use 1 of 5 held-out videos, first: .*broken.mp4: not a readable video"
     assert re.search(pattern, caplog.text)
-    folder = run_folder(tmp_path / "a/runs")
-    (line,) = (folder / "bad_samples.jsonl").read_text().splitlines()
+    (line,) = (whole.path / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")
 
-    make(tmp_path / "b", data, "args.train_iters=9", "args.exit_interval=4").train()
-    part = run_folder(tmp_path / "b/runs")
-    make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}").train()
-    assert losses(part) == losses(folder) and len(losses(part)) == 9
+    run.train("args.exit_interval=4")
+    part = run.resume()
+    assert part.losses == whole.losses and len(part.losses) == 9
     assert "the data set has changed" not in caplog.text
 
     # Tokens and FLOPs of a line are those of the bucket of its step.
     order, model = straight.order, straight.engine.transformer.config
-    lines = [json.loads(t) for t in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({order.bucket(step) for step in range(9)}) == 3
-    for line in lines:
+    for line in whole.lines:
         tokens = TOKENS[order.bucket(line["step"] - 1)]
         per_sample = line["tokens_per_s"] / line["samples_per_s"]
         assert per_sample == pytest.approx(tokens, rel=1e-6)
@@ -110,81 +90,61 @@ def test_a_run_on_buckets_resumes_exactly(tmp_path: Path, data: Path, caplog) ->
     setup = straight.parts.memory.setup
     assert setup is not None and setup.size.num_tokens(model) == max(TOKENS)
 
-    make(tmp_path / "b", data, "args.train_iters=9", f"args.resume={part}",
-         "args.train_data_weights=[2]", "args.accept_changes=true")  # fmt: skip
+    run.trainer(
+        f"args.resume={part.path}", "args.train_data_weights=[2]", "args.accept_changes=true"
+    )
     assert (
         "17 samples, with different weights" in caplog.text
         or "different weights or buckets" in caplog.text
     )
 
 
-def test_buckets_and_weights_from_a_cache(tmp_path: Path, data: Path) -> None:
+def test_buckets_and_weights_from_a_cache(run: Run, tmp_path: Path) -> None:
     """Training from a cache has the losses of training from pixels."""
-    overrides = ("args.train_iters=6", f"args.latent_cache={tmp_path / 'cache'}",
-             "args.train_data_weights=[0.7]")  # fmt: skip
-    make(tmp_path / "pixels", data, overrides[0], overrides[2]).train()
-    base = tmp_path / "pixels/base.yaml"
-    more = [f"args.train_data=[{data / 'data.jsonl'}]", "args.max_bad_fraction=0.1", *overrides]
-    cache_latents(load_config([base], more))
-    make(tmp_path / "cached", data, *overrides).train()
-    pixels, cached = (losses(run_folder(tmp_path / n / "runs")) for n in ("pixels", "cached"))
-    assert pixels == cached and len(cached) == 6
+    run = run.with_args(train_iters=6, train_data_weights=[0.7])
+    cached = run.cached_in(tmp_path / "cache")
+    cache_latents(cached.config())
+    pixels = run.into(tmp_path / "pixels").train()
+    found = cached.into(tmp_path / "cached").train()
+    assert pixels.losses == found.losses and len(found.losses) == 6
     entries = sorted((tmp_path / "cache").rglob("*.safetensors"))
-    other = [*more, "data.params.video_size=[32,16]", "data.params.max_num_frames=5"]
-    cache_latents(
-        load_config([base], other)
-    )  # changed sampling in evaluations encodes nothing again
+    # Changed sampling in evaluations encodes nothing again.
+    cache_latents(cached.config("data.params.video_size=[32,16]", "data.params.max_num_frames=5"))
     assert sorted((tmp_path / "cache").rglob("*.safetensors")) == entries
 
 
-def test_epochs_count_weights_and_buckets(tmp_path: Path, data: Path) -> None:
-    trainer = make(
-        tmp_path, data, "args.epochs=2", "args.train_iters=null", "args.train_data_weights=[0.5]"
-    )
+def test_epochs_count_weights_and_buckets(run: Run) -> None:
+    trainer = run.with_args(epochs=2, train_iters=None, train_data_weights=[0.5]).trainer()
     # 6 x 0.5, 5 x 0.75 and 3 x 0.75, rounded, twice, in steps of 4
     assert trainer.order.epoch_size == 3 + 4 + 2 and trainer.num_steps == 2 + 2 + 1
     assert len(trainer.datasets.train) == 15 and len(trainer.datasets.valid) == 5
 
 
-def test_an_image_to_video_run_samples_one_size(tmp_path: Path, data: Path) -> None:
+def test_an_image_to_video_run_samples_one_size(run: Run) -> None:
     """Held-out images of a different bucket are resized to the sampled size."""
-    overrides = ("args.train_iters=2", "args.eval_interval=2", "args.eval_sampling_steps=2",
-             "args.eval_num_samples=4", "data.params.max_num_frames=17",
-             "data.params.buckets=[[17,32,32],[9,16,32],[1,32,32]]")  # fmt: skip
-    make(tmp_path, data, *overrides, family="1.5_5b_i2v").train()
-    samples = run_folder(tmp_path / "runs") / "samples" / "step-00000002"
+    run = run.of("1.5_5b_i2v").with_words("data.params.buckets=[[17,32,32],[9,16,32],[1,32,32]]")
+    run = run.with_args(train_iters=2, eval_interval=2, eval_sampling_steps=2, eval_num_samples=4)
+    samples = run.train("data.params.max_num_frames=17").path / "samples" / "step-00000002"
     assert len(list(samples.glob("*.mp4"))) == 4
 
 
-def test_too_many_bad_videos_end_the_run_at_its_start(tmp_path: Path, data: Path) -> None:
+def test_too_many_bad_videos_end_the_run_at_its_start(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"4/15 videos unreadable \(>10%\).*first: .*1 frame at"):
-        make(tmp_path, data, f"data.params.buckets={json.dumps(BUCKETS[:2])}")
+        run.trainer(f"data.params.buckets={BUCKETS[:2]}")
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "bucket, message",
-    [
-        ([10, 32, 32], r"data.params.buckets\[1\]=10: CogVideoX 1.0 supports 8N\+1 frames"),
-        ([9, 32], r"buckets\[1\]=\[9, 32\] must be \[frames, rows, columns\]"),
-    ],
-)
-def test_every_bucket_must_fit_the_model_family(
-    tmp_path: Path, data: Path, bucket, message
-) -> None:
-    section = _section(buckets=[[9, 32, 32], bucket])
-    base = write_config(tmp_path / "base.yaml", data, dataset=section)
-    with pytest.raises(ValueError, match=message):
-        check_train(load_config([base], [f"args.train_data=[{data / 'data.jsonl'}]"]))
+@refusals(Path(__file__).with_name("refusals_buckets.txt"))
+def test_every_bucket_must_fit_the_model(run: Run, refusal: Refusal) -> None:
+    assert_refused(lambda: check_train(run.config(*refusal.words)), refusal.line)
 
 
 @pytest.mark.soak
-def test_compiled_blocks_work_for_all_buckets(tmp_path: Path, data: Path) -> None:
+def test_compiled_blocks_work_for_all_buckets(run: Run, tmp_path: Path) -> None:
     """Losses are equal, and there are only the graphs of the first shape and of dynamic shapes."""
-    make(tmp_path / "plain", data, "args.train_iters=9").train()
+    plain = run.into(tmp_path / "plain").train(steps=9)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    make(tmp_path / "compiled", data, "args.train_iters=9", "args.compile=true").train()
+    compiled = run.into(tmp_path / "compiled").train("args.compile=true", steps=9)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
-    plain, compiled = (losses(run_folder(tmp_path / n / "runs")) for n in ("plain", "compiled"))
-    assert compiled == pytest.approx(plain, rel=1e-6)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)

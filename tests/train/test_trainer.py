@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -15,19 +14,13 @@ from torch.utils.data import Dataset
 
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_sample
-from cogfast.config import load_config
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import to_device
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import (
-    CHANNELS,
-    losses,
-    read_run_weights,
-    run_folder,
-    write_config,
-)
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, read_run_weights
 
 ENCODED = "tests.train.test_trainer.EncodedSamples"
 
@@ -52,8 +45,9 @@ class EncodedSamples(Dataset):
         }
 
 
-def make(base: Path, *overrides: str) -> Trainer:
-    return Trainer(load_config([base], overrides, allow_import=["tests"]))
+@pytest.fixture
+def run(run: Run) -> Run:
+    return run.by(Trainer, "tests")
 
 
 def loss_of_first_step(trainer: Trainer, folder: Path) -> float:
@@ -66,33 +60,29 @@ def loss_of_first_step(trainer: Trainer, folder: Path) -> float:
 
 # 5b and 1.5_5b train in tests of most other files.
 @pytest.mark.parametrize("family", ["2b", "5b_i2v", "1.5_5b_i2v"])
-def test_every_family_learns_full_and_lora(tmp_path: Path, data: Path, family: str) -> None:
+def test_every_family_learns_full_and_lora(run: Run, tmp_path: Path, family: str) -> None:
     """mp4s in, checkpoint out, a LoRA on top of it; each time the loss at fixed draws falls, and
     what is frozen stays as it is."""
-    base = write_config(tmp_path / "full" / "base.yaml", data, family, train_iters=12)
-    check_learning(make(base, "deepspeed.optimizer.params.lr=0.01"), tmp_path, least=0.02)
-    full = run_folder(tmp_path / "full" / "runs")
+    run, rate = run.of(family).with_args(train_iters=12), "deepspeed.optimizer.params.lr"
+    full, lora = run.into(tmp_path / "full"), run.with_lora(4).into(tmp_path / "lora")
+    check_learning(full.trainer(f"{rate}=0.01"), tmp_path, least=0.02)
 
-    base = write_config(tmp_path / "lora" / "base.yaml", data, family, 4, train_iters=12)
-    trainer = make(base, "deepspeed.optimizer.params.lr=0.1", f"args.load={full}")
-    loaded = read_run_weights(newest_checkpoint(full))
+    trainer = lora.trainer(f"{rate}=0.1", f"args.load={full.path}")
     qkv = trainer.engine.transformer.blocks[0].attention.qkv.original.weight
-    assert torch.equal(qkv, loaded["blocks.0.attention.qkv.weight"])
+    assert torch.equal(qkv, full.weights()["blocks.0.attention.qkv.weight"])
     changed = check_learning(trainer, tmp_path, least=5e-5)
     assert len(changed) == 2 * 8  # layers x (3 + 1 pairs of A and B)
     assert all("matrix_" in name for name in changed)
-    saved = read_run_weights(newest_checkpoint(run_folder(tmp_path / "lora" / "runs")))
-    assert saved.keys() == changed  # megabytes, not the base again
+    assert lora.weights().keys() == changed  # megabytes, not the base again
 
 
-def test_start_and_end_are_a_fact_a_line(tmp_path: Path, data: Path, caplog) -> None:
+def test_start_and_end_are_a_fact_a_line(run: Run, tmp_path: Path, data: Path, caplog) -> None:
     """The commands at the end are ones that run: the model is converted, and training resumes."""
     caplog.set_level("INFO", logger="cogfast")
-    base = write_config(tmp_path / "base.yaml", data, train_iters=1, eval_at_end=True)
-    valid = [f"args.valid_data=[{data}]", "args.eval_sampling_steps=1"]
-    make(base, *valid).train()
+    tiny = run.with_args(train_iters=1, eval_at_end=True)
+    done = tiny.train(f"args.valid_data=[{data}]", "args.eval_sampling_steps=1")
     lines = [record.getMessage() for record in caplog.records]
-    run = run_folder(tmp_path / "runs")
+    run = done.path
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines if re.search(r"\w  +", line))
     assert facts["run folder"] == str(run)
     assert facts["trained on"] == "1 process (dp 1 x tp 1), ZeRO-2, fp32"
@@ -103,8 +93,7 @@ def test_start_and_end_are_a_fact_a_line(tmp_path: Path, data: Path, caplog) -> 
 
     end = next(i for i, line in enumerate(lines) if line.startswith("finished at step 1; "))
     assert lines[end].endswith(f"checkpoint: {run}/checkpoints/00000001")
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    loss, held_out = found[0]["loss"], found[-1]["valid_loss"]
+    loss, held_out = done.losses[0], done.logged("valid_loss")[-1]
     assert lines[end + 1] == (
         f"loss {loss:.4f}, mean {loss:.4f}, held-out loss {held_out:.4f} (step 1), "
         f"videos: {run}/samples/step-00000001"
@@ -116,7 +105,7 @@ def test_start_and_end_are_a_fact_a_line(tmp_path: Path, data: Path, caplog) -> 
     assert main([out if word == "DIR" else word for word in commands[1][1:]]) == 0
     assert (tmp_path / "converted" / "config.json").is_file()
     assert commands[2][:-2] == ["the", "same", "command", "with", "--resume"]
-    resumed = make(base, f"args.resume={commands[2][-2]}", commands[2][-1])
+    resumed = tiny.trainer(f"args.resume={commands[2][-2]}", commands[2][-1])
     assert (resumed.step, resumed.num_steps) == (1, 2)
 
 
@@ -132,9 +121,9 @@ def check_learning(trainer: Trainer, folder: Path, least: float) -> set[str]:
     return changed
 
 
-def test_loss_is_the_formula(tmp_path: Path, data: Path) -> None:
+def test_loss_is_the_formula(run: Run, tmp_path: Path) -> None:
     """compute_loss against the formulas written out here, on the draws of its slots."""
-    trainer = make(write_config(tmp_path / "base.yaml", data, "5b_i2v"))
+    trainer = run.of("5b_i2v").trainer()
     batch = next(
         assemble_batches(trainer.datasets.train, trainer.args, trainer.groups, tmp_path, 0)
     )
@@ -163,30 +152,28 @@ def test_loss_is_the_formula(tmp_path: Path, data: Path) -> None:
     assert math.isclose(found.item(), wanted.item(), rel_tol=1e-5)
 
 
-def test_ema_is_the_average_of_the_weights(tmp_path: Path, data: Path) -> None:
+def test_ema_is_the_average_of_the_weights(run: Run) -> None:
     """The shadow in the last of five checkpoints against the recursion over all five."""
-    base = write_config(tmp_path / "base.yaml", data, train_iters=5, save_interval=1, keep_last=0)
-    trainer = make(base)
+    run = run.with_args(train_iters=5, save_interval=1, keep_last=0)
+    trainer = run.trainer()
     shadow = {
         n: p.detach().double().clone()
         for n, p in trainer.engine.transformer.named_parameters()
         if p.requires_grad
     }
     trainer.train()
-    folder = run_folder(tmp_path / "runs") / "checkpoints"
+    folder = run.path / "checkpoints"
     for step in range(1, 6):
         decay = min(0.9999, (1 + step) / (10 + step))
         for name, value in read_run_weights(folder / f"{step:08d}").items():
             if name in shadow:
                 shadow[name] = decay * shadow[name] + (1 - decay) * value.double()
-    for name, value in read_run_weights(newest_checkpoint(folder.parent), ema=True).items():
+    for name, value in run.weights(ema=True).items():
         if name in shadow:
             torch.testing.assert_close(value.double(), shadow[name], rtol=1e-5, atol=1e-7)
 
 
-def test_encoded_batches_load_no_encoder(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoded_batches_load_no_encoder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Threads that earlier tests left may start others meanwhile.
     started = [threading.main_thread()]
     start = threading.Thread.start
@@ -197,12 +184,11 @@ def test_encoded_batches_load_no_encoder(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", noted)
-    trainer = make(
-        write_config(tmp_path / "base.yaml", data, dataset={"target": ENCODED}, train_iters=3)
-    )
+    run = run.with_args(dataset={"target": ENCODED}, train_iters=3)
+    trainer = run.trainer()
     trainer.config.model.first_stage_config.params.ckpt_path = "nowhere"
     trainer.train()
-    assert len(losses(run_folder(tmp_path / "runs"))) == 3
+    assert len(run.losses) == 3
     assert trainer.encoder._first_stage is None
     assert trainer.encoder._text_encoder is None
     assert len(started) > 1
@@ -226,29 +212,16 @@ NON_FINITE = (  # every pair of values, and what trains by default
     NON_FINITE,
 )
 def test_non_finite_step_changes_nothing(
-    tmp_path: Path, data: Path, optimizer: str, stage: int, precision: str
+    run: Run, optimizer: str, stage: int, precision: str
 ) -> None:
     """A NaN in one sample: the steps that see it are skipped whole, the others happen."""
-    base = write_config(
-        tmp_path / "base.yaml",
-        data,
-        dataset={"target": ENCODED, "params": {"bad_sample": 0}},
-        optimizer=optimizer,
-        train_iters=4,
-        save_interval=1,
-        keep_last=0,
-    )
-    trainer = make(
-        base,
-        f"deepspeed.bf16={{enabled: {str(precision == 'bf16').lower()}}}",
-        f"deepspeed.zero_optimization.stage={stage}",
-    )
-    trainer.train()
-    run = run_folder(tmp_path / "runs")
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    skipped = [line["skipped_in_a_row"] > 0 for line in lines]
+    dataset = {"target": ENCODED, "params": {"bad_sample": 0}}
+    run = run.with_args(dataset=dataset, optimizer=optimizer, save_interval=1, keep_last=0)
+    bf16 = f"deepspeed.bf16={{enabled: {str(precision == 'bf16').lower()}}}"
+    run = run.train(bf16, f"deepspeed.zero_optimization.stage={stage}", steps=4)
+    skipped = [number > 0 for number in run.logged("skipped_in_a_row")]
     assert sum(skipped) == 2  # two epochs of 8 samples in 4 steps of 4
-    steps = [read_run_weights(run / "checkpoints" / f"{i:08d}") for i in (1, 2, 3, 4)]
+    steps = [read_run_weights(run.path / f"checkpoints/{i:08d}") for i in (1, 2, 3, 4)]
     for step in (2, 3, 4):
         same = all(
             torch.equal(steps[step - 1][n], steps[step - 2][n]) for n in steps[0] if "blocks" in n
@@ -257,35 +230,29 @@ def test_non_finite_step_changes_nothing(
     assert all(torch.isfinite(value).all() for value in steps[-1].values())
 
 
-def test_too_many_non_finite_steps_end_the_run(tmp_path: Path, data: Path) -> None:
+def test_too_many_non_finite_steps_end_the_run(run: Run) -> None:
     all_bad = {"target": ENCODED, "params": {"bad_sample": 0, "num_bad": 8}}
-    trainer = make(write_config(tmp_path / "base.yaml", data, dataset=all_bad, train_iters=21))
-    with pytest.raises(RuntimeError, match="20 steps in a row had non-finite gradients.*resume"):
-        trainer.train()
+    line = "20 steps in a row had non-finite gradients<...>resume"
+    bad = run.with_args(dataset=all_bad)
+    assert_refused(lambda: bad.train(steps=21), line, RuntimeError)
 
 
-def test_a_tensor_without_gradient_is_named(tmp_path: Path, data: Path) -> None:
-    make(write_config(tmp_path / "base.yaml", data, train_iters=1)).train()
-    base = write_config(tmp_path / "lora.yaml", data, lora_rank=2)
+def test_a_tensor_without_gradient_is_named(run: Run) -> None:
+    run.train(steps=1)
     # After one step the modulation is still zero, which is refused unless training is forced.
-    trainer = make(base, f"args.load={run_folder(tmp_path / 'runs')}", "args.force_train=true")
+    trainer = run.with_lora(2).trainer(f"args.load={run.path}", "args.force_train=true")
     trainer.parts.gradient_check.waiting.add("blocks.9.attention.qkv.matrix_A.0")
     trainer.parts.gradient_check.num_trainable += 1
-    with pytest.raises(
-        RuntimeError, match=r"no gradient in step 1 for 1 of 17 LoRA tensors.*blocks\.9"
-    ):
-        trainer.train()
+    line = "no gradient in step 1 for 1 of 17 LoRA tensors<...>blocks.9"
+    assert_refused(trainer.train, line, RuntimeError)
 
 
-def test_nothing_trainable_is_refused(tmp_path: Path, data: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", data)
-    with pytest.raises(ValueError, match="args.load is missing: LoRA adapts trained weights"):
-        make(write_config(tmp_path / "lora.yaml", data, lora_rank=2))
-    with pytest.raises(ValueError, match="nothing is trainable: model.not_trainable_prefixes"):
-        make(base, "model.not_trainable_prefixes=[all]")
+def test_nothing_trainable_is_refused(run: Run) -> None:
+    line = "args.load is missing: LoRA adapts trained weights"
+    assert_refused(run.with_lora(2).trainer, line)
+    frozen = run.with_words("model.not_trainable_prefixes=[all]")
+    assert_refused(frozen.trainer, "nothing is trainable: model.not_trainable_prefixes")
 
 
-def test_epochs_count_steps(tmp_path: Path, data: Path) -> None:
-    base = write_config(tmp_path / "base.yaml", data, train_iters=None, epochs=2)
-    make(base).train()  # 6 clips, 4 per step
-    assert len(losses(run_folder(tmp_path / "runs"))) == 3
+def test_epochs_count_steps(run: Run) -> None:
+    assert len(run.with_args(train_iters=None, epochs=2).train().losses) == 3  # 6 clips, 4 per step

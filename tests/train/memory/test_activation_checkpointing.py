@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.block_kernels import choose_kernels
@@ -27,6 +26,7 @@ from cogfast.train.memory.activation_checkpointing import (
     describe,
 )
 from tests.support.kernels.triton_on_cpu import launchers_on_cpu
+from tests.support.runs import Run
 from tests.support.tiny_transformers import inputs, tiny
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -230,11 +230,9 @@ def test_a_plan_in_words() -> None:
     assert describe(mixed) == "attention_kept in layers 0-1, pointwise in layers 2-2"
 
 
-def test_keys_of_sat_and_ours(sat_configs: Path) -> None:
-    model = sat_configs / "cogvideox_2b.yaml"  # checkpoint_activations: True
-    choice = lambda *arguments: (
-        TrainArguments.from_config(load_config([model], arguments)).activation_checkpointing
-    )
+def test_keys_of_sat_and_ours(sat_configs: Path, run: Run) -> None:
+    run = run.of_files(sat_configs / "cogvideox_2b.yaml")  # checkpoint_activations: True
+    choice = lambda *words: TrainArguments.from_config(run.config(*words)).activation_checkpointing
     assert choice() == "auto"
     assert choice("args.checkpoint_activations=false") == "none"
     assert choice("args.checkpoint_activations=true") == "auto"
@@ -243,6 +241,3 @@ def test_keys_of_sat_and_ours(sat_configs: Path) -> None:
     assert choice("args.activation_checkpointing=pointwise") == "pointwise"
     both = ("args.checkpoint_activations=false", "args.activation_checkpointing=full")
     assert choice(*both) == "full"
-    text = "activation_checkpointing='some' must be one of auto, none, attention_kept, pointwise"
-    with pytest.raises(ValueError, match=text):
-        choice("args.activation_checkpointing=some")

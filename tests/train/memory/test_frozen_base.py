@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.distributed.parallelize import allocate
 from cogfast.kernels.quantized.quantized_linear import DTYPES, Quantization, quantize_rows
 from cogfast.model.transformer import (
@@ -20,18 +19,13 @@ from cogfast.model.transformer import (
     assemble_transformer,
     freeze,
 )
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
 from cogfast.train.memory.quantized_base import base_linears
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import (
-    losses,
-    read_run_weights,
-    run_folder,
-)
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
-from tests.train.run.test_lora_runs import write_lora_config
+from tests.train.run.test_lora_runs import lora_run
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
@@ -151,59 +145,50 @@ def test_error_of_a_quantized_base(kind: str, most: float) -> None:
     assert 1e-4 < far(evaluate(rounded), evaluate(plain)) < most
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config of a LoRA run with EMA and checkpoints."""
-    folder = tmp_path_factory.mktemp("frozen")
-    return write_lora_config(folder, 4, train_iters=4, save_interval=2, keep_last=0)
-
-
-def train(base: Path, save: Path, *words: str) -> Path:
-    Trainer(load_config([base], [f"args.save={save}", *words])).train()
-    return run_folder(save)
-
-
 HELD = ("args.quantize_base=int8", "args.offload_blocks=1")
 
 
 @pytest.fixture(scope="module")
-def run(base: Path) -> Path:
-    words = (f"args.valid_data=[{base.parent / 'data'}]", "args.eval_interval=2")
-    words += ("args.eval_num_samples=0", "args.activation_checkpointing=full")
-    return train(base, base.parent / "held", *HELD, *words)
+def lora(shared_run: Run) -> Run:
+    """A LoRA run with EMA and checkpoints."""
+    return lora_run(shared_run, 4).with_args(train_iters=4, save_interval=2, keep_last=0)
 
 
-def test_a_run_trains_as_with_the_whole_base(base: Path, run: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def held(lora: Run) -> Run:
+    run = lora.with_args(valid_data=[str(lora.data)], eval_interval=2, eval_num_samples=0)
+    return run.train(*HELD, "args.activation_checkpointing=full")
+
+
+def test_a_run_trains_as_with_the_whole_base(lora: Run, held: Run, tmp_path: Path) -> None:
     """8 bits change the losses a little; host memory and ZeRO-3 do not."""
-    plain = losses(train(base, tmp_path / "plain"))
-    assert losses(run) != plain
-    assert losses(run) == pytest.approx(plain, rel=0.02)
-    offloaded = train(base, tmp_path / "offloaded", "args.offload_blocks=2")
-    assert losses(offloaded) == plain
+    plain = lora.into(tmp_path / "plain").train().losses
+    assert held.losses != plain
+    assert held.losses == pytest.approx(plain, rel=0.02)
+    assert lora.into(tmp_path / "offloaded").train("args.offload_blocks=2").losses == plain
     stage3 = "deepspeed.zero_optimization.stage=3"
-    partitioned = train(base, tmp_path / "stage 3", *HELD, stage3)
-    assert losses(partitioned) == pytest.approx(losses(run), rel=1e-5)
+    partitioned = lora.into(tmp_path / "stage 3").train(*HELD, stage3)
+    assert partitioned.losses == pytest.approx(held.losses, rel=1e-5)
 
 
-def test_a_run_resumes_with_the_same_bits(base: Path, run: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(run, tmp_path / run.name)
-    train(base, tmp_path, *HELD, f"args.resume={copy / 'checkpoints' / '00000002'}")
-    assert losses(copy) == losses(run)
-    states = [read_run_weights(newest_checkpoint(folder)) for folder in (run, copy)]
+def test_a_run_resumes_with_the_same_bits(lora: Run, held: Run, tmp_path: Path) -> None:
+    copy = shutil.copytree(held.path, tmp_path / held.path.name)
+    resumed = lora.into(tmp_path).train(*HELD, f"args.resume={copy / 'checkpoints' / '00000002'}")
+    assert resumed.losses == held.losses
+    states = [held.weights(), resumed.weights()]
     assert states[0].keys() == states[1].keys() and len(states[0]) == 2 * 4 * 2
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    with pytest.raises(ValueError, match="args.quantize_base: int8 -> none; change it back, or"):
-        train(base, tmp_path / "other", f"args.resume={run}")
+    line, other = "args.quantize_base: int8 -> none; change it back, or", lora.into(tmp_path / "o")
+    assert_refused(lambda: other.train(f"args.resume={held.path}"), line)
 
 
-def test_sampling_uses_the_weights_of_args_load(base: Path, run: Path, tmp_path: Path) -> None:
+def test_sampling_uses_the_weights_of_args_load(held: Run, tmp_path: Path) -> None:
     found = []
-    for name, words in (
-        ("held", ()),
-        ("whole", ("args.quantize_base=none", "args.offload_blocks=0")),
-    ):
+    whole = ("args.quantize_base=none", "args.offload_blocks=0")
+    for name, words in (("held", ()), ("whole", whole)):
         out, words = tmp_path / name, ["args.only_save_latents=true", *words]
-        assert main(["sample", str(run), "--out", str(out), "--prompt", "a bar", *words]) == 0
+        command = ["sample", str(held.path), "--out", str(out), "--prompt", "a bar", *words]
+        assert main(command) == 0
         (file,) = out.glob("*.safetensors")
         found.append(load_file(file)["latents"])
     assert torch.equal(*found)

@@ -4,7 +4,6 @@ fetches, and what stays on the device."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -27,9 +25,7 @@ from cogfast.plan.memory import (
 from cogfast.train.memory import offloaded_activations
 from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
 from cogfast.train.memory.offloaded_activations import NUM_RESIDENT, OffloadedActivations
-from cogfast.train.preflight.check import check_train
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, run_folder, write_clips, write_config
+from tests.support.runs import Run
 from tests.support.tiny_transformers import inputs, tiny
 from tests.train.memory.test_activation_checkpointing import Storages, gradients
 
@@ -62,6 +58,15 @@ def offload(transformer: DiffusionTransformer, policy: Policy) -> OffloadedActiv
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys() and len(expected) >= 16
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the buffers that are allocated in host memory."""
+    sizes, allocate = [], offloaded_activations.host_buffer
+    note = lambda like: (sizes.append(like.nbytes), allocate(like))[1]
+    monkeypatch.setattr(offloaded_activations, "host_buffer", note)
+    return sizes
 
 
 def sizes(offloaded: OffloadedActivations) -> list[list[int]]:
@@ -101,14 +106,8 @@ def test_two_graphs_at_a_time_do_not_share_buffers() -> None:
     assert_same(both(), expected)
 
 
-def test_buffers_are_allocated_once_and_grow_with_the_clips(monkeypatch) -> None:
-    transformer, made = make("5b"), []
-    allocate = offloaded_activations.host_buffer
-    monkeypatch.setattr(
-        offloaded_activations,
-        "host_buffer",
-        lambda like: (made.append(like.nbytes), allocate(like))[1],
-    )
+def test_buffers_are_allocated_once_and_grow_with_the_clips(made: list[int]) -> None:
+    transformer = make("5b")
     offload(transformer, "attention_kept")
     # Rows of latents -> buffers that are allocated: for inputs, attention and its log-sum-exp
     for rows, number in ((6, 9), (6, 0), (8, 9), (6, 0), (8, 0)):
@@ -120,16 +119,10 @@ def test_buffers_are_allocated_once_and_grow_with_the_clips(monkeypatch) -> None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_blocks_stay_on_the_device(policy: Policy, monkeypatch) -> None:
+def test_two_blocks_stay_on_the_device(policy: Policy, made: list[int]) -> None:
     """Autograd holds what two blocks keep after a forward pass, host buffers aside."""
-    transformer, host = make("5b"), []
+    transformer = make("5b")
     weights = {p.untyped_storage()._cdata for p in transformer.parameters()}
-    allocate = offloaded_activations.host_buffer
-    monkeypatch.setattr(
-        offloaded_activations,
-        "host_buffer",
-        lambda like: (host.append(like.nbytes), allocate(like))[1],
-    )
 
     def held(is_offloaded: bool) -> int:
         plain(transformer, policy)
@@ -141,8 +134,8 @@ def test_two_blocks_stay_on_the_device(policy: Policy, monkeypatch) -> None:
         return storages.num_bytes()
 
     all_blocks, offloaded = held(False), held(True)
-    assert offloaded - sum(host) == pytest.approx(all_blocks - sum(host), rel=0.01)
-    assert sum(host) > 0.3 * all_blocks
+    assert offloaded - sum(made) == pytest.approx(all_blocks - sum(made), rel=0.01)
+    assert sum(made) > 0.3 * all_blocks
 
 
 def test_a_block_is_fetched_before_the_one_after_it_runs_again(monkeypatch) -> None:
@@ -179,50 +172,22 @@ DEEP = f"model.network_config.params.num_layers={LAYERS}"
 OFFLOADED = "args.offload_activations=true"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    data = write_clips(folder / "data")
-    return write_config(folder / "base.yaml", data, train_iters=3)
-
-
 def policy(name: str) -> str:
     return f"args.activation_checkpointing={name}"
 
 
-def test_runs_have_the_same_losses(base: Path, tmp_path: Path) -> None:
+def test_runs_have_the_same_losses(run: Run, tmp_path: Path) -> None:
     """Two micro-batches per step. auto keeps attention's results once it has chosen."""
-    found = []
-    for words in ([policy("full")], [policy("full"), OFFLOADED], [policy("auto"), OFFLOADED]):
-        save = tmp_path / str(len(found))
-        micro = "deepspeed.train_micro_batch_size_per_gpu=2"
-        steps = "deepspeed.gradient_accumulation_steps=2"
-        given = [f"args.save={save}", DEEP, micro, steps, *words]
-        trainer = Trainer(load_config([base], given))
-        trainer.train()
-        found.append(losses(run_folder(save)))
-    assert len(found[0]) == 3 and found[1] == found[0] and found[2] == found[0]
-    assert trainer.parts.memory.policies == ("attention_kept",) * LAYERS
+    run = run.with_words(DEEP, "deepspeed.train_micro_batch_size_per_gpu=2")
+    run = run.with_args(train_iters=3, gradient_accumulation_steps=2)
+    ways = ([policy("full")], [policy("full"), OFFLOADED], [policy("auto"), OFFLOADED])
+    full, offloaded, auto = (run.into(tmp_path / str(i)).train(*w) for i, w in enumerate(ways))
+    assert len(full.losses) == 3 and offloaded.losses == auto.losses == full.losses
+    assert auto.last.parts.memory.policies == ("attention_kept",) * LAYERS
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([policy("none")], "checkpointing=none would copy every activation; use full, attention"),
-        (
-            [policy("auto"), "args.compile=true"],
-            "=auto does not support args.compile=true.* use full",
-        ),
-    ],
-    ids=["none", "compiled"],
-)
-def test_combinations_that_do_not_work(base: Path, words: Sequence[str], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        check_train(load_config([base], [OFFLOADED, *words]))
-
-
-def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(base: Path) -> None:
-    config = load_config([base], [DEEP, policy("full")])
+def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: Run) -> None:
+    config = run.config(DEEP, policy("full"))
     args = TrainArguments.from_config(config)
     # Activations are the largest part.
     plain = replace(setup_of(config, args, 1), batch_size=10**4)

@@ -3,7 +3,6 @@ checkpoints, evaluations and exports."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
@@ -23,33 +21,28 @@ from cogfast.plan.memory import rules_of
 from cogfast.plan.zero import lasting_state, step_bytes
 from cogfast.train.memory.host_ema import DEVICE_BYTES, HostEma
 from cogfast.train.optimizer import build_optimizer, parameter_groups
-from cogfast.train.preflight.check import check_train
-from cogfast.train.trainer import Trainer
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
-from tests.support.tiny_run import losses, write_clips, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import write_clips
 from tests.support.tiny_transformers import FAMILY
 
 HOST, EIGHT = "args.ema_device=cpu", "args.optimizer_moments=8bit"
 STAGE = "deepspeed.zero_optimization.stage"
-OFFLOAD = "deepspeed.zero_optimization.offload_optimizer={device: cpu}"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    data = write_clips(folder / "data", num_clips=4)
-    return write_config(folder / "base.yaml", data, train_iters=4, save_interval=2, keep_last=0)
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("data"), num_clips=4)
 
 
-def train(base: Path, folder: Path, *words: str) -> Trainer:
-    trainer = Trainer(load_config([base], [f"args.save={folder}", *words]))
-    trainer.train()
-    return trainer
+@pytest.fixture
+def tiny(data: Path, tmp_path: Path) -> Run:
+    return Run(data, tmp_path).with_args(train_iters=4, save_interval=2, keep_last=0)
 
 
-def files_of(trainer: Trainer, step: int) -> dict[str, bytes]:
-    folder = trainer.folder / "checkpoints" / f"{step:08d}"
+def files_of(run: Run, step: int) -> dict[str, bytes]:
+    folder = run.path / "checkpoints" / f"{step:08d}"
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
@@ -100,52 +93,42 @@ def test_the_host_ema_takes_float32_parameters() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_runs_with_the_ema_in_host_memory_are_the_same(
-    tmp_path: Path, base: Path, stage: int
+    tmp_path: Path, tiny: Run, stage: int
 ) -> None:
     """Files and held-out losses equal those with the EMA on the device, also when it resumes."""
-    words = (f"{STAGE}={stage}", "args.eval_interval=3", "args.eval_num_samples=0")
-    words += ("args.split=3,1,0", EIGHT if stage == 3 else "args.optimizer_moments=fp32")
-    plain = train(base, tmp_path / "plain", *words)
+    moments = EIGHT if stage == 3 else "args.optimizer_moments=fp32"
+    run = tiny.with_args(eval_interval=3, eval_num_samples=0, split="3,1,0")
+    run = run.with_words(f"{STAGE}={stage}", moments)
+    plain = run.into(tmp_path / "plain").train()
     if stage == 2:
-        words += ("args.resume=auto",)
-        cut = train(base, tmp_path / "host", *words, HOST, "args.exit_interval=2")
-        assert files_of(cut, 2) == files_of(plain, 2)
-    host = train(base, tmp_path / "host", *words, HOST)
+        run = run.with_words("args.resume=auto")
+        assert files_of(run.train(HOST, "args.exit_interval=2"), 2) == files_of(plain, 2)
+    host = run.train(HOST)
     assert files_of(host, 4) == files_of(plain, 4)
-    held_out = [
-        [line["valid_loss"] for line in lines if "valid_loss" in line]
-        for lines in map(metrics_of, (plain, host))
-    ]
+    held_out = [each.logged("valid_loss") for each in (plain, host)]
     assert held_out[0] == held_out[1] and len(held_out[0]) == 1
-
-
-def metrics_of(trainer: Trainer) -> list[dict]:
-    text = (trainer.folder / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 # --- 8-bit moments ---
 
 
-def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, base: Path) -> None:
-    whole = train(base, tmp_path / "whole", EIGHT)
-    train(base, tmp_path / "cut", EIGHT, "args.exit_interval=2")
-    cut = train(base, tmp_path / "cut", EIGHT, "args.resume=latest")
-    assert files_of(cut, 4) == files_of(whole, 4)
+def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, tiny: Run) -> None:
+    run = tiny.with_words(EIGHT)
+    done = run.into(tmp_path / "whole").train()
+    run.train("args.exit_interval=2")
+    assert files_of(run.resume(), 4) == files_of(done, 4)
+    whole = done.last
     state = whole.engine.state(0)
     assert {state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.uint8}
     # The snapshot holds codes, and the file float32 as in every other run.
     assert whole.writer._snapshot.partitions["exp_avg", 0].dtype == torch.uint8
 
 
-def test_a_run_resumes_with_the_other_moments(
-    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = train(base, tmp_path / "a", "args.train_iters=2")
+def test_a_run_resumes_with_the_other_moments(tiny: Run, caplog: pytest.LogCaptureFixture) -> None:
+    plain = tiny.train(steps=2).last
     before = [plain.engine.view(s, "exp_avg_sq").clone() for s in plain.engine.slices]
-    config = load_config([base], [f"args.save={tmp_path / 'a'}", EIGHT, "args.resume=latest"])
     caplog.set_level("INFO")
-    coded = Trainer(config)
+    coded = tiny.trainer(EIGHT, "args.resume=latest")
     assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in caplog.text
     # Half the distance of two codes, or the smallest code of a block.
     smallest = max(x.max() for x in before) * 2**-31
@@ -153,18 +136,16 @@ def test_a_run_resumes_with_the_other_moments(
         got = coded.engine.view(s, "exp_avg_sq")
         assert ((got - want).abs() <= want / 16 + smallest).all()
     coded.train()
-    back = Trainer(load_config([base], [f"args.save={tmp_path / 'a'}", "args.resume=latest"]))
+    back = tiny.trainer("args.resume=latest")
     assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in caplog.text
     for s in back.engine.slices:
         assert torch.equal(back.engine.view(s, "exp_avg"), coded.engine.view(s, "exp_avg"))
 
 
-def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, base: Path) -> None:
-    words = ("args.train_iters=8", "args.save_interval=null", "args.log_interval=1")
-    plain, coded = (
-        losses(train(base, tmp_path / name, *words, *more).folder)
-        for name, more in (("plain", ()), ("coded", (EIGHT, HOST)))
-    )
+def test_8bit_losses_stay_near_those_of_float32(tmp_path: Path, tiny: Run) -> None:
+    run = tiny.with_args(train_iters=8, save_interval=None)
+    plain = run.into(tmp_path / "plain").train().losses
+    coded = run.into(tmp_path / "coded").train(EIGHT, HOST).losses
     off = abs(torch.tensor(coded).mean() / torch.tensor(plain).mean() - 1)
     assert off < 0.02 and coded != plain
 
@@ -186,47 +167,7 @@ def test_no_block_of_codes_has_shards_and_replicated_parameters() -> None:
 # --- checks and the plan ---
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            (HOST, "deepspeed.optimizer.type=AdamW"),
-            "args.ema_device=cpu is for .*FusedEmaAdam, not",
-        ),
-        (
-            (EIGHT, "deepspeed.optimizer.type=AdamW"),
-            "args.optimizer_moments=8bit is for .*use that",
-        ),
-        (
-            (EIGHT, "deepspeed.optimizer.type=Prodigy"),
-            "args.optimizer_moments=8bit is for .*use that",
-        ),
-        (
-            ("deepspeed.optimizer.type=prodigy", "deepspeed.zero_optimization.stage=3"),
-            "optimizer.type=prodigy does not work with args.zero_stage=3, .*; use ZeRO 0 to 2",
-        ),
-        (
-            ("deepspeed.optimizer.type=Muon", "args.zero_stage=3"),
-            "optimizer.type=Muon does not work with args.zero_stage=3, .*; use ZeRO 0 to 2",
-        ),
-        ((EIGHT, "deepspeed.optimizer.type=Muon"), "args.optimizer_moments=8bit is for .*use that"),
-        (("deepspeed.optimizer.type=Prodigy", OFFLOAD), "offload_optimizer.device=cpu, whose step"),
-        (
-            (HOST, OFFLOAD),
-            "args.ema_device=cpu, but .*offload_optimizer.device=cpu takes all state",
-        ),
-        ((EIGHT, OFFLOAD.replace("cpu}", "nvme}")), "8bit does not work with .*device=nvme, which"),
-    ],
-)
-def test_what_does_not_work_is_refused(base: Path, words: tuple[str, ...], message: str) -> None:
-    if "AdamW" in words[1]:
-        words += ("deepspeed.optimizer.params={lr: 0.001}",)
-    with pytest.raises(ValueError, match=message) as caught:
-        check_train(load_config([base], list(words)))
-    assert "\n" not in str(caught.value)
-
-
-def test_muon_keeps_one_moment_of_the_linears_of_blocks(base: Path) -> None:
+def test_muon_keeps_one_moment_of_the_linears_of_blocks(tiny: Run) -> None:
     """The other parameters have two; the plan counts both."""
     model = assemble_transformer(FAMILY["5b_i2v"])
     names = {p: name for name, p in model.named_parameters()}
@@ -244,7 +185,7 @@ def test_muon_keeps_one_moment_of_the_linears_of_blocks(base: Path) -> None:
             )
             found[len(kinds)] += p.numel()
     assert all(found.values()) and not names
-    config = load_config([base], ["deepspeed.optimizer.type=Muon"])
+    config = tiny.config("deepspeed.optimizer.type=Muon")
     rules = rules_of(config, TrainArguments.from_config(config), 1)
     assert lasting_state(model, rules).moments == 4 * (found[1] + 2 * found[2])
     plain = step_bytes(model, replace(rules, is_muon=False))
@@ -252,9 +193,9 @@ def test_muon_keeps_one_moment_of_the_linears_of_blocks(base: Path) -> None:
     assert plain + 2 * 2 * largest < step_bytes(model, rules) < plain + 20 * largest
 
 
-def test_the_plan_counts_the_bytes(base: Path) -> None:
+def test_the_plan_counts_the_bytes(tiny: Run) -> None:
     def state_of(numel: int, *words: str, ranks: int = 2):
-        config = load_config([base], list(words))
+        config = tiny.config(*words)
         model: Any = torch.nn.Linear(numel, 1, bias=False, device="meta")
         model.block_source = None
         return lasting_state(model, rules_of(config, TrainArguments.from_config(config), ranks))
