@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, read_manifest
+from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
 from cogfast.train.memory.activation_checkpointing import LADDER, apply_policies
 from cogfast.train.preflight.sparse_attention import check_sparse, use_attention
-from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import losses, read_run_weights, run_folder, write_clips, write_config
+from tests.support.refusals import Refusal, assert_refused, refusals
+from tests.support.runs import Run
 from tests.support.tiny_transformers import FAMILY, tiny
 
 # 768 video tokens: 8 text rows in the first block, 5 blocks to choose from
@@ -69,85 +67,60 @@ def test_all_policies_have_the_same_gradients() -> None:
         assert all(torch.equal(x, wanted[n]) for n, x in gradients(transformer).items()), policy
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sparse")
-    return write_config(folder / "base.yaml", write_clips(folder / "data"), train_iters=4)
-
-
-def train(base: Path, save: Path, *words: str) -> tuple[Trainer, Path]:
-    trainer = Trainer(load_config([base], [f"args.save={save}", *WORDS, *words]))
-    trainer.train()
-    return trainer, run_folder(save)
-
-
 def test_a_run_resumes_samples_and_fine_tunes_sparse(
-    base: Path,
+    run: Run,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     caplog.set_level(logging.INFO)
-    warm = (SPARSE, "args.sparse_warmup=3")
-    trainer, whole = train(base, tmp_path / "whole", *warm)
+    run = run.with_words(*WORDS)
+    warm = run.with_words(SPARSE, "args.sparse_warmup=3")
+    whole = warm.into(tmp_path / "whole").train()
+    trainer, lines = whole.last, whole.lines
     assert trainer.engine.transformer.sparse_share == 0.6
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    kept = [line["attention_kept"] for line in lines if "attention_kept" in line]
+    kept = whole.logged("attention_kept")
     # Step 1 leaves out nothing, steps 2 and 3 a part of the share.
     assert kept[0] == pytest.approx(1) and kept[0] > kept[1] > kept[3] > 0.4
     layers = [lines[3][f"attention_kept_layer_0{i}"] for i in range(2)]
     assert sum(layers) / 2 == pytest.approx(kept[3])
-    _, dense = train(base, tmp_path / "dense")
-    assert losses(dense)[0] == pytest.approx(losses(whole)[0], rel=1e-5)
+    dense = run.into(tmp_path / "dense").train()
+    assert dense.losses[0] == pytest.approx(whole.losses[0], rel=1e-5)
     # The blocks' gates begin at zero, so that losses differ by their last bits only, or not at all.
-    weights = [read_run_weights(newest_checkpoint(run)) for run in (dense, whole)]
+    weights = [dense.weights(), whole.weights()]
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
-    train(base, tmp_path / "cut", *warm, "args.train_iters=2")
-    _, cut = train(base, tmp_path / "cut", *warm, "args.resume=latest")
-    assert losses(cut) == losses(whole)
-    checkpoint = newest_checkpoint(whole)
+    cut = warm.into(tmp_path / "cut")
+    cut.train(steps=2)
+    assert cut.resume().losses == whole.losses
+    checkpoint = whole.checkpoint
     assert read_manifest(checkpoint)["attention"] == "sparse:0.6"
 
     caplog.clear()
-    further, _ = train(base, tmp_path / "further", f"args.load={checkpoint}", "args.train_iters=1")
+    further = run.into(tmp_path / "further").train(f"args.load={checkpoint}", steps=1).last
     assert further.engine.transformer.sparse_share == 0.6
     assert f"attention: sparse:0.6, as {checkpoint} was trained" in caplog.text
     assert further.config.args.attention == "sparse:0.6"
-    with pytest.raises(ValueError, match="args.attention: sparse:0.6 -> None"):
-        train(base, tmp_path / "cut", "args.resume=latest", "args.train_iters=5")
+    other = run.into(tmp_path / "cut")
+    assert_refused(lambda: other.resume(steps=5), "args.attention: sparse:0.6 -> None")
     options = ["--prompt", "a bar", "args.only_save_latents=true", "--out"]
     latents = []
     for name, word in (("a", []), ("b", ["args.attention=dense"])):
         out = tmp_path / name
-        assert main(["sample", str(whole), *options, str(out), *word]) == 0
+        assert main(["sample", str(whole.path), *options, str(out), *word]) == 0
         latents.append(next(out.glob("*.safetensors")).read_bytes())
-        is_logged = (
-            "attention: dense instead of the checkpoint's sparse:0.6" in capsys.readouterr().err
-        )
-        assert is_logged == (name == "b")
+        line = "attention: dense instead of the checkpoint's sparse:0.6"
+        assert (line in capsys.readouterr().err) == (name == "b")
     assert latents[0] != latents[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("args.attention=sparse:0.96", "from 0 to 0.95, such as sparse:0.8"),
-        ("args.attention=sparse", "must be dense or sparse:SHARE"),
-        ("args.attention=sparse:-0.1", "must be dense or sparse:SHARE"),
-        ("args.attention=flex", "must be dense or sparse:SHARE"),
-        ("args.sparse_warmup=5", "args.sparse_warmup=5 needs args.attention=sparse:SHARE"),
-        (f"{SPARSE} args.compile=true args.sparse_warmup=2", "set one of the two to its default"),
-        (
-            f"{SPARSE} args.attention_backend=math",
-            "math has no block-sparse kernels; set it to auto",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused(base: Path, words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config = load_config([base], words.split())
+@refusals(Path(__file__).with_name("refusals_sparse.txt"))
+def test_what_cannot_run_is_refused(run: Run, refusal: Refusal) -> None:
+    def check() -> None:
+        config = run.config(*refusal.words)
         check_sparse(config, TrainArguments.from_config(config), FAMILY["5b"], is_training=True)
+
+    assert_refused(check, refusal.line)
 
 
 class Own(DiffusionTransformer):
@@ -169,7 +142,7 @@ def test_rows_of_a_subclass_are_refused() -> None:
     ],
 )
 def test_a_gpu_that_gains_nothing_is_refused(
-    base: Path,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict,
     capability: tuple[int, int],
@@ -177,7 +150,6 @@ def test_a_gpu_that_gains_nothing_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config = load_config([base], [SPARSE])
-    model = replace(FAMILY["2b"], **changes)
-    with pytest.raises(ValueError, match=message):
-        check_sparse(config, TrainArguments.from_config(config), model, is_training=True)
+    config, model = run.config(SPARSE), replace(FAMILY["2b"], **changes)
+    args = TrainArguments.from_config(config)
+    assert_refused(lambda: check_sparse(config, args, model, is_training=True), message)
