@@ -1,4 +1,4 @@
-"""What lies on disks: runs, caches and indices that an earlier commit wrote are resumed, read and exported.
+"""Compares what lies on disks: runs, caches and indices that an earlier commit wrote are resumed and read.
 
 `before` of a case made its files; a comparison unpacks them, runs `after`, and compares what is
 printed and every file with what the commit that recorded them did. It also runs `before` from the data
@@ -162,7 +162,7 @@ def _do(
         text = output_text(output, root)
     found = {"status": status, "output": text, "files": files}
     if mtime is not None:
-        # Of data, too: its indices lie beside it.
+        # Indices of data lie beside it.
         watched = ("data", *(name for name in case.folders if not name.startswith(("runs", "out"))))
         every = (path for name in watched for path in (root / name).rglob("*") if path.is_file())
         written = {plain_name(path, root) for path in every if path.stat().st_mtime != mtime}
@@ -183,9 +183,10 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
     print(f"disks: numbers are compared {rule}", flush=True)
     cases = [case for case in CASES if case.is_small or not small]
     with ThreadPoolExecutor(1 if small else _PROCESSES) as pool:
-        jobs = [(case, is_anew) for case in cases for is_anew in (False, True)]
-        jobs = [(c, is_anew) for c, is_anew in jobs if not is_anew or (c.is_anew and not small)]
-        roots = {True: work / "anew", False: work / "recorded"}
+        jobs = [
+            (case, is_new) for case in cases for is_new in ((False,) if small else (False, True))
+        ]
+        roots = {True: work / "again", False: work / "recorded"}
         for root in roots.values():
             unpack(folder / "data.tar.xz", root)
         found = [
@@ -197,13 +198,13 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
 
 
 def _compare(
-    case: Case, is_anew: bool, folder: Path, root: Path, is_exact: bool, is_small: bool
+    case: Case, is_new: bool, folder: Path, root: Path, is_exact: bool, is_small: bool
 ) -> tuple[int, list[Difference]]:
     differences: list[Difference] = []
-    kind = "before" if is_anew else "after"
+    kind = "before" if is_new else "after"
     archive = folder / f"{case.name}.tar.xz"
-    unpack(archive, root, f"{_EXPECTED}/" if is_anew else "")
-    stages = case.before if is_anew else case.after
+    unpack(archive, root, f"{_EXPECTED}/" if is_new else "")
+    stages = case.before if is_new else case.after
     if is_small:
         stages = tuple(stage for stage in stages if stage.name in ("resume", "cache again"))
     rename_user_indices(root, root / case.user)
@@ -211,17 +212,17 @@ def _compare(
         store = _store(case, root, held)
         for count, stage in enumerate(stages):
             expected = root / _EXPECTED / case.name / kind / f"{stage.name}.json"
-            found = _do(case, stage, root, store, None if is_anew else TIME)
-            name = f"{case.name}, {'written anew' if is_anew else 'recorded'}, {stage.name}"
+            found = _do(case, stage, root, store, None if is_new else TIME)
+            name = f"{case.name}, {'made again' if is_new else 'recorded'}, {stage.name}"
             recorded = json.loads(expected.read_text())
-            differences += _differences(name, recorded, found, is_exact, is_anew)
+            differences += _differences(name, recorded, found, is_exact, is_new)
             if differences:
                 return count + 1, differences  # what follows would repeat them
     return len(stages), differences
 
 
 def _differences(
-    case: str, recorded: dict, found: dict, is_exact: bool, is_anew: bool
+    case: str, recorded: dict, found: dict, is_exact: bool, is_new: bool
 ) -> Iterator[Difference]:
     if recorded["status"] != found["status"]:
         texts = [f"{one['status']}: {one['output'][-300:]}" for one in (recorded, found)]
@@ -242,6 +243,6 @@ def _differences(
         )
     for name in [name for name in ours if name in theirs]:
         texts = ours[name], theirs[name]
-        if is_anew:  # a run that is resumed keeps its own
+        if is_new:  # a run that is resumed keeps its own
             texts = tuple(re.sub(_ID, "<id>", text) for text in texts)
         yield from compare_texts(case, name, *texts, is_exact)

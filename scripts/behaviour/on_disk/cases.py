@@ -59,14 +59,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Case:
-    """before: what the recorded files are from. after: what is done with them. is_anew: a comparison
-    also does `before` from the data alone. folders: where the files of the case are."""
+    """before: what the recorded files are from; a comparison also does it from the data alone. after:
+    what is done with the recorded files. folders: where the files of the case are."""
 
     name: str
     before: tuple[Stage, ...]
     after: tuple[Stage, ...]
     folders: tuple[str, ...]
-    is_anew: bool = True
     is_stored: bool = False
     is_small: bool = False
     variables: dict[str, str] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def write_data(root: Path) -> None:
 
 
 def _clip(number: int) -> np.ndarray:
-    """A bright bar that moves over noise, uint8 [F, H, W, 3]."""
+    """Return a bright bar that moves over noise, uint8 [F, H, W, 3]."""
     frames = np.random.default_rng(number).integers(0, 60, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
     for t in range(FRAMES):
         start = (2 * t + 5 * number) % (SIDE - 6)
@@ -198,7 +198,7 @@ def _write_clips(folder: Path, clips: list[np.ndarray]) -> None:
 
 
 def _write_lists(folder: Path, clips: list[np.ndarray]) -> None:
-    """The lists of CogVideo's diffusers trainer, with controls, masks and first frames."""
+    """Write the lists of CogVideo's diffusers trainer, with controls, masks and first frames."""
     columns: dict[str, list[str]] = {"videos": [], "controls": [], "masks": [], "images": []}
     for number, frames in enumerate(clips):
         _write_video(folder / "clips" / f"{number}.mp4", frames)
@@ -223,7 +223,7 @@ def _write_lists(folder: Path, clips: list[np.ndarray]) -> None:
 
 
 def _write_manifests(folder: Path) -> None:
-    """The same clips as a table in JSON lines, as CSV, and as VideoX-Fun's list."""
+    """Write the same clips as a table in JSON lines, as CSV, and as VideoX-Fun's list."""
     rows, theirs = [], []
     for number in range(CLIPS):
         row = {
@@ -281,7 +281,7 @@ def _schedule() -> dict:
 
 
 def _model(family: str) -> dict:
-    """A member of the family with width 16, 2 layers, 1 head, in SAT's own keys."""
+    """Return a member of the family with width 16, 2 layers, 1 head, in SAT's own keys."""
     is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
     concat, sgm = "dit_video_concat", "sgm.modules.diffusionmodules"
     position = {"target": f"{concat}.Basic3DPositionEmbeddingMixin", "params": {"text_length": 8}}
@@ -368,7 +368,7 @@ def _model(family: str) -> dict:
 
 
 def _training() -> dict:
-    """4 samples per step, float32, ZeRO-2, a rate that depends on the step."""
+    """Return the keys of a run: 4 samples per step, float32, ZeRO-2, a rate that depends on the step."""
     return {
         "args": {
             "experiment_name": "tiny",
@@ -410,7 +410,7 @@ def _training() -> dict:
 
 
 def _write_pipeline(folder: Path) -> None:
-    """A tiny pipeline of CogVideoX-5B that diffusers wrote."""
+    """Write a tiny pipeline of CogVideoX-5B with diffusers."""
     import sentencepiece
     from diffusers import (
         AutoencoderKLCogVideoX,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.ranks.forked import Forked
 
-# What decides how floating-point numbers are rounded, as far as it can be set.
+# These decide how floating-point numbers are rounded, as far as that can be set.
 PINS = {
     "OMP_NUM_THREADS": "1",
     "ATEN_CPU_CAPABILITY": "avx2",
