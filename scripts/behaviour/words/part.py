@@ -157,14 +157,16 @@ def _outcomes(cases: list[dict], archive: Path, work: Path, is_small: bool = Fal
 
 
 def _with_small(cases: list[dict], archive: Path, work: Path) -> list[dict]:
-    """Mark the cases of the small part: those of each kind that take the least time."""
+    """Mark the cases of the small part: those of each kind and status that take the least time."""
     some = cases[:: max(1, len(cases) // (4 * _SMALL))]
     outcomes = _outcomes(some, archive, work, is_small=True)
     seconds = {case["id"]: one["seconds"] for case, one in zip(some, outcomes, strict=True)}
+    groups: dict[tuple, list[str]] = {}
+    for case in some:
+        groups.setdefault((case["kind"], case["status"]), []).append(case["id"])
     chosen: set[str] = set()
-    for kind in sorted({case["kind"] for case in some}):
-        of_kind = sorted((c["id"] for c in some if c["kind"] == kind), key=lambda i: seconds[i])
-        chosen.update(of_kind[: -(-len(of_kind) // 4)])
+    for ids in groups.values():
+        chosen.update(sorted(ids, key=lambda name: seconds[name])[: -(-len(ids) // 4)])
     return [case | ({"is_small": True} if case["id"] in chosen else {}) for case in cases]
 
 

@@ -1,13 +1,12 @@
 """Runs recorded commands, each in a fork of a process that has the imports of all commands.
 
 A case is a mapping: words of `cogfast`, world (the entries of the world that it needs), files (written
-beside them: text, or None for one that is missing). Its outcome: the exit status, both streams, and the
+beside them: text, with surrogates for other bytes, or None for one that is missing). Its outcome: the exit status, both streams, and the
 names of the files that it wrote.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import importlib
@@ -137,7 +136,7 @@ def _start(case: dict, number: int, world: Path, work: Path) -> _Running:
         path.unlink(missing_ok=True)
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(to_bytes(content))
+            path.write_bytes(content.encode("utf-8", "surrogateescape"))
     before = {path: path.lstat().st_mtime_ns for path in _files(root)}
     child = os.fork()
     started = _Running(child, number, root, home, before, time.monotonic() + _SECONDS)
@@ -181,13 +180,6 @@ def _end_one(running: dict[int, _Running]) -> str:
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
-
-
-def to_bytes(content: str | list) -> bytes:
-    """The bytes of a stored file: text, or ["base64", text]."""
-    if isinstance(content, str):
-        return content.encode("utf-8", "surrogateescape")
-    return base64.b64decode(content[1])
 
 
 def _plain(text: str, one: _Running) -> str:
