@@ -126,7 +126,7 @@ def _start(case: dict, number: int, world: Path, work: Path) -> _Running:
     padding = "w" * (_LENGTH - len(str(work)) - 6)
     root = work / padding / f"{number:04}"
     assert len(str(root)) == _LENGTH, f"the path of the scratch folder is too long: {work}"
-    home = work / f"home-{number:04}"
+    home = work / padding / f"{number:04}-home"  # beside it: its path, too, has always one length
     (home / "tmp").mkdir(parents=True)
     root.mkdir(parents=True)
     for name in case.get("world", ()):
@@ -163,7 +163,8 @@ def _end_one(running: dict[int, _Running]) -> str:
     wrote = sorted(
         normalized(path.relative_to(one.root).as_posix(), one.root, has_times=False)
         for path in _files(one.root)
-        if one.before.get(path) != path.lstat().st_mtime_ns
+        # The index of videos is written if reading them has taken long.
+        if one.before.get(path) != path.lstat().st_mtime_ns and path.name != ".cogfast-index"
     )
     shutil.rmtree(one.root, ignore_errors=True)
     shutil.rmtree(one.home, ignore_errors=True)
