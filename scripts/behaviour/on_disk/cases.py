@@ -71,6 +71,10 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
+    def has_cache(self) -> bool:
+        return self.is_stored or any(name.startswith("caches/") for name in self.folders)
+
+    @property
     def user(self) -> str:
         return f"user/{self.name}"
 
@@ -474,5 +478,5 @@ def _special() -> tuple[Case, ...]:
     )
 
 
-STORED = (_stored("stored", "args.latent_cache=caches/stored", "args.encode_first=true"),)
+STORED = (_stored("stored", f"args.latent_cache=s3://{BUCKET}/cache", "args.encode_first=true"),)
 CASES: tuple[Case, ...] = (*RUNS, *FINETUNE, *CACHES, *_special(), *STORED)
