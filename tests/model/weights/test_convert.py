@@ -239,7 +239,7 @@ def test_upstreams_own_checkpoints(case: str, golden: Path, tmp_path: Path) -> N
 
 
 def test_two_shards_join_to_upstreams_one_file(golden: Path, tmp_path: Path) -> None:
-    """Of the one file of the same model, the project has the hashes of the tensors."""
+    """The project has the hashes of the tensors of one file of the same model."""
     convert(golden / "t2v_5b_mp2", tmp_path / "theirs", "diffusers")
     convert(tmp_path / "theirs", tmp_path / "one", "sat")
     joined = sat_state(tmp_path / "one")
