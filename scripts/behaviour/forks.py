@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What chooses instructions by the processor. MKL's COMPATIBLE is the only branch that processors of all
+# These variables choose instructions in place of the processor. MKL's COMPATIBLE is the only branch that processors of all
 # makers share; oneDNN's AVX2 has no products in bf16, so that PyTorch computes these itself.
 PINS = {
     "ATEN_CPU_CAPABILITY": "avx2",

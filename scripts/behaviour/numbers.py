@@ -26,7 +26,7 @@ from scripts.behaviour.number_cases import plan_cases, training_cases
 
 PART = "numbers"
 _PRELOAD = ("cogfast.train.trainer", "deepspeed.ops", "torch.utils.tensorboard", "transformers")
-# What a line of metrics.jsonl has of times and of the machine
+# These numbers of a line of metrics.jsonl depend on time and on the machine.
 _OF_MACHINE = ("_ms", "_per_s", "mfu", "model_tflops", "memory_", "communication", "step")
 _SMALL = ("family 5b", "lora")  # of --small
 # On other processors, relative. With other instructions than the pinned ones, which is more than another

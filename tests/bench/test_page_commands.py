@@ -14,7 +14,6 @@ from tests.support.tiny_run import ROOT
 PAGE = ROOT / "docs" / "benchmarks.md"
 # {module of bench: the test that calls its main}
 TESTS = {
-    "bench.step": "test_bench_step.test_the_command",
     "bench.data": "test_bench_data.test_report",
     "bench.clips.data_runs": "test_bench_data.test_whole_commands",
     "bench.steps.finetune_steps": "test_finetune_steps.test_steps_of_both_trainers_take_turns",

@@ -47,7 +47,7 @@ def test_a_run_without_yaml_is_that_of_the_printed_configuration(
     params = kept.model.network_config.params
     assert params.num_layers == sizes["num_layers"]
     assert params.num_attention_heads == sizes["num_attention_heads"]
-    # Those of both upstream trainers, and not of the folder's pipeline.
+    # Both upstream trainers have these values; the pipeline of the folder has others.
     assert params.modules.pos_embed_config.params.get("positions", "integer") == "integer"
     assert kept.model.scale_factor == 0.7 and kept.args.load == str(pipelines.path("5b"))
     assert kept.args.lr == (1e-4 if lora else 1e-5)

@@ -145,7 +145,7 @@ def test_gradients_are_not_clipped_if_no_key_says_so() -> None:
     config = run_of("cogvideox_2b.yaml").config()
     assert "gradient_clipping" not in config.deepspeed
     section = deepspeed_config(config, TrainArguments.from_config(config))
-    # Without the key DeepSpeed would decide, whose default is another one.
+    # DeepSpeed has another default than SAT if the key is missing.
     assert section["gradient_clipping"] == 0
 
 

@@ -182,7 +182,7 @@ def test_an_object_that_was_given_up_is_bad_at_once(bucket, monkeypatch):
     server.faults = [Fault(503, method="GET", path="00.mp4")]
     data.fetch([0, 1])
     server.requests = []
-    assert_refused(lambda: data[0], "b/videos/00.mp4: planted .503.", BadSample)
+    assert_refused(lambda: data[0], "b/videos/00.mp4: planted (503)", BadSample)
     assert server.requests == []
     assert data[1]["num_frames"] == 9
     # The next epoch asks for it again, and so does who reads it without reading ahead.
@@ -192,7 +192,7 @@ def test_an_object_that_was_given_up_is_bad_at_once(bucket, monkeypatch):
     assert data[0]["num_frames"] == 9
     shutil.rmtree(store.local_cache()[0])
     server.faults = [Fault(503, method="GET", path="00.mp4")]
-    assert_refused(lambda: data[0], "b/videos/00.mp4: planted .503.", BadSample)
+    assert_refused(lambda: data[0], "b/videos/00.mp4: planted (503)", BadSample)
     server.faults = []
     assert data[0]["num_frames"] == 9
 

@@ -265,7 +265,7 @@ def test_every_optimizers_state_is_kept(run: Run, tmp_path: Path, optimizer: str
 
 
 def test_the_loss_scale_is_saved_and_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fp16, which needs a GPU: here only that the engine's numbers come back to it."""
+    """fp16 needs a GPU: this tests that the engine gets its own numbers back."""
     scale, loaded = {"dynamic": True, "cur_scale": 4096.0, "cur_iter": 7}, []
     monkeypatch.setattr(ZeroEngine, "loss_scaler_state", lambda _: scale)
     monkeypatch.setattr(ZeroEngine, "load_loss_scaler_state", lambda _, s: loaded.append(s))
