@@ -77,7 +77,7 @@ def copied_tree() -> Iterator[Path]:
 
 def _share_imports() -> None:
     """Import what takes most of a test's start, 4 of 6 s, for all forks of this process."""
-    # As conftest.py does before its imports.
+    # conftest.py does the same before its imports.
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in ("torch", "pytest", "omegaconf", "pydantic"):
         importlib.import_module(name)
