@@ -19,6 +19,7 @@ from torch import Tensor
 from cogfast.model import autoencoder as decode_memory
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
+    Moments,
     VideoAutoencoder,
     bytes_per_pixel,
     encode_bytes,
@@ -227,6 +228,13 @@ def test_loaded_tensors_share_no_memory(vae: VideoAutoencoder) -> None:
     storages = [p.untyped_storage() for p in vae.parameters()]
     assert len({s.data_ptr() for s in storages}) == 436
     assert sum(s.nbytes() for s in storages) == 4 * sum(p.numel() for p in vae.parameters())
+
+
+def test_a_deviation_of_bf16_moments_is_not_rounded() -> None:
+    logvar = torch.linspace(-30, 20, 501).bfloat16()
+    std = Moments(torch.zeros(501, dtype=torch.bfloat16), logvar).std
+    assert std.dtype == torch.float32
+    torch.testing.assert_close(std.double(), (0.5 * logvar.double()).exp(), rtol=1e-6, atol=0)
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tiny: TinyVae, tmp_path: Path) -> None:

@@ -175,6 +175,10 @@ def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(one.blocks[1].fc1.weight, one.blocks[0].fc1.weight)
     assert not torch.equal(one.blocks[1].fc1.weight, other.blocks[1].fc1.weight)
     assert one.blocks[0].fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    # Xavier's uniform distribution over the flattened kernel, as SAT's convolution has.
+    patch = one.patch_embedding.weight
+    bound = (6 / sum(patch.shape)) ** 0.5
+    assert 0.99 * bound < patch.abs().max() <= bound
     with torch.no_grad():
         assert not one(**inputs("5b")).any()  # modulation and output layer start at zero
     table = tiny("2b").position_table.weight.clone()
