@@ -121,12 +121,16 @@ class _Running:
         return [self.home / "stdout", self.home / "stderr"]
 
 
+def _padded(work: Path) -> Path:
+    """Return a folder in `work` whose path has always one length."""
+    folder = work / ("w" * (_LENGTH - len(str(work)) - 6))
+    assert len(str(folder)) == _LENGTH - 5, f"the path of the scratch folder is too long: {work}"
+    return folder
+
+
 def _start(case: dict, number: int, world: Path, work: Path) -> _Running:
     """Make the folder of a case and fork its process."""
-    padding = "w" * (_LENGTH - len(str(work)) - 6)
-    root = work / padding / f"{number:04}"
-    assert len(str(root)) == _LENGTH, f"the path of the scratch folder is too long: {work}"
-    home = work / padding / f"{number:04}-home"  # beside it: its path, too, has always one length
+    root, home = _padded(work) / f"{number:04}", _padded(work) / f"{number:04}-home"
     (home / "tmp").mkdir(parents=True)
     root.mkdir(parents=True)
     for name in case.get("world", ()):
@@ -242,7 +246,7 @@ def _preload(
     """Import modules, and then what commands import, which forks of this process find out."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    home = work / f"preload-{os.getpid()}"
+    home = _padded(work) / "preloaded"  # some libraries keep this home, of the same length
     (home / "tmp").mkdir(parents=True)
     (home / ".cache").mkdir()
     os.environ.update(environment(home))
