@@ -59,7 +59,13 @@ class Sampled(World):
             self.evaluated = record(patch)
             words = ["args.train_iters=3", "deepspeed.optimizer.params.lr=0.05"]
             words += ["args.eval_at_end=true", "args.eval_prompts=[one, two]"]
-            self.trainer = self.run(Trainer, "base-flow", OWN[0], *words, *self.evaluation)
+            self.trainer = self.trained("flow", OWN[0], *words, *self.evaluation)
+
+    def trained(self, name: str, *words: str) -> Trainer:
+        """Train from new weights in a folder of that name."""
+        trainer = self.plain.into(self.folder / name).train(*words).last
+        assert trainer is not None
+        return trainer
 
     def sample(self, out: Path, *flows: int, words: list[str] | None = None) -> list[Tensor]:
         """Sample two prompts with the flows of these numbers, or with `words`."""
@@ -146,11 +152,11 @@ def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
     """A video of each rank: `cogfast sample`, and an evaluation of a run that two ranks train."""
     words = [f"args.load={world.trainer.writer.path(3)}", "args.train_iters=1", *world.evaluation]
     words += ["args.eval_at_start=true", OWN[0]]
-    train = ["train", "--base", str(world.base), "--allow-import", "mymodel", *words]
-    train += [f"args.save={tmp_path / 'run'}", "deepspeed.train_micro_batch_size_per_gpu=2"]
+    micro = "deepspeed.train_micro_batch_size_per_gpu=2"
+    train = world.plain.into(tmp_path / "run").command(*words, micro)
     commands = [world.words_of(tmp_path / "two", 0, 1), train]
     launch_ranks(2, "-c", COMMANDS, json.dumps(commands))
-    evaluated = world.run(Trainer, "base-again", *words).evaluator.samples
+    evaluated = world.trained("again", *words).evaluator.samples
     assert evaluated is not None
     again = run_folder(tmp_path / "run") / "samples" / evaluated.name
     for found, expected in (
@@ -202,7 +208,7 @@ def test_a_network_of_cogfast_takes_none(
 ) -> None:
     """Its Trainer may use them: videos are sampled without, also those of given prompts."""
     prompts = ["args.eval_prompts=[a bar]", "args.eval_at_start=true", "args.train_iters=1"]
-    trainer = world.run(Trainer, "base-plain", *world.evaluation[1:], *prompts)
+    trainer = world.trained("plain", *world.evaluation[1:], *prompts)
     assert len(latents(trainer.evaluator.samples)) == 1
     sample = ["sample", str(trainer.folder), "--prompt", "a bar", "--steps", "1"]
     assert main([*sample, "--out", str(tmp_path / "out")]) == 0
