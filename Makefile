@@ -41,7 +41,7 @@ test: $(INSTALLED)
 
 test-dali: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(DALI)
-	$(BIN)/python -m pytest tests/data/video/test_dali_reader.py
+	$(BIN)/python -m pytest tests/extensions/dali/test_dali_reader.py
 
 test-cuda: test-cuda-newest test-cuda-oldest
 test-cuda-newest: export TEST_CUDA_VENV := $(TEST_CUDA_VENV)

@@ -32,9 +32,9 @@ from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.video.clip import ClipSettings, select_frames
-from cogfast.data.video.dali import VideoBackend, check_backend
 from cogfast.data.video.reader import open_video
 from cogfast.data.video.transform import resize_and_center_crop
+from cogfast.extensions.dali.dali import VideoBackend, check_backend
 
 SIZE, FPS, NUM_FRAMES = (240, 360), 8, 17
 _COPIES = 64  # copies of a file in a data set: more than readers prefetch

@@ -9,12 +9,12 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "kernels.adaptive_layernorm": "adaptive_layernorm gated_residual layernorm residual_adaptive_layernorm",
     "kernels.add_low_rank": "add_low_rank",
-    "kernels.attention.backends": "flash_attention",
+    "kernels.attention_backends": "flash_attention",
     "kernels.fused_ema_adam": "FusedEmaAdam",
     "kernels.gelu": "gelu",
     "kernels.qk_norm_rope3d": "Rotation qk_norm_rope3d",
     "kernels.torch_library": "compile_cpu_kernels",
-    "model.diffusers_kernels": "apply_to_diffusers restore",
+    "extensions.diffusers_kernels.diffusers_kernels": "apply_to_diffusers restore",
 }
 
 

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
-from cogfast.core.mirror import named_by_urls
-from cogfast.core.store import StoreError
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
@@ -49,6 +47,8 @@ from cogfast.distributed.stop_signals import (
     settle_signals,
     write_last_line,
 )
+from cogfast.extensions.stores.mirror import named_by_urls
+from cogfast.extensions.stores.store import StoreError
 
 if TYPE_CHECKING:
     from cogfast.cli.options import Request
@@ -121,8 +121,8 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
+    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
-    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
     config = infer_layout(_load(request))
     config = fill_from_pipeline(config, may_download=not request.dry_run)
@@ -138,10 +138,10 @@ def cache(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_cache
 
     request, price = parse_cache(argv)
-    from cogfast.train.caching.command import cache_latents
+    from cogfast.extensions.cache.command import cache_latents
+    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.check import check_cache
     from cogfast.train.preflight.data_layout import infer_layout
-    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
 
     config = fill_from_pipeline(infer_layout(_load(request)))
     check_cache(config)
@@ -154,7 +154,7 @@ def sample(argv: Sequence[str]) -> None:
     request = parse_sample(argv)
     from cogfast.config.arguments import TrainArguments
     from cogfast.config.merged_config import DEFAULT
-    from cogfast.train.preflight.pipeline_folder import fill_from_pipeline
+    from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
 
     is_of_run = request.weights is not None
     # A run may have been downloaded: its file must not say what is read as prompts or where to write.
@@ -171,8 +171,8 @@ def sample(argv: Sequence[str]) -> None:
     prompts, files = read_prompts(request, config.args)
     from pathlib import Path
 
-    from cogfast.sample.command import sample as sample_videos
-    from cogfast.sample.lora_overlay import LoraOverlay
+    from cogfast.extensions.sample.command import sample as sample_videos
+    from cogfast.extensions.sample.lora_overlay import LoraOverlay
 
     sample_videos(
         config,
@@ -191,7 +191,7 @@ def convert(argv: Sequence[str]) -> None:
 
     arguments = parse_convert(argv)
     start_logging()
-    from cogfast.model.weights.convert import convert as convert_weights
+    from cogfast.extensions.formats.convert import convert as convert_weights
 
     convert_weights(**arguments)
 
@@ -206,7 +206,7 @@ def finetune(argv: Sequence[str]) -> None:
     # Building a trainer translates and checks its arguments; it loads no weights.
     trainer = get_model_cls(args.model_name, args.training_type)(args)
     if args.plan is not None:
-        from cogfast.plan.text import describe_plan
+        from cogfast.extensions.plan.text import describe_plan
 
         text = describe_plan(trainer.config, args.plan)
     elif args.dry_run:
@@ -221,7 +221,7 @@ def doctor(argv: Sequence[str]) -> None:
     from cogfast.cli.folder_options import parse_doctor
 
     folder, builds_kernels, writes_json = parse_doctor(argv)
-    from cogfast.cli.doctor import examine, to_json, to_text
+    from cogfast.extensions.doctor.doctor import examine, to_json, to_text
 
     if builds_kernels:
         from cogfast.kernels.cpu.library import compile_library
@@ -242,12 +242,12 @@ def plan(argv: Sequence[str]) -> None:
     request, found = parse_plan(argv)
     config = _load(request)
     if found.table:
-        from cogfast.plan.table import FAILURES, WORLDS, describe_table
+        from cogfast.extensions.plan.table import FAILURES, WORLDS, describe_table
 
         worlds, failures = found.gpus or WORLDS, found.failures or FAILURES
         text = describe_table(config, found.gpu, worlds, failures)
     else:
-        from cogfast.plan.text import describe_plan
+        from cogfast.extensions.plan.text import describe_plan
 
         text = describe_plan(config, found.gpu, found.gpus[0] if found.gpus else None)
     sys.stdout.write(text)
@@ -257,7 +257,7 @@ def report(argv: Sequence[str]) -> None:
     from cogfast.cli.folder_options import parse_report
 
     runs, out = parse_report(argv)
-    from cogfast.cli.report import report as write_report
+    from cogfast.extensions.page.report import report as write_report
 
     sys.stdout.write(f"{printable(str(write_report(runs, out)))}\n")
 
@@ -267,7 +267,7 @@ def publish(argv: Sequence[str]) -> None:
 
     arguments = parse_publish(argv)
     start_logging()
-    from cogfast.train.run.publish import publish as publish_run
+    from cogfast.extensions.publish.publish import publish as publish_run
 
     sys.stdout.write(f"{printable(publish_run(*arguments))}\n")
 

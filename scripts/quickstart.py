@@ -39,9 +39,9 @@ from quickstart_wavelet import fit_wavelet, save_wavelet
 
 from cogfast.config import load_config
 from cogfast.core.shapes import num_latent_frames
+from cogfast.extensions.wavelet.wavelet_autoencoder import WaveletAutoencoder
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import build_transformer
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from cogfast.model.wavelet_autoencoder import (
+from cogfast.extensions.wavelet.wavelet_autoencoder import (
     FORMAT,
     NUM_BANDS,
     WaveletState,

@@ -14,13 +14,13 @@ from bench.harness.outcome import Outcome, Settings
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = (
-    "test_adaptive_layernorm.py",
-    "test_qk_norm_rope3d.py",
-    "test_gelu.py",
-    "test_add_low_rank.py",
-    "test_ema_adam_kernel.py",
-    "attention/test_backends.py",
-    "quantized/test_quantized_linear.py",
+    "kernels/test_adaptive_layernorm.py",
+    "kernels/test_qk_norm_rope3d.py",
+    "kernels/test_gelu.py",
+    "kernels/test_add_low_rank.py",
+    "kernels/test_ema_adam_kernel.py",
+    "kernels/test_attention_backends.py",
+    "extensions/memory/test_quantized_linear.py",
 )
 _FILE_SECONDS = 150
 _LEAST_SECONDS = 10
@@ -59,7 +59,7 @@ def _run(name: str, settings: Settings, seconds: float) -> tuple[dict[str, Any],
     if settings.device.type == "cuda":
         environment["COGFAST_TEST_ON_GPU"] = "1"  # conftest.py hides the GPU otherwise
     command = [sys.executable, "-m", "pytest", "-rfE", "-k", "gpu or cuda"]
-    command += ["-p", "no:cacheprovider", f"tests/kernels/{name}"]
+    command += ["-p", "no:cacheprovider", f"tests/{name}"]
     started = time.perf_counter()
     done = subprocess.run(
         command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=seconds

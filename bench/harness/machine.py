@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.harness.outcome import Outcome, Settings
-from cogfast.cli.doctor import examine
+from cogfast.extensions.doctor.doctor import examine
 
 _PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed")
 _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")

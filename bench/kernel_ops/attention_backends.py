@@ -23,17 +23,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.outcome import Outcome, Row, Settings
 from bench.harness.timing import spread, time_calls, wait_for
-from cogfast.kernels.attention.backends import (
-    BACKENDS,
-    flash_attention,
-    flash_attention_reference,
-    reason_unavailable,
-)
-from cogfast.kernels.attention.sparse import (
+from cogfast.extensions.sparse.attention import (
     BLOCK,
     Blocks,
     choose_blocks_reference,
     sparse_attention,
+)
+from cogfast.kernels.attention_backends import (
+    BACKENDS,
+    flash_attention,
+    flash_attention_reference,
+    reason_unavailable,
 )
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, S, H, D] -> [B, S, H, D]

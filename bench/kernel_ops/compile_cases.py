@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from cogfast.kernels.attention.sparse import BLOCK
+from cogfast.extensions.memory import fp8_linear as fp8
+from cogfast.extensions.memory.moment_codes import MOMENT_BLOCK
+from cogfast.extensions.sparse import choose_blocks as blocks
+from cogfast.extensions.sparse.attention import BLOCK
 from cogfast.kernels.gpu import adaptive_layernorm as norm
 from cogfast.kernels.gpu import add_low_rank as lora
-from cogfast.kernels.gpu import choose_blocks as blocks
-from cogfast.kernels.gpu import fp8_linear as fp8
 from cogfast.kernels.gpu import fused_ema_adam as adam
 from cogfast.kernels.gpu import gelu
 from cogfast.kernels.gpu import qk_norm_rope3d as qk
 from cogfast.kernels.gpu.launch import next_power_of_2
-from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bench.harness.outcome import Outcome, Row, Settings
 from bench.harness.timing import spread, time_calls
-from cogfast.kernels.quantized import quantized_linear as linears
-from cogfast.kernels.quantized.quantized_linear import DTYPES, FP8, dequantize_rows, quantize_rows
+from cogfast.extensions.memory import quantized_linear as linears
+from cogfast.extensions.memory.quantized_linear import DTYPES, FP8, dequantize_rows, quantize_rows
 
 _NUM_TOKENS, _TINY_NUM_TOKENS = 17776, 96  # 226 of text and 13 x 30 x 45 of video
 _WIDTHS, _TINY_WIDTHS = (1920, 3072), (64,)  # 2B, 5B

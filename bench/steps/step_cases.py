@@ -22,8 +22,8 @@ from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
 from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
-from cogfast.plan.gpus import peak_flops
-from cogfast.plan.trace import train_flops
+from cogfast.extensions.plan.gpus import peak_flops
+from cogfast.extensions.plan.trace import train_flops
 
 Mode = Literal["sft", "lora"]
 Engine = Literal["eager", "compiled"]

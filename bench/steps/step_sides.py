@@ -23,8 +23,8 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.embeddings import PositionTable
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import OUTPUT_NORM_EPS, assemble_transformer
-from cogfast.model.weights.formats.diffusers import diffusers_names
-from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.model.weights.diffusers import diffusers_names
+from cogfast.train.activation_checkpointing import apply_policies
 
 Policy = Literal["none", "attention_kept", "pointwise", "full"]
 
@@ -277,7 +277,7 @@ def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(our_name: str, tensor: Tensor, num_parts: int) -> Sequence[Tensor]:
-    """The inverse of cogfast.model.weights.formats.diffusers.from_diffusers."""
+    """The inverse of cogfast.model.weights.diffusers.from_diffusers."""
     if num_parts == 0:  # SAT's unused table
         return ()
     if ".modulation." in our_name:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.cli.parser import Parser, check_run, local_path
-from cogfast.core.mirror import copy_of
-from cogfast.core.store import is_url
+from cogfast.extensions.stores.mirror import copy_of
+from cogfast.extensions.stores.store import is_url
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
@@ -76,7 +76,7 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
 
 
 def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
-    """Parse `cogfast convert` into the arguments of cogfast.model.weights.convert.convert."""
+    """Parse `cogfast convert` into the arguments of cogfast.extensions.formats.convert.convert."""
     text = "Convert weights from one format to another. The format of SRC is detected: a SAT folder or .pt "
     text += "file, a diffusers pipeline or transformer folder, a LoRA file, a run of cogfast or one of its "
     text += "checkpoints, or a VAE (SAT's 3d-vae.pt, diffusers' vae folder)."

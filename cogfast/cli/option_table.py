@@ -24,6 +24,7 @@ from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
+from cogfast.moved import find, public_module
 
 REQUIRED = "required"
 # Place of a component -> the key of its params, without the target's part of it
@@ -143,9 +144,8 @@ def _of_place(name: str) -> Iterator[Group]:
     """Yield a group for each constructor of the classes that a place of components allows."""
     place, found = PLACES[name], {}
     for path in place.paths:
-        module, _, class_name = path.rpartition(".")
-        if module.startswith("cogfast") and path not in _WRITTEN_OUT:
-            kind = getattr(importlib.import_module(module), class_name)
+        if path.startswith("cogfast.") and path not in _WRITTEN_OUT:
+            kind = find(path)
             # Samplers share one constructor, and so one list.
             owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
             found.setdefault(owner, []).append(kind)
@@ -153,7 +153,7 @@ def _of_place(name: str) -> Iterator[Group]:
         targets = [
             target
             for kind in kinds
-            for target in (*_sat_names(kind), f"{kind.__module__}.{kind.__name__}")
+            for target in (*_sat_names(kind), f"{public_module(kind)}.{kind.__name__}")
         ]
         text = f"`target`: `{'`, `'.join(targets)}`"
         options = [] if owner is object else _of_call(owner)
@@ -163,7 +163,7 @@ def _of_place(name: str) -> Iterator[Group]:
 
 def _sat_names(kind: type) -> list[str]:
     """Return the other names of a class that a configuration may use."""
-    path = f"{kind.__module__}.{kind.__name__}"
+    path = f"{public_module(kind)}.{kind.__name__}"
     own = [kind.__name__] if path in OWN_OPTIMIZERS.values() else []
     return own + [name for name, sat in TARGETS.items() if sat.path == path and name != path]
 

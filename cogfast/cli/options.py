@@ -20,10 +20,10 @@ from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
-from cogfast.core.mirror import copy_of
-from cogfast.model.weights.formats.checkpoint_manifest import run_of, trained_settings
-from cogfast.sample.flags import INPUTS, SamplingFlags
-from cogfast.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
+from cogfast.extensions.sample.flags import INPUTS, SamplingFlags
+from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
+from cogfast.extensions.stores.mirror import copy_of
+from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
 _SWITCHES = (
@@ -225,7 +225,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     if sources and not Path(sources[0]).exists():
-        from cogfast.train.preflight.pipeline_folder import hub_folder, is_hub_id
+        from cogfast.extensions.pipeline_folder.pipeline_folder import hub_folder, is_hub_id
 
         # A word that is neither a path nor an id is reported below, as a folder that is missing.
         if is_hub_id(sources[0]):
@@ -238,7 +238,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     fitting = [f"args.{word}" for word in layout] if run_config or settings else []
     # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
     if sources and run_config is None and not settings:
-        from cogfast.train.preflight.pipeline_folder import find_config
+        from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
 
         run_config, values = find_config(Path(sources.pop()))
         fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import SECTIONS
 from cogfast.config.values import nearest
-from cogfast.core.mirror import name_of, url_of
-from cogfast.core.store import is_url
-from cogfast.core.store_errors import check_address
+from cogfast.extensions.stores.mirror import name_of, url_of
+from cogfast.extensions.stores.store import is_url
+from cogfast.extensions.stores.store_errors import check_address
 
 N = TypeVar("N", int, float)
 

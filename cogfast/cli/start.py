@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cogfast.config.sat_network import POSITION_KEY
 from cogfast.config.values import nearest_folder
-from cogfast.core.mirror import copy_of
+from cogfast.extensions.stores.mirror import copy_of
 
 # Keys of the configuration to values and to where they come from, for messages
 Settings = dict[str, tuple[object, str]]
@@ -39,7 +39,11 @@ def find_model(
     folder: a diffusers pipeline, its id on the hub, or a folder of SAT's. has_data: args.train_data is
     set elsewhere.
     """
-    from cogfast.train.preflight.pipeline_folder import find_config, hub_folder, is_hub_id
+    from cogfast.extensions.pipeline_folder.pipeline_folder import (
+        find_config,
+        hub_folder,
+        is_hub_id,
+    )
 
     folder = copy_of(folder)
     path = Path(folder)

@@ -17,7 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, TextIO
 
 from cogfast.config.values import printable
-from cogfast.core.mirror import named_by_urls
+from cogfast.extensions.stores.mirror import named_by_urls
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

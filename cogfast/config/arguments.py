@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from cogfast.config.merged_config import Config, to_dict
 from cogfast.config.values import STRICT, Range, cut, show, validated
-from cogfast.core.store import parse_cache
+from cogfast.extensions.stores.store import parse_cache
 
 Precision = Literal["bf16", "fp16", "fp32"]
 FolderLayout = Literal["cogfast", "finetune"]

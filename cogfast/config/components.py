@@ -36,6 +36,7 @@ from cogfast.config.values import (
     unknown_key,
     validated,
 )
+from cogfast.moved import find
 
 NONE = "torch.nn.Identity"  # upstream's files use it for a component that is left out
 
@@ -222,8 +223,7 @@ def import_target(
     """
     allowed = allowed_path(path, place)
     if allowed is not None:
-        module, _, name = allowed.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return find(allowed)
     for package in allow_import:
         if path.startswith(f"{package}."):
             return _import_allowed(path, key, package)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.core.mirror import with_urls
+from cogfast.extensions.stores.mirror import with_urls
 
 SECTIONS = ("model", "data", "args", "deepspeed")
 COMMAND_LINE = "command line"

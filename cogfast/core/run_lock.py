@@ -17,8 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cogfast.core import store
-from cogfast.core.mirror import LOCK, name_of, url_of
+import cogfast.extensions.stores.store as store
+from cogfast.extensions.stores.mirror import LOCK, name_of, url_of
 
 logger = logging.getLogger(__name__)
 

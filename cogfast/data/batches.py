@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import default_collate
 
 from cogfast.data.bad_samples import BadSample, BadSampleLog
-from cogfast.data.cache.entries import CachedVideos
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
-from cogfast.data.video.dali import dali_of_this_process
 from cogfast.data.workers import Reads, read_ahead
+from cogfast.extensions.cache.entries import CachedVideos
+from cogfast.extensions.dali.dali import dali_of_this_process
 
 Batch = dict[str, Any]
 

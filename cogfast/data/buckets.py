@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+import cogfast.extensions.stores.store as store
 from cogfast.config.values import counted, printable
-from cogfast.core import store
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import TYPES, ClipList
 from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
-from cogfast.data.sources.tar_shards import read_member
 from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
+from cogfast.extensions.tar.tar_shards import read_member
 
 ReadHeaders = Callable[[ClipList, range, bool], Sequence[Header | None]]  # trust_index is the last
 _NAMES = {"image": "picture", "video": "video"}

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import cogfast.extensions.stores.store as store
 from cogfast.config.values import Range, counted, cut
-from cogfast.core import store
-from cogfast.core.store import StoreError, Versions
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
@@ -54,7 +53,6 @@ from cogfast.data.sources.manifest import (
     read_manifest,
     table_hint,
 )
-from cogfast.data.sources.tar_shards import MEMBER, list_shards, read_member, shards_of
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
@@ -68,8 +66,10 @@ from cogfast.data.video.clip import (
     read_clip,
     read_image,
 )
-from cogfast.data.video.dali import VideoBackend, on_readers_device
 from cogfast.data.video.transform import FrameSelection, Resize, Selection
+from cogfast.extensions.dali.dali import VideoBackend, on_readers_device
+from cogfast.extensions.stores.store import StoreError, Versions
+from cogfast.extensions.tar.tar_shards import MEMBER, list_shards, read_member, shards_of
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
 from cogfast.core.signals import STOP_SIGNALS
-from cogfast.data.video.dali import DaliReader
+from cogfast.extensions.dali.dali import DaliReader
 
 _POLL_SECONDS = 2  # between checks that the trainer is alive
 _M_ARENA_MAX = -8  # option of glibc's mallopt: the number of memory pools

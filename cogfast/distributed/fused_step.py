@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.distributed.optimizers import Piece, ShardedOptimizer
+from cogfast.extensions.prodigy_muon.optimizers import Piece, ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 

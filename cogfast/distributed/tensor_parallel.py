@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.distributed.step_clock import wait_for
-from cogfast.kernels.quantized.quantized_linear import quantized_linear
+from cogfast.extensions.memory.quantized_linear import quantized_linear
 from cogfast.model.attention import DeferredBiasLinear, HeadNorm
 from cogfast.model.lora import LoraLinear
 from cogfast.model.weights.shard import Shard
@@ -163,7 +163,7 @@ class ParallelLinear(nn.Module):
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
     whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of a weight
-    of 8 bits (train/memory/quantized_base.py).
+    of 8 bits (extensions/memory/quantized_base.py).
     """
 
     scale: Tensor | None

@@ -33,11 +33,11 @@ from cogfast.distributed.fused_step import (
     own_weights,
     reason_for_stock_step,
 )
-from cogfast.distributed.optimizers import ShardedOptimizer
 from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK, timed
+from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key, read_moment
+from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.kernels.quantized.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.kernels.torch_library import leave_multiprocessors
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.shard import Shard

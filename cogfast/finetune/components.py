@@ -20,7 +20,7 @@ from cogfast.finetune.schemas import Components
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.autoencoder import VideoAutoencoder
 from cogfast.model.text_encoder import T5TextEncoder
-from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
+from cogfast.model.weights.tensor_files import SafetensorsFiles
 
 # Parts with weights, which cogfast loads from --model_path, and the class of each in upstream's trainer
 _LOADED = {

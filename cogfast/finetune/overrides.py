@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.data.cache.keys import hash_text
+from cogfast.extensions.cache.entry_keys import hash_text
 
 OVERRIDABLE = (
     "encode_video",

@@ -28,7 +28,8 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip
-from cogfast.data.video.dali import on_readers_device
+from cogfast.extensions.dali.dali import on_readers_device
+from cogfast.extensions.sample.prompt_files import given_prompts, listed_files
 from cogfast.finetune.components import (
     SHARED_MODEL,
     Accelerator,
@@ -49,7 +50,6 @@ from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
 from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
-from cogfast.sample.prompt_files import given_prompts, listed_files
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
 

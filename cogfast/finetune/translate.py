@@ -11,18 +11,18 @@ from typing import Any
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.values import cut, nearest
+from cogfast.extensions.pipeline_folder.pipeline_folder import (
+    fill_from_pipeline,
+    find_config,
+    hub_folder,
+    is_hub_id,
+)
 from cogfast.finetune.deepspeed_file import deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.config import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.train.preflight.pipeline_folder import (
-    fill_from_pipeline,
-    find_config,
-    hub_folder,
-    is_hub_id,
-)
 
 Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose

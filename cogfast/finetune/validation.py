@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cogfast.data.video.writer import to_frames
 from cogfast.diffusion.denoiser import Conditioning
-from cogfast.sample.generate import Prompt, VideoMaker
+from cogfast.extensions.sample.generate import Prompt, VideoMaker
 
 
 class StepVideos(VideoMaker):

@@ -9,12 +9,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from cogfast.extensions.sparse.attention import sparse_attention
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.attention.backends import flash_attention, load_backend
-from cogfast.kernels.attention.sparse import sparse_attention
+from cogfast.kernels.attention_backends import flash_attention, load_backend
 
 KernelChoice = Literal["triton", "torch"]
 

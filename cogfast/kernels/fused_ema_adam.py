@@ -24,15 +24,15 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cogfast.kernels import torch_library
-from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
-from cogfast.kernels.quantized.moment_codes import (
+from cogfast.extensions.memory.moment_codes import (
     MOMENTS,
     CodedMoment,
     largest_key,
     num_blocks,
     random_halves,
 )
+from cogfast.kernels import torch_library
+from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
 from cogfast.kernels.torch_library import CPU_DTYPES, from_gpu, register_op
 
 # Elements that PyTorch's ops update at a time. On a CPU p, g, m, v and shadow of a chunk (5 MB) stay in

@@ -102,12 +102,12 @@ def float32_on_cpu(reference: _Reference) -> _Reference:
     return cast(_Reference, compute)
 
 
-def from_gpu(file: str, name: str) -> Callable:
-    """Return function `name` of gpu/`file`.py, which its first call imports: Triton takes a tenth of a
+def from_gpu(file: str, name: str, folder: str = "cogfast.kernels.gpu") -> Callable:
+    """Return function `name` of a file of `folder`, which its first call imports: Triton takes a tenth of a
     start to import."""
 
     def call(*inputs: Any, **options: Any) -> Any:
-        module = importlib.import_module(f"cogfast.kernels.gpu.{file}")
+        module = importlib.import_module(f"{folder}.{file}")
         return getattr(module, name)(*inputs, **options)
 
     return call

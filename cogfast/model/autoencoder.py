@@ -26,9 +26,9 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
+from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.model.weights.source import load_state
-from cogfast.model.weights.vae import read_sat_vae, read_vae_config, to_diffusers
+from cogfast.model.weights.tensor_files import SafetensorsFiles
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLCogVideoX

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cogfast.core.shapes import PatchSize, TokenGrid
-from cogfast.kernels.attention.sparse import block_order
+from cogfast.extensions.sparse.attention import block_order
 from cogfast.kernels.qk_norm_rope3d import Rotation
 
 

@@ -18,12 +18,8 @@ from torch import Tensor, nn
 
 from cogfast.config.json_files import brief, read_json
 from cogfast.config.values import Range
-from cogfast.model.weights.formats.tensor_files import (
-    SafetensorsFiles,
-    only_tensors,
-    read_torch_file,
-)
 from cogfast.model.weights.source import load_state
+from cogfast.model.weights.tensor_files import SafetensorsFiles, only_tensors, read_torch_file
 
 logger = logging.getLogger(__name__)
 

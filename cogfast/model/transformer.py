@@ -17,6 +17,7 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import KeyProblem, nearest
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
+from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import NORM_EPS, Block
@@ -33,7 +34,6 @@ from cogfast.model.embeddings import (
 )
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
-from cogfast.model.weights.formats.sat_names import sat_name
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
 
@@ -58,7 +58,7 @@ class RowSplit(Protocol):
 
 
 class BlockSource(Protocol):
-    """Brings the weights of blocks to the device (train/memory/host_blocks.py)."""
+    """Brings the weights of blocks to the device (extensions/memory/host_blocks.py)."""
 
     def around(self, calls: Iterable[BlockCall]) -> Iterable[BlockCall]:
         """Return the calls of all blocks, each with its weights fetched before it."""
@@ -150,7 +150,7 @@ class DiffusionTransformer(nn.Module):
                     module.kernels = kernels
 
     def use_sparse_attention(self, share: float | None) -> None:
-        """Leave a share of attention's blocks out (kernels/attention/sparse.py); None: dense attention.
+        """Leave a share of attention's blocks out (extensions/sparse/attention.py); None: dense attention.
 
         Rows of video tokens then go through the blocks in the order of `block_order`.
         """

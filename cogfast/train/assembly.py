@@ -21,14 +21,12 @@ from cogfast.config.arguments import ModelArguments, TrainArguments, select, spa
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
-from cogfast.core.mirror import url_of
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
 from cogfast.data.sources.clip_list import FIND, FindOnce
 from cogfast.data.sources.folders import SourceError
 from cogfast.diffusion.denoiser import DiscreteDenoiser
-from cogfast.diffusion.given_frames import GivenFrames
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.distributed.context_parallel import split_context
@@ -36,16 +34,18 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.parallelize import allocate, compile_blocks, find_shards, parallelize
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.conditions.given_frames import GivenFrames
+from cogfast.extensions.formats.adapters import adapters_of, open_adapter
+from cogfast.extensions.formats.image_scale import scale_of
+from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
+from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.adapters import adapters_of, open_adapter
-from cogfast.model.weights.image_scale import scale_of
 from cogfast.model.weights.load import LoadReport, load_source, load_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
-from cogfast.train.memory.host_blocks import allocate_base, hold_base
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.first_frame_noise import add_first_frame_noise
-from cogfast.diffusion.given_frames import GivenFrames, place_frames
-from cogfast.diffusion.inpainting import (
+from cogfast.extensions.conditions.given_frames import GivenFrames, place_frames
+from cogfast.extensions.conditions.inpainting import (
     SAMPLING_STRENGTH,
     drop_wholly_masked,
     mask_channel,

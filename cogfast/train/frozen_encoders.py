@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cogfast.core.shapes import num_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.extensions.memory.host_memory import HostWeights
 from cogfast.model.autoencoder import FirstStage, Moments
 from cogfast.model.text_encoder import TextEncoder
-from cogfast.train.memory.host_memory import HostWeights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

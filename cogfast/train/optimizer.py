@@ -16,9 +16,9 @@ from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArgument
 from cogfast.config.components import OWN_OPTIMIZERS, own_optimizer
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.parallelize import find_shards
+from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.train.memory.host_ema import HostEma
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from cogfast.config import Config
 from cogfast.config.values import counted
-from cogfast.core.mirror import name_of
 from cogfast.core.slot_random import SlotRandom
-from cogfast.core.store import is_url, local_cache
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.diffusion.denoiser import Conditioning
@@ -22,14 +20,16 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.process_groups import StopRequest
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.stop_signals import keep_in_last_line
+from cogfast.extensions.page.page import write_facts
+from cogfast.extensions.publish.publish import push
+from cogfast.extensions.stores.mirror import name_of
+from cogfast.extensions.stores.store import is_url, local_cache
 from cogfast.model.lora import without_adapters
 from cogfast.train.assembly import assemble_batches
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
-from cogfast.train.run.page.page import write_facts
 from cogfast.train.run.parts import assemble, assemble_watchers
-from cogfast.train.run.publish import push
 from cogfast.train.run.terminal import log_commands, log_facts, log_results
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from bench.steps.step_cases import Case, Plan, measure_case
 from bench.steps.step_models import MODELS, Variant, draw_batch
 from bench.steps.step_on_device import cases_2b, cases_5b, cases_15_5b, cases_15_5b_i2v
 from bench.steps.step_sides import SIDES, UPDATES, Ours, OurUpdate, PeerUpdate, Theirs, as_diffusers
-from cogfast.model.weights.formats.diffusers import from_diffusers
+from cogfast.model.weights.diffusers import from_diffusers
 
 CPU = torch.device("cpu")
 PLAN = Plan(CPU, torch.float32, num_pairs=3)

@@ -291,8 +291,8 @@ def test_pieces_beyond_the_minutes_are_skipped(tmp_path: Path, monkeypatch, caps
 @pytest.mark.soak  # it starts seven runs of pytest
 def test_kernel_tests_are_counted_and_failures_reported(monkeypatch, tmp_path) -> None:
     """pytest itself runs on files that pass, fail, skip, break and crash."""
-    folder = tmp_path / "tests" / "kernels"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "tests"
+    folder.mkdir()
     several = """import pytest
 def test_gpu_good(): pass
 def test_gpu_bad(): assert 3e-2 <= 1e-2, "error too large"
@@ -317,8 +317,8 @@ def test_of_a_cpu(): assert False
     assert outcome.numbers == {"passed": 2, "failed": 2, "skipped": 1}
     assert [len(each.rows) for each in kept] == [1, 1, 1, 2] and kept[-1] == outcome
     bad, broken, crash, slow = outcome.problems
-    assert bad.startswith("tests/kernels/test_several.py::test_gpu_bad: AssertionError: error too")
-    assert broken.startswith("tests/kernels/test_several.py::test_gpu_broken: ")
+    assert bad.startswith("tests/test_several.py::test_gpu_bad: AssertionError: error too")
+    assert broken.startswith("tests/test_several.py::test_gpu_broken: ")
     assert crash.startswith("test_crash.py: pytest counted no tests, exit status -6")
     assert slow.startswith("test_slow.py: ") and "timed out after" in slow
     late = run_kernel_tests(replace(TINY, deadline=0.0))

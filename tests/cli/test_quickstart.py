@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cogfast.model.wavelet_autoencoder import WaveletAutoencoder
+from cogfast.extensions.wavelet.wavelet_autoencoder import WaveletAutoencoder
 from scripts.quickstart_clips import (
     COLOURS,
     DIRECTIONS,

@@ -26,10 +26,10 @@ from transformers import T5EncoderModel
 from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.extensions.formats.sat import to_sat_state_dict
+from cogfast.extensions.formats.vae import to_sat
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import to_sat_state_dict
-from cogfast.model.weights.vae import to_sat
 from cogfast.train.encode import Encoder
 from tests.support.ranks.forked import run_forked
 from tests.support.runs import run_of

@@ -18,8 +18,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cogfast.extensions.memory.host_memory import host_buffer
 from cogfast.kernels.gpu.launch import jit
-from cogfast.train.memory.host_memory import host_buffer
 from tests.cuda.null_device import Counters
 from tests.cuda.stream_check import StreamCheck
 

@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
+from cogfast.extensions.plan.memory import GIB, plan_memory, setup_of
 from cogfast.kernels import torch_library
-from cogfast.plan.memory import GIB, plan_memory, setup_of
 from cogfast.train import assembly, trainer
 from cogfast.train.run import parts
 from cogfast.train.trainer import Trainer

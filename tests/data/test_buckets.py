@@ -16,7 +16,7 @@ from cogfast.data.sources import headers as video_headers
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.headers import Header, read_headers
 from cogfast.data.video.clip import Bucket, ClipSettings
-from tests.data.sources.test_tar_shards import _tar
+from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.video_files import constant_rate, sat_folder, write_clip
 
 SIZES = [[49, 480, 720], [49, 720, 480], [81, 480, 720], [49, 256, 256], [17, 768, 1360]]

@@ -17,7 +17,7 @@ from cogfast.cli.options import parse_sample, read_prompts
 from cogfast.cli.streams import start_logging
 from cogfast.config.values import printable
 from cogfast.data.bad_samples import BadSampleLog
-from cogfast.sample.generate import Prompt, _Row, _write_overview, file_name
+from cogfast.extensions.sample.generate import Prompt, _Row, _write_overview, file_name
 from tests.support.refusals import assert_refused
 
 # Prompts that would do harm as file names.

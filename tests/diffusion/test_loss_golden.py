@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from cogfast.diffusion.denoiser import Conditioning
+from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.assembly import assemble_diffusion
 from tests.support.runs import run_of

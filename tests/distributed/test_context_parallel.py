@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cogfast.distributed.context_parallel import rows_of_ranks
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
-from cogfast.train.memory.activation_checkpointing import Policy
+from cogfast.train.activation_checkpointing import Policy
 from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import FAMILY, randomize
 

@@ -36,8 +36,8 @@ from cogfast.distributed.fused_step import DeviceLossScaler, reason_for_stock_st
 from cogfast.distributed.process_groups import ModelParallelUnit, ProcessGroups, start_processes
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.optimizer import parameter_groups
-from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.watchers.nonfinite import check_skipped
 from tests.support.tiny_run import launch_ranks
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import to_sat_state_dict
 from cogfast.model.weights.shard import Shard
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.ranks.tensor_parallel_cases import (

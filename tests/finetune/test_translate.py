@@ -15,17 +15,17 @@ from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import find_origin, to_dict
 from cogfast.config.sat_network import transformer_arguments
+from cogfast.extensions.plan.text import describe_plan
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
 from cogfast.model.config import TransformerConfig
-from cogfast.plan.text import describe_plan
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
 from cogfast.train.run.terminal import log_commands, resume_words
 from cogfast.train.video_size import sampled_size
-from tests.distributed.test_optimizers import gradient, prodigy_by_the_paper
+from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_the_paper
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import assert_line, assert_refused, refusals
 from tests.support.runs import run_of
@@ -254,7 +254,7 @@ def test_wrong_input_ends_in_one_line(options, capsys, monkeypatch, refusal):
 
 def test_lists_that_do_not_fit_end_in_one_line(options, tmp_path, capsys, monkeypatch):
     """They are read before an encoder or the model is built."""
-    monkeypatch.setattr("cogfast.train.caching.command.assemble_encoder", None)
+    monkeypatch.setattr("cogfast.extensions.cache.command.assemble_encoder", None)
     (tmp_path / "data" / "three.txt").write_text("a\nb\nc\n")
     given = words(options(num_workers=0, caption_column="three.txt"))
     assert main(["finetune", *given]) == 2

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cogfast.extensions.memory.quantized_linear import quantize_rows, quantized_linear
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 from cogfast.kernels.add_low_rank import add_low_rank_reference
-from cogfast.kernels.quantized.quantized_linear import quantize_rows, quantized_linear
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 EPS = 1e-5

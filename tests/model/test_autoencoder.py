@@ -16,6 +16,7 @@ from diffusers import AutoencoderKLCogVideoX
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cogfast.extensions.formats.vae import to_sat
 from cogfast.model import autoencoder as decode_memory
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
@@ -26,7 +27,6 @@ from cogfast.model.autoencoder import (
     plan_decode,
     video_autoencoder_from_sat,
 )
-from cogfast.model.weights.vae import to_sat
 
 TOLERANCE, SAMPLE_TOLERANCE = 2e-5, 5e-5  # upstream in float32 is within 6e-6 of float64
 LEVELS, RES_BLOCKS = 4, 3

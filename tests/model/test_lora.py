@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import (
@@ -17,7 +18,6 @@ from cogfast.model.lora import (
 )
 from cogfast.model.transformer import assemble_transformer, build_transformer, freeze
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.refusals import assert_refused
 from tests.support.tiny_run import model_section
 from tests.support.tiny_transformers import FAMILY, inputs, tiny

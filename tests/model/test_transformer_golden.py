@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.formats.sat_names import sat_name
 from cogfast.model.weights.load import load_transformer
 from tests.support.runs import run_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cogfast.extensions.formats.sat import to_sat_state_dict
+from cogfast.extensions.formats.sat_names import from_sat_name, sat_name
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.formats.sat_names import from_sat_name, sat_name
-from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.runs import run_of
 
 CONFIGS = [

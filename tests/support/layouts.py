@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cogfast.distributed.process_groups import start_processes
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.distributed.test_fused_step import gather_late
 from tests.support.runs import Run, run_of

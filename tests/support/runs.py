@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cogfast.config import Config, load_config
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint
+from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import read_run_weights, run_folder, write_config
 

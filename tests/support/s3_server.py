@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cogfast.core.store import CACHE_VARIABLE
+from cogfast.extensions.stores.store import CACHE_VARIABLE
 
 _NUMBERS = count()
 _LINES = {

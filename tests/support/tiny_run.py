@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.data.video.writer import write_video
-from cogfast.model.weights.formats.run_checkpoint import open_run
+from cogfast.model.weights.run_checkpoint import open_run
 from scripts.quickstart_wavelet import fit_wavelet, save_wavelet
 from tests.support.ranks.forked import ROOT, Forked, run_forked
 

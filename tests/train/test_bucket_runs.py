@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.plan.trace import train_flops
-from cogfast.train.caching.command import cache_latents
-from cogfast.train.caching.encode_choice import largest_clips
+from cogfast.extensions.cache.command import cache_latents
+from cogfast.extensions.cache.encode_choice import largest_clips
+from cogfast.extensions.plan.trace import train_flops
 from cogfast.train.preflight.check import check_train
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run

@@ -34,8 +34,8 @@ SFT = {  # sft.yaml's section
     ],
 )
 def test_groups_equal_upstream(golden, case, family, lora_rank):
+    from cogfast.extensions.formats.sat_names import sat_name
     from cogfast.model.transformer import assemble_transformer, freeze
-    from cogfast.model.weights.formats.sat_names import sat_name
     from tests.support.tiny_transformers import FAMILY
 
     config = replace(FAMILY[family], num_layers=3, lora_rank=lora_rank)

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from cogfast.core import store
-from cogfast.core.store import Versions
+import cogfast.extensions.stores.store as store
 from cogfast.data.bad_samples import BadSample, Unavailable
+from cogfast.extensions.stores.store import Versions
 
 
 class PackedStrings(Sequence[str]):

@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+import cogfast.extensions.stores.store as store
 from cogfast.config.values import counted
-from cogfast.core import store
-from cogfast.core.store import Stat
+from cogfast.extensions.stores.store import Stat
 
 DataDir = str | Path | Sequence[str | Path]
 

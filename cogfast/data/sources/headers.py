@@ -20,12 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cogfast.core import store
-from cogfast.core.store import StoreError
+import cogfast.extensions.stores.store as store
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
-from cogfast.data.sources.tar_shards import MEMBER, open_member
 from cogfast.data.video.file import (
     MAX_FRAMES,
     check_file,
@@ -34,6 +32,8 @@ from cogfast.data.video.file import (
     video_stream,
 )
 from cogfast.data.video.picture import holds_picture, picture_size
+from cogfast.extensions.stores.store import StoreError
+from cogfast.extensions.tar.tar_shards import MEMBER, open_member
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 
+import cogfast.extensions.stores.store as store
 from cogfast.config.values import nearest
-from cogfast.core import store
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import are_missing, text_lines
 from cogfast.data.sources.manifest import table_hint

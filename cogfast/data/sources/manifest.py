@@ -25,9 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+import cogfast.extensions.stores.store as store
 from cogfast.config.values import counted
-from cogfast.core import store
-from cogfast.core.store_errors import check_address
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -44,6 +43,7 @@ from cogfast.data.sources.folders import (
     refuse_samples,
     text_of,
 )
+from cogfast.extensions.stores.store_errors import check_address
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,6 @@ from torch import Tensor
 
 from cogfast.config.values import Range, counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.video.dali import (
-    DaliRefusal,
-    DaliVideo,
-    VideoBackend,
-    check_backend,
-    dali_of_this_process,
-)
 from cogfast.data.video.file import check_file
 from cogfast.data.video.picture import holds_picture, read_pixels
 from cogfast.data.video.reader import ReaderName, VideoReader, open_video
@@ -33,6 +26,13 @@ from cogfast.data.video.transform import (
     select_frames_timestamp,
     select_frames_uniform,
     stretch_picture,
+)
+from cogfast.extensions.dali.dali import (
+    DaliRefusal,
+    DaliVideo,
+    VideoBackend,
+    check_backend,
+    dali_of_this_process,
 )
 
 Span = tuple[float, float]  # start and end of a part of a video, seconds since its first frame

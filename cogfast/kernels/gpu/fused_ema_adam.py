@@ -17,9 +17,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cogfast.extensions.memory.moment_codes import MOMENT_BLOCK
 from cogfast.kernels.fused_ema_adam import AdamStreams
 from cogfast.kernels.gpu.launch import cdiv, jit
-from cogfast.kernels.quantized.moment_codes import MOMENT_BLOCK
 
 BLOCK = 1024  # elements of a program
 NUM_WARPS = 8  # four elements per thread: float32 and bf16 streams have one layout

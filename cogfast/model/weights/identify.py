@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from cogfast.core.shapes import PatchSize
+from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.adapters import adapters_of
 from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE

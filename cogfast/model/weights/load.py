@@ -11,10 +11,10 @@ import torch
 
 from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
+from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.adapters import adapters_of, check_config, only_adapters
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint
-from cogfast.model.weights.formats.diffusers import find_diffusers_folder, open_diffusers
-from cogfast.model.weights.formats.peft import open_peft
-from cogfast.model.weights.formats.run_checkpoint import open_run
-from cogfast.model.weights.formats.tensor_files import SafetensorsFiles
-from cogfast.model.weights.sat import find_sat_files, open_sat
+from cogfast.extensions.formats.peft import open_peft
+from cogfast.extensions.formats.sat import find_sat_files, open_sat
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
+from cogfast.model.weights.diffusers import find_diffusers_folder, open_diffusers
+from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.tensor_files import SafetensorsFiles
 
 
 def open_source(path: Path, ema: bool | None = False) -> WeightSource:

@@ -21,14 +21,18 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.kernels.attention.backends import (
+from cogfast.extensions.plan.gpus import (
+    INSTALL_FLASH_ATTENTION,
+    cost_without_flash_attention,
+    gpu_of,
+)
+from cogfast.kernels.attention_backends import (
     BACKENDS,
     backends_that_run,
     flash_attention,
     reason_unavailable,
 )
 from cogfast.model.config import TransformerConfig
-from cogfast.plan.gpus import INSTALL_FLASH_ATTENTION, cost_without_flash_attention, gpu_of
 from cogfast.train.assembly import DTYPES
 from cogfast.train.video_size import largest_size
 

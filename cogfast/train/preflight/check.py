@@ -24,28 +24,31 @@ from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
-from cogfast.core.store import is_url
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
-from cogfast.model.config import Family, TransformerConfig, derived_models
-from cogfast.model.transformer import network_class
-from cogfast.model.weights.adapters import check_config, open_adapter
-from cogfast.model.weights.formats.checkpoint_manifest import RESUMABLE, read_manifest
-from cogfast.model.weights.formats.diffusers import diffusers_config, find_diffusers_folder
-from cogfast.model.weights.identify import identify
-from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
-from cogfast.model.weights.open import open_source
-from cogfast.sample.flags import check_negative_prompt
-from cogfast.sample.prompt_files import given_prompts
-from cogfast.sample.sizes import open_image
-from cogfast.train.assembly import video_data
-from cogfast.train.preflight.attention_choice import check_attention
-from cogfast.train.preflight.compilers import check_compilers, check_fp8
-from cogfast.train.preflight.conditions import (
+from cogfast.extensions.conditions.check import (
     check_conditions,
     check_given,
     check_prefixes,
     check_stated,
 )
+from cogfast.extensions.formats.adapters import check_config, open_adapter
+from cogfast.extensions.pipeline_folder.pipeline_folder import PLACEHOLDER, is_hub_id
+from cogfast.extensions.sample.flags import check_negative_prompt
+from cogfast.extensions.sample.prompt_files import given_prompts
+from cogfast.extensions.sample.sizes import open_image
+from cogfast.extensions.scores.scores import check_scores
+from cogfast.extensions.sparse.check import check_sparse
+from cogfast.extensions.stores.store import is_url
+from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.transformer import network_class
+from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest
+from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_folder
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
+from cogfast.model.weights.open import open_source
+from cogfast.train.assembly import video_data
+from cogfast.train.preflight.attention_choice import check_attention
+from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
@@ -53,8 +56,6 @@ from cogfast.train.preflight.parts import (
     try_diffusion,
     try_training_parts,
 )
-from cogfast.train.preflight.pipeline_folder import PLACEHOLDER, is_hub_id
-from cogfast.train.preflight.sparse_attention import check_sparse
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -62,7 +63,6 @@ from cogfast.train.run.folder import (
     resumed_in_run_folder,
 )
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
-from cogfast.train.watchers.scores import check_scores
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import os
 
 from omegaconf import OmegaConf
 
+import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.merged_config import COMMAND_LINE, refuse
-from cogfast.core import store
-from cogfast.core.store import StoreError
 from cogfast.data.sources.folders import find_videos, label_of, named, walk_files
 from cogfast.data.sources.manifest import TABLE_ENDINGS, tables_in
+from cogfast.extensions.stores.store import StoreError
 
 logger = logging.getLogger(__name__)
 

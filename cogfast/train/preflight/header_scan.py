@@ -13,7 +13,6 @@ import numpy as np
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.values import counted
-from cogfast.core.store import check_local_cache
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -21,6 +20,7 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.data.sources.headers import read_headers
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.stores.store import check_local_cache
 from cogfast.train.assembly import Datasets
 
 logger = logging.getLogger(__name__)

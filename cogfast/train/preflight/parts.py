@@ -20,7 +20,7 @@ from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import find_origin, refuse
 from cogfast.config.values import KeyProblem, cut
-from cogfast.model.weights.image_scale import difference, pipeline_code, stock_scale
+from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.train.assembly import Diffusion
 from cogfast.train.optimizer import build_learning_rate, build_optimizer
 

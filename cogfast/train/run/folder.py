@@ -25,18 +25,27 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+import cogfast.extensions.stores.store as store
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted, cut, printable
-from cogfast.core import store
 from cogfast.core.files import WriteError, write_text
-from cogfast.core.mirror import copy_of, download_run, empty, name_of, place_of, url_of, with_urls
 from cogfast.core.run_lock import RunLock, check_object
-from cogfast.core.store import StoreError
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.model.weights.formats.checkpoint_manifest import (
+from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
+from cogfast.extensions.stores.mirror import (
+    copy_of,
+    download_run,
+    empty,
+    name_of,
+    place_of,
+    url_of,
+    with_urls,
+)
+from cogfast.extensions.stores.store import StoreError
+from cogfast.model.weights.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
     layout_of,
@@ -44,7 +53,6 @@ from cogfast.model.weights.formats.checkpoint_manifest import (
     run_of,
     step_of,
 )
-from cogfast.model.weights.formats.peft import FILE_NAME as LORA_FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +102,7 @@ def open_run_folder(
     """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and what
     raises RuntimeError if another process has taken the folder, which rank 0 locks until `held` ends.
 
-    In a store, the folder is the one of this machine that stands for it (core/mirror.py).
+    In a store, the folder is the one of this machine that stands for it (extensions/stores/mirror.py).
 
     args.resume: None: start a new run. "latest": resume the newest run with a checkpoint, of the
     experiment or in args.run_folder. "auto": the same, but start a new run if there is none. Otherwise

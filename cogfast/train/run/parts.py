@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
 from cogfast.config.values import counted
-from cogfast.core import store
-from cogfast.core.mirror import Uploads, copy_of, name_of
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -31,20 +30,30 @@ from cogfast.distributed.process_groups import (
 )
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
+from cogfast.extensions.cache.cached_data import read_from_cache
+from cogfast.extensions.cache.command import encode_first
+from cogfast.extensions.cache.encode_choice import EncodeChoice
+from cogfast.extensions.elastic.elastic import follow_world
+from cogfast.extensions.exports.export import Exporter
+from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
+from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
+from cogfast.extensions.plan.out_of_memory import MemoryWatch
+from cogfast.extensions.publish.publish import warn_of_missing_token
+from cogfast.extensions.sample.evaluate import Evaluator
+from cogfast.extensions.sample.flags import sampled_tensors
+from cogfast.extensions.scores.scores import Scores
+from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
+from cogfast.extensions.sparse.warmup import SparseWarmup
+from cogfast.extensions.stores.mirror import Uploads, copy_of, name_of
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.convert import OTHERS_RUN_DENSE
-from cogfast.model.weights.formats.checkpoint_manifest import (
+from cogfast.model.weights.checkpoint_manifest import (
     RESUMABLE,
     checkpoints_folder,
     read_manifest,
     run_of,
     step_of,
 )
-from cogfast.plan.ladder import apply_checkpointing, fit_to_device
-from cogfast.plan.out_of_memory import MemoryWatch
-from cogfast.sample.evaluate import Evaluator
-from cogfast.sample.flags import sampled_tensors
 from cogfast.train.assembly import (
     DTYPES,
     assemble_datasets,
@@ -54,9 +63,8 @@ from cogfast.train.assembly import (
     assemble_transformer,
     check_prior,
 )
-from cogfast.train.caching.cached_data import read_from_cache
-from cogfast.train.caching.command import encode_first
-from cogfast.train.caching.encode_choice import EncodeChoice
+from cogfast.train.checkpoint.load import load_checkpoint
+from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.optimizer import (
     build_learning_rate,
@@ -66,13 +74,8 @@ from cogfast.train.optimizer import (
 )
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
-from cogfast.train.preflight.elastic import follow_world
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
-from cogfast.train.preflight.sparse_attention import choose_attention, follow_weights, use_attention
-from cogfast.train.run.checkpoint_loader import load_checkpoint
-from cogfast.train.run.checkpoint_writer import CheckpointWriter
-from cogfast.train.run.export import Exporter
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -80,7 +83,6 @@ from cogfast.train.run.folder import (
     describe_run,
     open_run_folder,
 )
-from cogfast.train.run.publish import warn_of_missing_token
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
@@ -93,8 +95,6 @@ from cogfast.train.watchers.parameter_checks import (
     lora_cannot_learn,
 )
 from cogfast.train.watchers.profiling import Profiler
-from cogfast.train.watchers.scores import Scores
-from cogfast.train.watchers.sparse_warmup import SparseWarmup
 from cogfast.train.watchers.watcher import Watcher, Watchers
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pathlib import Path
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.core.mirror import name_of
-from cogfast.sample.flags import input_words, sampled_tensors
+from cogfast.extensions.sample.flags import input_words, sampled_tensors
+from cogfast.extensions.stores.mirror import name_of
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
+from cogfast.extensions.page.metrics_table import read_metrics
+from cogfast.extensions.page.page import RunPage
+from cogfast.extensions.plan.gpus import peak_flops
+from cogfast.extensions.plan.trace import train_flops
+from cogfast.extensions.sample.generate import SampledVideo
 from cogfast.model.attention import Attention
-from cogfast.plan.gpus import peak_flops
-from cogfast.plan.trace import train_flops
-from cogfast.sample.generate import SampledVideo
 from cogfast.train.run.folder import tensorboard_folder
-from cogfast.train.run.page.metrics_table import read_metrics
-from cogfast.train.run.page.page import RunPage
 from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
 from cogfast.train.video_size import SampleSize
 from cogfast.train.watchers.watcher import Watcher

@@ -14,8 +14,8 @@ from cogfast.config.values import counted
 from cogfast.distributed.parallelize import find_shards
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.memory.host_blocks import stored_base
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.train.memory.host_blocks import stored_base
 from cogfast.train.watchers.watcher import Watcher
 
 _CHUNK = 2**20  # elements hashed at a time, with 8 bytes of temporary memory each

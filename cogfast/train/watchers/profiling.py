@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cogfast.config.values import counted
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
-from cogfast.core.mirror import name_of
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
+from cogfast.extensions.stores.mirror import name_of
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)

@@ -45,9 +45,9 @@ _OURS = [
     "config",
     "finetune.models",
     "config.merged_config",
-    "train.caching.command",
+    "extensions.cache.command",
 ]
-_OURS += ["sample.command", "sample.lora_overlay"]
+_OURS += ["extensions.sample.command", "extensions.sample.lora_overlay"]
 _THEIRS = ["deepspeed", "deepspeed.runtime.zero.muon.original_muon", "encodings.cp437", "networkx"]
 _THEIRS += ["omegaconf._impl", "omegaconf.vendor.antlr4.LL1Analyzer", "torch._dynamo"]
 _THEIRS += ["torch._inductor.compile_fx", "torch.utils.tensorboard", "transformers"]

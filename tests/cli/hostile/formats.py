@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 
 from cogfast.__main__ import _COMMANDS, main
+from cogfast.extensions.formats.convert import convert
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.convert import convert
 from cogfast.model.weights.load import load_transformer
 from tests.cli.hostile.damage import TO_RUNS, TO_WEIGHTS
 from tests.cli.hostile.forked_case import run_case
@@ -129,7 +129,7 @@ def _load(family: str) -> None:
 
 
 def _add_lora() -> None:
-    from cogfast.sample.lora_overlay import LoraOverlay, add_loras, open_loras
+    from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 
     add_loras(_model("5b"), open_loras([LoraOverlay("in", 0.5)], ema=False))
 

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.core import store
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.buckets import survey
@@ -21,9 +20,10 @@ from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest, VideoSh
 from cogfast.data.sources import headers
 from cogfast.data.sources.headers import read_headers
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.stores import store
 from cogfast.train.assembly import Datasets
 from cogfast.train.preflight.header_scan import survey_datasets
-from tests.data.sources.test_tar_shards import _tar
+from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
 from tests.support.s3_server import Fault, s3_server
 from tests.support.tiny_run import (

@@ -24,7 +24,7 @@ from cogfast.data.datasets import (
 )
 from cogfast.data.sources.headers import read_headers
 from cogfast.data.video.picture import read_pixels
-from tests.data.sources.test_tar_shards import _tar
+from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
 from tests.support.video_files import constant_rate, write_clip
 

@@ -15,7 +15,7 @@ from tests.support.tiny_run import launch_ranks, run_program
 
 STEPS = 4
 ZERO_3 = "deepspeed.zero_optimization.stage=3"
-# Fault and overrides of each run; the first has none. tests/sample/test_evaluation_on_ranks.py has more
+# Fault and overrides of each run; the first has none. tests/extensions/sample/test_evaluation_on_ranks.py has more
 # faults of evaluations.
 RUNS = {
     "none": "none:",

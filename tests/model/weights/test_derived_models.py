@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.formats.diffusers import write_diffusers
+from cogfast.model.weights.diffusers import write_diffusers
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_family, load_transformer
 from cogfast.model.weights.open import open_source
-from tests.model.weights.test_peft import source_of
+from tests.extensions.formats.test_peft import source_of
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.tiny_transformers import FAMILY, tiny

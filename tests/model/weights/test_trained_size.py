@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.model.weights.convert import convert
+from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.train.video_size import (

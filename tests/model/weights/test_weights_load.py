@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from cogfast.core.files import checksum_of
+from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.formats.checkpoint_manifest import FORMAT, write_manifest
+from cogfast.model.weights.checkpoint_manifest import FORMAT, write_manifest
 from cogfast.model.weights.load import load_transformer
-from cogfast.model.weights.sat import to_sat_state_dict
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.tiny_run import read_run_weights
 from tests.support.tiny_transformers import FAMILY, tiny

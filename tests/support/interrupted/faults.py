@@ -17,11 +17,11 @@ import torch
 
 from cogfast.__main__ import main as cogfast
 from cogfast.distributed.process_groups import start_processes
-from cogfast.sample.evaluate import Evaluator
-from cogfast.sample.generate import VideoMaker
+from cogfast.extensions.sample.evaluate import Evaluator
+from cogfast.extensions.sample.generate import VideoMaker
+from cogfast.train.checkpoint import write as checkpoint_writer
+from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.encode import Encoder
-from cogfast.train.run import checkpoint_writer
-from cogfast.train.run.checkpoint_writer import CheckpointWriter
 from cogfast.train.trainer import Trainer
 from tests.support.runs import run_of
 

@@ -14,8 +14,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from cogfast.core.store import is_url
-from cogfast.model.weights.formats.checkpoint_manifest import newest_checkpoint, step_of
+from cogfast.extensions.stores.store import is_url
+from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
 from tests.support.tiny_run import Started, losses, run, start, wait_for
 
 SECONDS_TO_END = 30

@@ -22,7 +22,7 @@ from cogfast.distributed.parallelize import parallelize
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.model.transformer import assemble_transformer
-from cogfast.train.memory.activation_checkpointing import Policy, apply_policies
+from cogfast.train.activation_checkpointing import Policy, apply_policies
 from tests.support.ranks.tensor_parallel_cases import CASES as TENSOR_PARALLEL_CASES
 from tests.support.ranks.tensor_parallel_cases import materialize
 from tests.support.runs import run_of

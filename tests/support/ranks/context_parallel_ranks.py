@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.process_groups import start_processes
-from cogfast.train.memory.activation_checkpointing import apply_policies
+from cogfast.train.activation_checkpointing import apply_policies
 from tests.distributed.test_context_parallel import CASES, loss_of, model_of
 
 if __name__ == "__main__":

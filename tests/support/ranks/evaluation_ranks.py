@@ -18,12 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 from cogfast.data.batches import BatchLoader
-from cogfast.data.cache.keys import Sources
 from cogfast.distributed import process_groups
 from cogfast.distributed.lost_ranks import UnsharedError
-from cogfast.sample.evaluate import Evaluator
-from cogfast.sample.generate import VideoMaker
-from cogfast.train.caching.command import cache_latents
+from cogfast.extensions.cache.command import cache_latents
+from cogfast.extensions.cache.entry_keys import Sources
+from cogfast.extensions.sample.evaluate import Evaluator
+from cogfast.extensions.sample.generate import VideoMaker
 from cogfast.train.encode import Encoder
 from cogfast.train.trainer import Trainer
 from tests.support.runs import run_of

@@ -7,7 +7,7 @@ import pytest  # noqa: F401  # multiprocessing imports the main module in each r
 
 import tests.support.ranks.tensor_parallel_cases
 import tests.support.tiny_run  # noqa: F401
-from cogfast.sample import command  # noqa: F401
+from cogfast.extensions.sample import command  # noqa: F401
 from tests.cli.hostile.forked_case import preload
 
 preload()

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from cogfast.distributed.parallelize import allocate, find_shards
-from cogfast.kernels.quantized.quantized_linear import dequantize_rows, quantize_rows
+from cogfast.extensions.memory.host_blocks import allocate_base
+from cogfast.extensions.memory.quantized_base import base_linears
+from cogfast.extensions.memory.quantized_linear import dequantize_rows, quantize_rows
 from cogfast.model.config import TransformerConfig
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import DEFAULT_TARGETS
 from cogfast.model.transformer import DiffusionTransformer, freeze
 from cogfast.model.weights.source import Target
-from cogfast.train.memory.activation_checkpointing import Policy
-from cogfast.train.memory.host_blocks import allocate_base
-from cogfast.train.memory.quantized_base import base_linears
+from cogfast.train.activation_checkpointing import Policy
 from tests.support.tiny_transformers import FAMILY, inputs
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.memory.host_blocks import hold_base
 from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.memory.activation_checkpointing import apply_policies
-from cogfast.train.memory.host_blocks import hold_base
+from cogfast.train.activation_checkpointing import apply_policies
 from tests.support.ranks.tensor_parallel_cases import (
     CASES,
     case_inputs,

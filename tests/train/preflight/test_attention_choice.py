@@ -15,14 +15,14 @@ from torch import Tensor
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.kernels.attention import backends as attention
-from cogfast.kernels.attention.backends import (
+from cogfast.kernels import attention_backends as attention
+from cogfast.kernels.attention_backends import (
     BACKENDS,
     Backend,
     flash_attention_reference,
     reason_unavailable,
 )
-from cogfast.model.weights.formats.checkpoint_manifest import read_manifest
+from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
     Measured,

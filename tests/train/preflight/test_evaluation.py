@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.train.preflight.check import check_train
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from cogfast.cli.options import parse_sample
 from cogfast.cli.streams import start_logging
 from cogfast.config import load_config
+from cogfast.extensions.formats.adapters import open_adapter
+from cogfast.extensions.formats.convert import convert
+from cogfast.extensions.formats.image_scale import scale_of_run
+from cogfast.extensions.formats.peft import FILE_NAME, peft_name, write_peft
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import build_transformer
-from cogfast.model.weights.adapters import open_adapter
-from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.peft import FILE_NAME, peft_name, write_peft
-from cogfast.model.weights.image_scale import scale_of_run
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource

@@ -16,9 +16,9 @@ from torch import Tensor
 from cogfast.data.video.writer import write_video
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
+from cogfast.extensions.cache.command import cache_latents
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
-from cogfast.train.caching.command import cache_latents
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.refusals import assert_refused

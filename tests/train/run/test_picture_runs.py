@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.loss import Noised
-from cogfast.train.caching.command import cache_latents
-from cogfast.train.run.page.page import page_of
-from cogfast.train.run.page.record import read_run
+from cogfast.extensions.cache.command import cache_latents
+from cogfast.extensions.page.page import page_of
+from cogfast.extensions.page.record import read_run
 from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.runs import Run

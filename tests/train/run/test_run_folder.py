@@ -16,8 +16,8 @@ from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.run_lock import RunLock
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.model.weights.convert import convert
-from cogfast.model.weights.formats.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
+from cogfast.extensions.formats.convert import convert
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
 from cogfast.train.run.folder import (
     check_changes,
     describe_run,

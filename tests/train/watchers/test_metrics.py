@@ -17,7 +17,7 @@ from torch import Tensor
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
-from cogfast.plan.trace import train_flops
+from cogfast.extensions.plan.trace import train_flops
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
 from tests.support.refusals import assert_refused

@@ -1,0 +1,146 @@
+"""Computes the specs of a latent cache: all settings that its latents and embeddings depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Mapping
+
+from omegaconf import DictConfig, OmegaConf
+
+from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.components import resolve
+from cogfast.data.sources.file_index import user_index
+from cogfast.data.video.clip import ClipSettings
+from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
+from cogfast.extensions.cache.entry_keys import hash_file, hash_text, version_of
+from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.moved import public_module
+from cogfast.train.assembly import text_entry
+from cogfast.train.frozen_encoders import EncodeOverrides
+
+# Arguments of the encoders that do not change what they compute.
+_WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
+# Sub-folders of a diffusers model folder that each encoder reads.
+_FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
+
+
+def cache_specs(
+    config: Config,
+    args: TrainArguments,
+    settings: ClipSettings,
+    overrides: EncodeOverrides,
+) -> dict[str, Spec]:
+    """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files."""
+    clip = {
+        f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
+    }
+    clip["data.params.video_size"] = list(settings.video_size)
+    # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
+    of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
+    for name in ("keep_decoded_mib", "buckets", "bucket_batch", "trust_index", *of_buckets):
+        del clip[f"data.params.{name}"]
+    # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
+    clip["data.params.video_backend"] = settings.cpu_reader
+    clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
+    model = ModelArguments.from_config(config)
+    has_image = "image" in model.inputs
+    number = args.cached_noised_images
+    chunks = _encode_chunks(config)
+    chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}
+    # Entries that may come from an unknown encoder are kept apart from those that cannot.
+    common = {"precision": args.precision} | (
+        {} if args.trusted_cache is None else {"args.trusted_cache": True}
+    )
+    video = {
+        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, own=chunks_entry),
+        **common,
+        # Noised images are stored instead of first frames.
+        "first frames kept": has_image and not number,
+        **({"model.given_frames": model.given_frames} if model.given_frames else {}),
+        **({"args.cached_noised_images": number} if number else {}),
+        **chunks_entry,
+        **clip,
+    }
+    node, _ = text_entry(config)
+    specs = {
+        "video": video,
+        "text": {"text encoder": _identity("text encoder", node, config), **common},
+    }
+    for name, value in overrides.identity.items():  # encode_video, encode_text
+        specs[name.removeprefix("encode_")][name] = value
+    return specs
+
+
+def _encode_chunks(config: Config) -> str | None:
+    """Return encode_chunks of the autoencoder; None if it is another first stage."""
+    node = config.model.get("first_stage_config")
+    if node is None:
+        return None
+    target, arguments = resolve(node, config.allow_import)
+    is_ours = target is video_autoencoder_from_sat
+    if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
+        return None
+    return arguments.get("encode_chunks", "auto")
+
+
+def _identity(part: str, node: Mapping | None, config: Config, own: Collection[str] = ()) -> str:
+    """Hash class, arguments and weights of an encoder. The location of its files does not matter.
+
+    own: arguments that are entries of the spec.
+    """
+    if node is None:
+        return "none"
+    target, arguments = resolve(node, config.allow_import)
+    described = {
+        name: _described(part, value)
+        for name, value in arguments.items()
+        if name not in (*_WITHOUT_EFFECT, *own)
+    }
+    named = [public_module(target), target.__qualname__]  # wherever its file lies
+    text = json.dumps([*named, described], sort_keys=True)
+    return hash_text(text)[:12]
+
+
+def _described(part: str, value: object) -> object:
+    """Convert a value to JSON, with names of files and folders replaced by their content hashes."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping | DictConfig):
+        return {str(key): _described(part, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(part, inner) for inner in value]
+    if isinstance(value, str) and os.path.isfile(value):
+        return _content(value)
+    if isinstance(value, str) and os.path.isdir(value):
+        return _folder(part, value)
+    return value if isinstance(value, bool | int | float | None) else str(value)
+
+
+def _folder(part: str, folder: str) -> list[list[str]]:
+    """Return [name, content hash] of the files that an encoder may read."""
+    inner = [os.path.join(folder, name) for name in _FOLDERS[part]]
+    found = []
+    for place in [path for path in inner if os.path.isdir(path)] or [folder]:
+        for root, folders, names in os.walk(place):
+            # os.walk descends in this order, which must be the same on every machine.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                path = os.path.join(root, name)
+                found.append([os.path.relpath(path, place), _content(path)])
+    return found
+
+
+def _content(path: str) -> str:
+    """Return the content hash of a file of weights. The user's cache keeps it: T5 has 10 GB."""
+    path = os.path.abspath(path)
+    index, version = user_index("weights", [path]), version_of(path)
+    known = index.get(path, version) if version else None
+    if known is not None and len(known) == 1:
+        return str(known[0])
+    found = hash_file(path)
+    if version:
+        index.keep([(path, version, found)])
+    return found

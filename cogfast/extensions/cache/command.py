@@ -1,0 +1,499 @@
+"""`cogfast cache`: encodes all clips and captions of a data set once, on any number of ranks.
+
+Rank 0 lists which entries are missing. They are divided among the ranks, each of which writes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.config import Config, data_arguments, with_words
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import DEFAULT
+from cogfast.config.values import counted
+from cogfast.core.files import WriteError
+from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
+from cogfast.data.batches import in_unit_range, read_sample
+from cogfast.data.datasets import CaptionedVideos, Sample
+from cogfast.data.workers import Reads, read_ahead
+from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.distributed.stop_signals import keeping
+from cogfast.extensions.cache.cache_key import cache_specs
+from cogfast.extensions.cache.clip_entries import content_random, encode_clips
+from cogfast.extensions.cache.encode_choice import largest_clips, log_plan, memory_for_clips
+from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Entries, Spec, difference, find_entries
+from cogfast.extensions.cache.entry_keys import (
+    Sources,
+    hash_files,
+    hash_text,
+    sample_key,
+    source_files,
+    used_samples,
+)
+from cogfast.extensions.cache.trusted import TrustedCache
+from cogfast.extensions.dali.dali import dali_of_this_process
+from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
+from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
+from cogfast.model.transformer import build_transformer
+from cogfast.train.assembly import DTYPES, Datasets, assemble_datasets, assemble_encoder
+from cogfast.train.encode import Encoder
+from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.preflight.header_scan import survey_datasets
+
+logger = logging.getLogger(__name__)
+
+_CAPTIONS_AT_ONCE = 8
+_WRITING_THREADS = 8
+_HASHED_AT_ONCE = 256  # files per rank; a kill loses this much work
+_SECONDS_PER_LINE = 30.0  # between log lines of progress
+
+
+def cache_latents(config: Config, price: float | None = None) -> None:
+    """Encode all samples of args.train_data and args.valid_data into args.latent_cache.
+
+    price: of an hour of a GPU, in dollars; the log has the costs.
+    """
+    args = TrainArguments.from_config(config)
+    groups = start_processes()
+    _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES, price)
+    groups.close()
+
+
+def encode_first(
+    config: Config, args: TrainArguments, groups: ProcessGroups, overrides: EncodeOverrides
+) -> None:
+    """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
+    kept = (
+        f"; the entries that are complete are kept in {args.latent_cache}, and the same command "
+        "continues from there"
+    )
+    # Each rank encodes other clips, also the ranks that share a model later.
+    with keeping(kept):
+        _fill(config, args, groups.without_models(), "the same command", overrides)
+    gc.collect()  # sync: none; the encoders are in cycles that only a collection frees
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()  # sync: once, before training begins
+
+
+def _fill(
+    config: Config,
+    args: TrainArguments,
+    groups: ProcessGroups,
+    command: str,
+    overrides: EncodeOverrides,
+    price: float | None = None,
+) -> None:
+    kept = continues = ""
+    try:
+        # Before the videos are hashed, which may take hours.
+        groups.on_main(lambda: check_writable(args.latent_cache or ""))
+        kept, continues = "what is encoded is kept: ", ", which continues from there"
+        _CacheRun(config, args, groups, overrides, price).run()
+    except StoreError as error:
+        key = "args.latent_cache: " if str(error).startswith(str(args.latent_cache)) else ""
+        raise RuntimeError(f"{key}{error}; {kept}run {command} again{continues}") from None
+    except WriteError as error:
+        text = f"args.latent_cache: {error}"
+        if not kept:
+            text += f"; use another folder or free disk space and run {command} again"
+            raise ValueError(text) from None
+        text += f"; {kept}free disk space and run {command} again{continues}"
+        raise RuntimeError(text) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Clip:
+    """A sample of a data set."""
+
+    dataset: CaptionedVideos
+    index: int
+    is_control: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name(self.index)
+
+    @property
+    def caption(self) -> str:
+        return self.dataset.captions[self.index]
+
+    @property
+    def bucket(self) -> int:
+        buckets = self.dataset.clips.buckets
+        return 0 if buckets is None else int(buckets[self.index])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """The missing entries of one kind: {key: number of the first sample that needs it}."""
+
+    entries: Entries
+    missing: dict[str, int]
+
+
+# The keys of a batch that were missing, with the tensors of their entries, or why there are none.
+_Encoded = Iterator[Mapping[str, dict[str, Tensor] | BadSample]]
+
+
+class _CacheRun:
+    """One run of the command on one rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        args: TrainArguments,
+        groups: ProcessGroups,
+        overrides: EncodeOverrides,
+        price: float | None,
+    ) -> None:
+        self.price, self.start = price, time.monotonic()
+        assert args.latent_cache is not None, "preflight asks for a folder"
+        if data_arguments(config).get("tensors"):  # training reads them from their files
+            config = with_words(config, ["data.params.tensors=null"], DEFAULT)
+        self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
+        self.folder = args.latent_cache
+        # The videos, and not the cache that this command fills.
+        of_videos = dataclasses.replace(args, latent_cache=None)
+        every = assemble_datasets(config, of_videos, groups)
+        every = Datasets(_without_masks(every.train), _without_masks(every.valid))
+        found, _ = survey_datasets(every, of_videos, groups, 1)
+        self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]
+        self.clips = [
+            _Clip(stream, i, is_control=stream is not videos)
+            for videos in self.datasets
+            for stream in videos.encoded.values()
+            for i in used_samples(videos)
+        ]
+        self.keys: dict[str, list[str]] = {}  # of the clips, by kind; rank 0 alone has them
+        self.trusted: TrustedCache | None = None
+        if args.trusted_cache is not None:
+            dtype = DTYPES[args.precision]
+            self.trusted = TrustedCache(args.trusted_cache, config, dtype, self.datasets)
+        self.how: EncodePlan | None = None  # to encode clips; None: nothing to choose
+        self.bad = BadSampleLog(None, len(self.clips), args.max_bad_fraction)
+
+    def run(self) -> None:
+        # Launches that share no ranks have different orders, so that they share the work.
+        turn = self.groups.broadcast(random.getrandbits(30))
+        sources = self._hash_sources(turn)
+        # Measured before anything is loaded. What fits into the least free memory fits on all ranks.
+        budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
+        texts, clips, self.how = self.groups.on_main(lambda: self._find_missing(sources, budget))
+        self._encode("caption", texts, _CAPTIONS_AT_ONCE, turn)
+        self._encode("clip", clips, self.args.batch_size, turn)
+        if self.trusted is not None:
+            number = sum(self.groups.gather(self.trusted.num_used))
+            files = counted(number, "file")
+            logger.info("args.trusted_cache=%s: took %s", self.trusted.folder, files)
+        self.groups.on_main(lambda: self._finish(texts, clips))
+
+    def _hash_sources(self, turn: int) -> Sources:
+        """Hash all videos. Each rank reads a part of the files that may have changed."""
+        sources, files = Sources(self.folder), {}
+        for videos in self.datasets:
+            files |= source_files(videos, used_samples(videos))
+        # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
+        trusts = self.datasets[0].settings.trust_index
+        stale = self.groups.on_main(
+            lambda: [*sources.changed(files, trusts), *sources.unreadable(files)]
+        )
+        random.Random(turn).shuffle(stale)
+        if stale:
+            logger.info("hashing %s", counted(len(stale), "new or changed video"))
+        at_once = _HASHED_AT_ONCE * self.groups.world_size
+        for start in range(0, len(stale), at_once):
+            # Every rank takes part in each round, since the gather below needs all of them.
+            left = self.groups.on_main(lambda: sources.left(stale[start : start + at_once]))  # noqa: B023
+            mine = left[self.groups.rank :: self.groups.world_size]
+            found = self.groups.gather(hash_files(mine, files))
+            self.groups.on_main(lambda: sources.add(sum(found, [])))  # noqa: B023
+        return sources
+
+    def _find_missing(
+        self, sources: Sources, budget: int
+    ) -> tuple[_Work, _Work, EncodePlan | None]:
+        """Return the missing captions and clips, and how to encode the clips. For rank 0."""
+        # Both data sets have one data section, so one description of clips serves all entries.
+        specs = cache_specs(self.config, self.args, self.datasets[0].settings, self.overrides)
+        self.keys["text"] = [hash_text(clip.caption) for clip in self.clips]
+        self.keys["video"] = [sample_key(c.dataset, c.index, sources) for c in self.clips]
+        for kind, spec in specs.items():
+            changed = difference(self.folder, kind, spec)
+            if changed:
+                text = "args.latent_cache=%s: %s: encoding again; the old entries are kept"
+                logger.warning(text, self.folder, changed)
+        texts = self._missing("text", specs["text"])
+        clips, how = self._missing_clips(specs["video"], budget)
+        logger.info(
+            "%s: encoding %d of %s and %d of %s",
+            self.folder,
+            len(clips.missing),
+            counted(len(set(self.keys["video"])), "clip"),
+            len(texts.missing),
+            counted(len(set(self.keys["text"])), "caption"),
+        )
+        for work in (texts, clips):
+            work.entries.create()
+        return texts, clips, how
+
+    def _missing_clips(self, spec: Spec, budget: int) -> tuple[_Work, EncodePlan | None]:
+        work = self._missing("video", spec)
+        stage = self.video_encoder.first_stage if work.missing else None
+        if not isinstance(stage, VideoAutoencoder):
+            return work, None
+        shape = largest_clips(self.config, self.args)
+        how = stage.limit_encode_memory(budget, shape)
+        if spec[ENCODE_CHUNKS] == "auto":
+            # The way of the entries that are there is kept if it takes no more memory.
+            before = ENCODE_MODES[ENCODE_MODES.index(work.entries.spec[ENCODE_CHUNKS])]
+            if ENCODE_MODES.index(before) > ENCODE_MODES.index(how.mode):
+                how = stage.limit_encode_memory(budget, shape, [(before, True)])
+            work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
+        log_plan(stage, shape, how, budget)
+        stage.use(how)
+        self._check_scale(work)
+        return work, how
+
+    def _check_scale(self, clips: _Work) -> None:
+        """Check that args.trusted_cache has clips of this model and not of another in its folder."""
+        trusted = self.trusted
+        if trusted is None or len(trusted.members) == 1:
+            return
+        missing = (self.clips[number] for number in clips.missing.values())
+        found = [
+            (path.stat().st_mtime_ns, path, clip)
+            for clip in missing
+            if not clip.is_control and (path := trusted.path(clip.dataset, clip.index))
+        ]
+        # The oldest and the newest: a user who changed the model may have added clips.
+        found.sort(key=lambda one: one[:2])
+        for _, path, clip in found[:1] + found[1:][-1:]:
+            stored = trusted.latents(clip.dataset, clip.index, is_check=True)
+            # A clip that cannot be read becomes a bad sample of the cache.
+            with suppress(BadSample):
+                sample = read_sample(clip.dataset, clip.index, self.args.decode_timeout)
+                pixels = in_unit_range(sample["video"][None].to(self.groups.device)).transpose(1, 2)
+                if stored is not None:
+                    own = self.video_encoder.encode_moments(pixels)
+                    trusted.check_scale(path, stored, own, self.video_encoder.scale_factor)
+
+    def _missing(self, kind: str, spec: Spec) -> _Work:
+        keys, missing = self.keys[kind], {}
+        entries, there = find_entries(self.folder, kind, spec, set(keys))
+        # Clips of one size are encoded together. Equal captions and equal clips are encoded once.
+        for number in sorted(range(len(keys)), key=lambda number: self.clips[number].bucket):
+            if keys[number] not in there:
+                missing.setdefault(keys[number], number)
+        return _Work(entries, missing)
+
+    def _encode(self, what: str, work: _Work, at_once: int, turn: int) -> None:
+        """Encode and write this rank's part of the missing entries of a kind."""
+        if not work.missing:
+            return
+        # Clips of one shape are encoded together. Keys with the same first digits follow each other, so that
+        # one listing tells which are written. The rest is in an order of this launch: launches that come to
+        # the same digits would otherwise encode the same clips at the same time, to the end.
+        rng = random.Random(turn)
+        places = [rng.random() for _ in range(256)]
+        shape = lambda clip: (clip.bucket, clip.is_control)
+        of_key = lambda key: (shape(self.clips[work.missing[key]]), places[int(key[:2], 16)])
+        keys = sorted(work.missing, key=lambda key: (of_key(key), rng.random()))
+        batches = [keys[start : start + at_once] for start in range(0, len(keys), at_once)]
+        first = turn % len(batches)
+        mine = [*batches[first:], *batches[:first]][self.groups.rank :: self.groups.world_size]
+        total, passed, written = sum(map(len, mine)), 0, 0
+        start = last_line = time.monotonic()
+
+        def left() -> Iterator[list[str]]:
+            """Yield the batches without what another `cogfast cache` has written since."""
+            nonlocal passed
+            for batch in mine:
+                missing = [key for key in batch if not work.entries.has(key)]
+                passed += len(batch) - len(missing)
+                if missing:
+                    yield missing
+
+        encode = self._encode_captions if what == "caption" else self._encode_clips
+        entries, writing = work.entries, deque[Future[None]]()
+        with ThreadPoolExecutor(_WRITING_THREADS) as pool:
+            for found in encode(work, _one_ahead(left())):
+                for key, entry in found.items():
+                    if isinstance(entry, Unavailable):  # a later start may read it
+                        raise StoreError(str(entry))
+                    if isinstance(entry, BadSample):
+                        writing.append(pool.submit(entries.write_bad, key, entry.reason))
+                        self.bad.add(entry.path, entry.reason, is_logged=self.groups.is_main)
+                        self.bad.check()
+                    else:
+                        writing.append(pool.submit(entries.write, key, entry))
+                # A slow disk or store holds the encoder up before entries fill the memory.
+                while len(writing) > 2 * _WRITING_THREADS:
+                    writing.popleft().result()
+                written += len(found)
+                now = time.monotonic()
+                if now - last_line > _SECONDS_PER_LINE:
+                    last_line, rate, done = now, written / (now - start), passed + written
+                    text = "encoded %d of %s on rank 0, %.2f/s, %.1f minutes left%s"
+                    minutes = (total - done) / rate / 60 if rate else math.nan
+                    cost = self._cost(now - self.start, minutes * 60)
+                    logger.info(text, done, counted(total, what), rate, minutes, cost)
+            for one in writing:
+                one.result()
+        number = sum(self.groups.gather(written))
+        seconds = time.monotonic() - start
+        text = "encoded %s in %.1f s, %.2f/s%s"
+        cost = self._cost(time.monotonic() - self.start)
+        logger.info(text, counted(number, what), seconds, number / seconds, cost)
+
+    def _cost(self, *seconds: float) -> str:
+        """Describe what the seconds until now, and maybe those that are left, take of all GPUs."""
+        if self.price is None and self.groups.device.type != "cuda":
+            return ""
+        text = ""
+        for each, name in zip(seconds, ("so far", "left"), strict=False):
+            hours = each * self.groups.world_size / 3600
+            dollars = "" if self.price is None else f" (${hours * self.price:.2f})"
+            text += f"; {hours:.2f} GPU hours{dollars} {name}"
+        return text
+
+    def _encode_captions(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
+        # An encoder of its own, whose memory is free before clips are encoded.
+        encoder, trusted = self._encoder(), self.trusted
+        for batch in batches:
+            captions = {key: self.clips[work.missing[key]].caption for key in batch}
+            found: dict[str, dict[str, Tensor] | BadSample] = {
+                key: {"embedding": stored}
+                for key, caption in captions.items()
+                if trusted is not None and (stored := trusted.embedding(caption)) is not None
+            }
+            left = [key for key in captions if key not in found]
+            if left:
+                rng = content_random(left, self.groups.device)
+                made = encoder.encode_captions([captions[key] for key in left], rng)
+                for key, embedding in zip(left, made.cpu(), strict=True):  # sync: into a file
+                    found[key] = {"embedding": embedding}
+                    if not embedding.isfinite().all():
+                        name = self.clips[work.missing[key]].name
+                        found[key] = BadSample(name, "the embedding of its caption is not finite")
+            yield found
+
+    def _encode_clips(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
+        encoder, trusted = self.video_encoder, self.trusted
+        has_frames = encoder.image_input or encoder.given_frames is not None
+        if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
+            encoder.first_stage.use(self.how)
+        reading = read_ahead(
+            _Clips(self.clips, work, self.args.decode_timeout),
+            batches,
+            dali=dali_of_this_process(self.datasets[0].settings.video_backend),
+            num_workers=self.args.num_workers,
+            prefetch_factor=self.args.prefetch_factor,
+        )
+        with closing(reading) as read:
+            for samples in read:
+                bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
+                good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
+                of_clips = [self.clips[work.missing[key]] for key in good]
+                stored = [
+                    # Its trainer knows no controls, and names files by their stems alone.
+                    None
+                    if trusted is None or clip.is_control
+                    else trusted.latents(clip.dataset, clip.index)
+                    for clip in of_clips
+                ]
+                entries = encode_clips(
+                    list(good.values()),
+                    list(good),
+                    stored,
+                    encoder,
+                    [has_frames and not clip.is_control for clip in of_clips],
+                    self.args.cached_noised_images,
+                    self.groups.device,
+                )
+                yield bad | dict(zip(good, entries, strict=True))
+
+    @cached_property
+    def video_encoder(self) -> Encoder:
+        return self._encoder()
+
+    def _encoder(self) -> Encoder:
+        """Return the frozen encoders, which are built on first use."""
+        # The encoders need the network's sizes and not its weights.
+        with torch.device("meta"):
+            transformer = build_transformer(
+                self.config.model, allow_import=self.config.allow_import
+            )
+        return assemble_encoder(
+            self.config, self.args, transformer, self.groups, overrides=self.overrides
+        )
+
+    def _finish(self, *both: _Work) -> None:
+        """Log what the cache has. ValueError if too many samples are bad."""
+        for work in both:
+            there = work.entries.keys()
+            for clip, key in zip(self.clips, self.keys[work.entries.kind], strict=True):
+                if there.get(key):
+                    self.bad.add(clip.name, work.entries.reason(key))
+        self.bad.check()
+        logger.info(
+            "%s: %s, %d bad; train with args.latent_cache=%s",
+            self.folder,
+            counted(len(self.clips), "sample"),
+            len(self.bad.reasons),
+            self.folder,
+        )
+
+
+def _one_ahead(items: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Yield the items; a thread makes the next one, whose listing may take a while, meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
+
+
+def _without_masks(dataset: Any) -> Any:
+    """Leave out masks, which training reads from their files: they make no clip of the cache bad."""
+    if isinstance(dataset, CaptionedVideos) and "mask" in dataset.others:
+        return dataset.with_clips(dataset.clips.without(["mask"]))
+    return dataset
+
+
+class _Clips(Reads):
+    """Reads the samples of a batch of keys: {key: sample, or why it is bad}."""
+
+    def __init__(self, clips: Sequence[_Clip], work: _Work, timeout: float) -> None:
+        self.clips, self.work, self.timeout = clips, work, timeout
+
+    def _clip(self, key: str) -> _Clip:
+        return self.clips[self.work.missing[key]]
+
+    def name(self, key: Sequence[str]) -> str:
+        return ", ".join(self._clip(one).name for one in key)
+
+    def __getitem__(self, key: Sequence[str]) -> dict[str, Sample | BadSample]:
+        clips = [self._clip(one) for one in key]
+        # A slow store does not count for args.decode_timeout, which makes a clip bad for ever.
+        list(in_threads(lambda clip: clip.dataset.fetch([clip.index]), clips))
+        return {one: self._sample(clip) for one, clip in zip(key, clips, strict=True)}
+
+    def _sample(self, clip: _Clip) -> Sample | BadSample:
+        try:
+            return read_sample(clip.dataset, clip.index, self.timeout)
+        except BadSample as error:
+            return error

@@ -1,0 +1,247 @@
+"""Checks that the conditions of a configuration, its network and its weights fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments
+from cogfast.config.json_files import read_json
+from cogfast.config.merged_config import refuse
+from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.config.values import show
+from cogfast.data.video.clip import Bucket
+from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
+from cogfast.model.config import (
+    Family,
+    derived_models,
+    inpainting_channels,
+    num_condition_channels,
+)
+from cogfast.model.weights.diffusers import NOISE_KEY
+
+# Classes in model_index.json that tell which conditions a model has
+_STATED = {
+    "CogVideoXFunControlPipeline": ("control",),
+    "CogVideoXImageToVideoPipeline": ("image",),
+    "CogVideoXFunInpaintPipeline": ("mask", "masked_video"),
+    "CogVideoXInterpolationPipeline": ("frames",),  # CogVideoX-Interpolation's
+}
+_INPAINTING = ("mask", "masked_video")
+# The inputs that options of `cogfast sample` give
+_NAMES = {
+    "image": "an image",
+    "control": "a control video",
+    "first_frame": "a first frame",
+    "last_frame": "a last frame",
+    "video": "a video",
+    "mask": "a mask",
+}
+# Models with each condition, and the option of `cogfast sample` that gives it
+_SAMPLED = {
+    "image": ("an image-to-video model", "--image PNG or prompts as prompt@@image"),
+    "control": ("a control model", "--control VIDEO"),
+}
+
+
+def _list(inputs: Sequence[str]) -> str:
+    return ", ".join(inputs) or "none"
+
+
+def check_conditions(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
+    """Check that model.conditions, noised_image_input and the network's channels fit each other."""
+    inputs, key = model.inputs, "model.conditions"
+    given, made = network["in_channels"], network["out_channels"]
+    shown = f"{key}={show(model.conditions)}"
+    if len(set(inputs)) < len(inputs):
+        refuse(config, key, f"{shown} lists a condition twice; remove one")
+    if model.noised_image_input and "image" not in inputs:
+        text = f"{shown} has no image, but model.noised_image_input=true asks for one"
+        refuse(config, key, f"{text}; set that to false, or add image")
+    if model.image_latent_scale != "trainer" and not {"image", "frames"} & set(inputs):
+        text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
+        refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
+    if model.conditions is not None and "image" not in inputs:
+        for name in ("noised_image_dropout", "noised_image_all_concat"):
+            if value := getattr(model, name):
+                text = f"model.{name}={show(value)} is for the image, which {shown} leaves out"
+                refuse(config, f"model.{name}", f"{text}; leave it out")
+    if model.condition_dropout > 0 and not set(inputs) - {"image"}:
+        text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
+        fix = "leave it out (noised_image_dropout is that of the image)"
+        refuse(config, "model.condition_dropout", f"{text} {_list(inputs)}; {fix}")
+    is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
+    if model.new_channels is not None and is_frozen:
+        key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
+        text = f"{shown_new}: LoRA does not train the patch embedding, whose new channels would stay zero"
+        refuse(
+            config, key, f"{text}; train all weights, or start from a model that has the channels"
+        )
+    if model.learned_positions == "drop" and network.get("learnable_position"):
+        key, flag = "model.learned_positions", f"{POSITION_KEY}.learnable_pos_embed"
+        text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
+        refuse(config, key, f"{text}; set {flag}=false, or {key}=resize")
+    _check_frames_and_masks(config, model)
+    needed = made + num_condition_channels(inputs, made)
+    if given == needed:
+        return
+    sizes = f"in_channels={given} and out_channels={made}"
+    if model.conditions is not None:
+        fix = f"set {NETWORK_KEY}.in_channels={needed}, or the conditions that the model has"
+        refuse(
+            config,
+            key,
+            f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}",
+        )
+    key = "model.noised_image_input"
+    text = f"{key}={show(model.noised_image_input)} does not fit {sizes}"
+    if given == made:
+        fix = f"set {key}=false, or use the file of an image-to-video model"
+    elif given == 2 * made:
+        text += ": the other half of the channels is a first frame, a control video or given frames"
+        fix = f"set {key}=true, or model.conditions=[control], or [frames]"
+    else:
+        text, fix = f"{sizes}: the model has conditions", "name them in model.conditions"
+        text += f" ({derived_models(given, made)})" if derived_models(given, made) else ""
+    refuse(config, key, f"{text}; {fix}")
+
+
+def _check_frames_and_masks(config: Config, model: ModelArguments) -> None:
+    """Check the keys of the conditions frames, mask and masked_video."""
+    inputs, shown = model.inputs, f"model.conditions={show(model.conditions)}"
+    found = [inputs.index(name) for name in _INPAINTING if name in inputs]
+    if found and (len(found) < 2 or found[1] != found[0] + 1):
+        text = f"{shown}: mask and masked_video are the inputs of inpainting models, in this order"
+        refuse(config, "model.conditions", f"{text}; name both, mask, masked_video")
+    if model.masked_video_noise and not found:
+        key = "model.masked_video_noise"
+        refuse(config, key, f"{key}=true is for masked_video; leave it out")
+    key, value = "model.given_frames", model.given_frames
+    if (value is None) == ("frames" in inputs):
+        text = f"{key}={show(value)}, but the conditions are {_list(inputs)}"
+        fix = "leave it out" if value is not None else f"set it to one of {', '.join(KINDS)}"
+        refuse(config, key, f"{text}; {fix}")
+    if value is not None:
+        try:
+            GivenFrames.parse(value)
+        except ValueError as error:
+            refuse(config, key, f"{key}={show(value)}: {error}")
+
+
+def check_prefixes(
+    config: Config, model: ModelArguments, num_frames: int | None, buckets: Sequence[Bucket]
+) -> None:
+    """Check that clips have more frames than their given prefix. num_frames: data.params.max_num_frames."""
+    key, given = "model.given_frames", GivenFrames.parse(model.given_frames)
+    frames = {f"data.params.buckets[{i}]": bucket.num_frames for i, bucket in enumerate(buckets)}
+    if num_frames is not None:
+        frames["data.params.max_num_frames"] = num_frames
+    for place, number in frames.items():
+        # Pictures are given no frames.
+        if given is not None and 1 < number <= given.number:
+            text = f"{key}={model.given_frames} is the whole clip of {place}={number}"
+            refuse(config, key, f"{text}; give fewer frames")
+
+
+def check_given(model: ModelArguments, given: Sequence[str]) -> None:
+    """Raise ValueError if prompts of `cogfast sample` lack a condition, or have one that is not used.
+
+    given: the options without "--" and with underscores.
+    """
+    inputs, frames = model.inputs, GivenFrames.parse(model.given_frames)
+    used = [name for name in ("image", "control") if name in inputs]
+    for name in used:
+        model_of, fix = _SAMPLED[name]
+        if name not in given:
+            raise ValueError(f"{model_of} needs {_NAMES[name]}; give {fix}")
+    ends = {"first": ["first_frame"], "last": ["last_frame"]}
+    if frames is not None and frames.is_clip:
+        wanted, used = ["video"], [*used, "video"]
+    elif frames is not None:
+        wanted = ends.get(frames.kind, ["first_frame", "last_frame"])
+        used = [*used, *wanted]
+        wanted = [] if frames.kind == "random" and set(wanted) & set(given) else wanted
+    else:
+        wanted = []
+    if "masked_video" in inputs:
+        used = [*used, "video", "mask", "first_frame", "last_frame"]
+        # A model that is given none of them makes the whole video.
+        pair = {"video", "mask"} & set(given)
+        wanted = [*wanted, *(["video", "mask"] if pair else [])]
+        ends_given = [name for name in ("first_frame", "last_frame") if name in given]
+        if pair and ends_given and frames is None:
+            option = _option(ends_given[0])
+            raise ValueError(f"{option} stands for --video and --mask; give one or the other")
+    lacking = [name for name in wanted if name not in given]
+    if lacking:
+        option = _option(lacking[0])
+        kind = "VIDEO" if lacking[0] in ("video", "mask") else "PNG"
+        text = f"the model needs {_NAMES[lacking[0]]} (model.conditions: {_list(inputs)})"
+        raise ValueError(f"{text}; give {option} {kind}")
+    for name in given:
+        if name not in used:
+            text = f"the model does not use {_NAMES[name]} (its conditions: {_list(inputs)})"
+            raise ValueError(f"{text}; leave {_option(name)} out")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def stated_conditions(folder: Path, family: Family) -> tuple[str, ...] | None:
+    """Return the conditions of a pipeline's model as its folder tells them; None if it does not.
+
+    The class in model_index.json tells them. CogVideoX-Fun's control models are published with the class
+    of text-to-video; a network that has twice the channels, but no learned position table, is none of
+    image-to-video there (2B has no learned table in any case).
+    """
+    file = folder / "model_index.json"
+    if not file.is_file():
+        return None
+    kind = read_json(file).get("_class_name")
+    if kind in _STATED:
+        return _STATED[kind]
+    if family.in_channels == family.out_channels:
+        return ()
+    if family.in_channels == inpainting_channels(family.out_channels):
+        return _INPAINTING
+    is_control = family.is_derived and family.is_rotary and kind == "CogVideoXPipeline"
+    return ("control",) if is_control else None
+
+
+def condition_values(folder: Path, family: Family) -> dict[str, Any]:
+    """Return the keys by which a configuration of the family's member takes the model's conditions."""
+    stated = stated_conditions(folder, family)
+    published = ("image",) if family.member.has_image else ()
+    if stated is None or stated == published:
+        return {}
+    off: dict[str, Any] = {"model.noised_image_input": False} if published else {}
+    if "frames" in stated:
+        off["model.given_frames"] = "first_last"
+    elif stated == _INPAINTING:
+        file = folder / "transformer" / "config.json"
+        known = read_json(file) if file.is_file() else {}
+        off["model.masked_video_noise"] = bool(known.get(NOISE_KEY))
+    return {"model.conditions": list(stated), **off}
+
+
+def check_stated(config: Config, folder: Path, family: Family) -> None:
+    """Raise ValueError if a configuration takes other conditions than the model's folder tells."""
+    model = ModelArguments.from_config(config)
+    inputs, stated = model.inputs, stated_conditions(folder, family)
+    if model.new_channels is not None and stated is not None and stated == inputs[: len(stated)]:
+        return
+    if stated is not None and stated != inputs:
+        kind = read_json(folder / "model_index.json").get("_class_name")
+        # Given frames have the shapes of image-to-video, which is a usual start for them.
+        if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
+            return
+        fix = "or correct the file"
+        if stated == inputs[: len(stated)]:
+            fix = "or add channels to the model with model.new_channels=zero"
+        raise ValueError(
+            f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
+            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
+        )

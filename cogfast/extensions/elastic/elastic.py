@@ -1,0 +1,163 @@
+"""args.elastic: which ranks of a launch train, so that a run keeps its global batch with fewer of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments, select
+from cogfast.config.load import with_words
+from cogfast.config.merged_config import refuse
+from cogfast.config.values import counted
+from cogfast.distributed.lost_ranks import Launch
+from cogfast.distributed.process_groups import OtherRankError
+from cogfast.extensions.stores.store import StoreError
+from cogfast.model.weights.checkpoint_manifest import RESUMABLE, is_in_run, read_manifest
+from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume
+
+logger = logging.getLogger(__name__)
+
+_KEY = "args.elastic"
+_DIVISION = "dp %s x batch %s x accumulation %s"
+_BETWEEN_LINES = 60.0  # seconds, while ranks wait
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decision of rank 0 for all. num_ranks: the ranks that train; 0 if all wait. text: the log line."""
+
+    resume: str  # args.resume
+    text: str
+    num_ranks: int = 0
+    batch_size: int = 1
+    accumulation: int = 1
+
+
+def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, int, int]:
+    """Return the most data-parallel ranks that divide a global batch, the largest batch size up to
+    `batch_size`, and the accumulation."""
+    copies = next((n for n in range(most_copies, 0, -1) if global_batch % n == 0), 0)
+    if not copies:
+        return 0, 0, 0
+    each = global_batch // copies
+    size = next(n for n in range(min(batch_size, each), 0, -1) if each % n == 0)
+    return copies, size, each // size
+
+
+def follow_world(config: Config) -> tuple[Config, Launch | None]:
+    """Return the configuration of a run on the ranks of this launch, and the launch if args.elastic is set.
+
+    Ranks that idle do not return, and none while the run waits for more ranks.
+    """
+    mode = TrainArguments.from_config(config).elastic
+    if mode == "off":
+        return config, None
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        text = f"{_KEY}={mode} needs torchrun, with --nnodes=MIN:MAX and --max-restarts=N (docs/launch.md)"
+        refuse(config, _KEY, f"{text}; start it so, or use {_KEY}=off")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # It keeps the addresses of earlier starts, with which ranks then try to connect.
+        text = f"{_KEY}={mode} needs a new store at each start, and this torchrun keeps its own"
+        refuse(config, _KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+    launch = Launch.join()
+    plan = _agree(config, launch)
+    while True:
+        if plan.text and launch.rank == 0:
+            logger.warning("%s", plan.text)
+        if plan.num_ranks:
+            break
+        # Until torchrun ends this rank, because another machine has come
+        time.sleep(_BETWEEN_LINES)
+    if launch.rank >= plan.num_ranks:
+        if launch.idle():
+            raise SystemExit(0)
+        raise OtherRankError("rank 0 has ended or stopped, and its run was not over")
+    os.environ["WORLD_SIZE"] = str(plan.num_ranks)
+    words = [f"args.batch_size={plan.batch_size}", f"args.resume={plan.resume}"]
+    words.append(f"args.gradient_accumulation_steps={plan.accumulation}")
+    return with_words(config, words, _KEY), launch
+
+
+def _agree(config: Config, launch: Launch) -> Plan:
+    """Return rank 0's plan, which it makes of what it finds on its disk."""
+    error = None
+    if launch.rank == 0:
+        try:
+            answer = asdict(plan_world(config, launch.num_ranks))
+        except Exception as caught:
+            answer, error = {"error": str(caught)}, caught
+        launch.store.set("plan", json.dumps(answer))
+    if error is not None:
+        raise error
+    answer = json.loads(launch.store.get("plan"))
+    if "error" in answer:
+        raise OtherRankError(f"rank 0 failed: {answer['error']}")
+    return Plan(**answer)
+
+
+def plan_world(config: Config, num_ranks: int) -> Plan:
+    """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
+    args = TrainArguments.from_config(config)
+    resume = _resume(config, args)
+    try:
+        checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+    except StoreError as error:
+        key = "args.save" if args.run_folder is None else "args.run_folder"
+        refuse(config, key, f"{key}={error}")
+    manifest: dict[str, Any] = {}
+    if checkpoint is not None and adapters_to_resume(checkpoint) is None:
+        manifest = read_manifest(checkpoint, RESUMABLE)
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    of_model, num_before = tensor * context, num_ranks
+    before = (num_before // of_model, args.batch_size, args.gradient_accumulation_steps)
+    if manifest:
+        num_before = len(manifest["slices"])  # a file for each rank
+        sizes = ("model_parallel_size", "context_parallel_size", "batch_size")
+        keys = (*sizes, "gradient_accumulation_steps")
+        tp, cp, *each = (select(manifest, f"config.args.{key}") or 1 for key in keys)
+        before = (num_before // (tp * cp), *each)
+    total = config.deepspeed.get("train_batch_size") or manifest.get("global_batch")
+    total = total or args.batch_size * args.gradient_accumulation_steps * max(1, before[0])
+    if args.elastic == "shrink" and num_ranks < of_model:
+        text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
+        text += f" (args.model_parallel_size={tensor} x args.context_parallel_size={context}); raise MIN of "
+        refuse(config, _KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
+    here = divide(total, args.batch_size, num_ranks // of_model)
+    used, wanted = here[0] * of_model, max(num_before, of_model)
+    if args.elastic == "wait" and used < wanted:
+        text = f"{_KEY}=wait: {counted(num_ranks, 'rank is', 'ranks are')} here, {used} of which divide the "
+        number = f"as many as before ({wanted})" if manifest else wanted
+        text += f"global batch {total}; waiting until {number} can train: start more "
+        return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
+    then, divided = (
+        (f", {num_before} before", f" (before: {_DIVISION % before})") if manifest else ("", "")
+    )
+    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}{then}"
+    text += f"; global batch {total} = {_DIVISION % here}{divided}"
+    if here[1] != args.batch_size:
+        text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"
+    if used < num_ranks:
+        text += f"; {counted(num_ranks - used, 'rank idles', 'ranks idle')}"
+    is_new = used < num_ranks or (used, here) != (num_before, before)
+    return Plan(resume, text if is_new else "", used, *here[1:])
+
+
+def _resume(config: Config, args: TrainArguments) -> str:
+    """Return args.resume so that each restart continues from the newest checkpoint of the run."""
+    if args.resume in (None, "auto", "latest"):
+        return args.resume or "auto"
+    if args.run_folder is not None:
+        # A path is where the run began: the checkpoints in its own folder are newer.
+        own = checkpoint_to_resume(replace(args, resume="auto"))
+        return args.resume if own is None else "auto"
+    if is_in_run(Path(args.resume)):
+        text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
+        text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "
+        refuse(config, "args.resume", f"{text}its run")
+    return args.resume

@@ -1,0 +1,136 @@
+"""Adds files in diffusers' format to a checkpoint before it gets its name (args.export).
+
+    <checkpoint>/pytorch_lora_weights.safetensors    LoRA: pipe.load_lora_weights(<checkpoint>)
+    <checkpoint>/transformer/                        all weights: from_pretrained of diffusers' class
+    <checkpoint>/transformer_ema/                    the same for the averaged (EMA) weights
+
+Rank 0's writing thread reads the files that all ranks have just written, one tensor at a time, and
+writes what `cogfast convert` writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from cogfast.config.values import counted
+from cogfast.core.files import sync
+from cogfast.extensions.formats.adapters import only_adapters
+from cogfast.extensions.formats.peft import FILE_NAME, peft_tensors
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.diffusers import write_diffusers
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.run_checkpoint import open_run
+from cogfast.model.weights.tensor_files import write_safetensors
+from cogfast.train.checkpoint.write import frozen_to_keep
+
+logger = logging.getLogger(__name__)
+
+_TRANSFORMER, _EMA = "transformer", "transformer_ema"
+
+
+class Exporter:
+    """Writes the files of args.export. last_step: the step at which the run is complete; dtype: of a
+    whole model's files; interval: args.export_interval. ValueError if checkpoints of this transformer
+    cannot be exported."""
+
+    def __init__(
+        self,
+        choice: Literal["none", "last", "all"],
+        transformer: DiffusionTransformer,
+        last_step: int,
+        dtype: torch.dtype,
+        interval: int | None = None,
+    ) -> None:
+        self.choice, self.last_step, self.dtype = choice, last_step, dtype
+        self.interval = interval
+        self.is_lora = False
+        if choice != "none":
+            self.is_lora = _trains_adapters(transformer, choice)
+
+    def is_due(self, step: int, is_stopping: bool = False) -> bool:
+        """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends
+        the run, which may be killed before a whole model is written."""
+        if self.choice == "last" and step == self.last_step:
+            return True
+        is_due = self.choice == "all" or (self.interval is not None and step % self.interval == 0)
+        return is_due and (self.is_lora or not is_stopping)
+
+    def write(self, draft: Path, manifest: dict) -> None:
+        """Write the files into an unpublished checkpoint that is otherwise complete. A failure costs
+        only these files."""
+        start, names = time.monotonic(), []
+        try:
+            if self.is_lora:
+                names = [FILE_NAME]
+                self._write_adapters(draft, manifest)
+            else:
+                # The average exists only if the run's optimizer keeps one.
+                kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
+                names = [_TRANSFORMER, *([_EMA] if "shadow" in kinds else [])]
+                for name in names:
+                    self._write_model(draft, manifest, name)
+        except Exception as error:
+            for name in names:
+                shutil.rmtree(draft / name, ignore_errors=True)
+            (draft / FILE_NAME).unlink(missing_ok=True)
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them "
+                "with cogfast convert",
+                self.choice,
+                _final_name(draft),
+                reason or type(error).__name__,
+            )
+        else:
+            seconds = time.monotonic() - start
+            logger.info("%s: wrote %s, %.1f s", _final_name(draft), ", ".join(names), seconds)
+
+    def _write_adapters(self, draft: Path, manifest: dict) -> None:
+        source = only_adapters(open_run(draft, manifest=manifest))
+        # In the dtype of the checkpoint, float32: the file is small.
+        tensors, header = peft_tensors(source)
+        write_safetensors(draft / FILE_NAME, tensors, header)
+
+    def _write_model(self, draft: Path, manifest: dict, name: str) -> None:
+        source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
+        config = identify(source)
+        check_complete(source, config)
+        model = (manifest.get("config") or {}).get("model") or {}
+        has_noise = bool(model.get("masked_video_noise"))
+        write_diffusers(source, config, folder, self.dtype, has_noise)
+        # On disk before the checkpoint gets its name, as its other files are.
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
+
+def _final_name(draft: Path) -> str:
+    return draft.name.partition(".")[0]
+
+
+def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
+    """Return whether a run trains adapters alone. ValueError if its checkpoints lack weights."""
+    parameters = dict(transformer.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    adapters = set(filter(is_lora_parameter, parameters))
+    if adapters and trained <= adapters:
+        return True
+    # A run that freezes most of the model does not store what it froze.
+    lacking = parameters.keys() - trained - frozen_to_keep(transformer).keys()
+    reason = None
+    if adapters:
+        reason = "the run trains adapters and other weights, which diffusers has no format for"
+    elif lacking:
+        number = counted(len(lacking), "frozen tensor")
+        reason = f"checkpoints of this run lack {number}, first {min(lacking)}"
+    if reason is not None:
+        raise ValueError(
+            f"args.export={choice}: {reason}; set it to none, and use cogfast convert afterwards"
+        )
+    return False

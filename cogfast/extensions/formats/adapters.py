@@ -1,0 +1,279 @@
+"""LoRA adapters as weights: describes them, checks whether they fit a model, merges them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.config.json_files import brief
+from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
+from cogfast.config.values import counted
+from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
+from cogfast.model.block import MLP_RATIO
+from cogfast.model.config import TransformerConfig
+from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
+from cogfast.model.weights.diffusers import from_diffusers
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
+
+_FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
+_TARGET_OF = {place: target for target, place in TARGETS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Description of a set of adapters. ranks: all that occur; alpha: None if unknown; layers: those
+    with adapters; targets: keys of lora.TARGETS; others: adapted linears that cogfast cannot train
+    adapters for."""
+
+    num_tensors: int
+    ranks: tuple[int, ...]
+    alpha: float | None
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        alpha = f"unknown (SAT's default is {SAT_ALPHA:g})" if self.alpha is None else self.alpha
+        names = ", ".join((*self.targets, *self.others))
+        return f"rank {ranks}, alpha {alpha}, {counted(len(self.layers), 'layer')}, {names}"
+
+
+def open_adapter(path: str | Path, ema: bool | None = False) -> WeightSource:
+    """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
+
+    ValueError if there are none, or if tensors have unknown names.
+    """
+    if not Path(path).exists():
+        raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
+    source = open_source(Path(path), ema)
+    if source.unexpected:
+        raise ValueError(
+            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names, first "
+            f"{brief(source.unexpected[0])}; remove them with cogfast convert {path} DST --to peft "
+            "--allow-unexpected"
+        )
+    return only_adapters(source)
+
+
+def only_adapters(source: WeightSource) -> WeightSource:
+    """Return the adapters of a source without the rest.
+
+    Raises:
+        ValueError: there are none, or a matrix has no partner.
+    """
+    shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
+    if not shapes:
+        raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
+    check_pairs(source.description, shapes)
+    return replace(source, shapes=shapes, is_partial=True)
+
+
+def without_adapters(source: WeightSource) -> WeightSource:
+    """Return the source without its adapters, under the names of a model without LoRA."""
+    names = {n.replace(".original.", "."): n for n in source.shapes if not is_lora_parameter(n)}
+    return replace(
+        source,
+        shapes={plain: source.shapes[name] for plain, name in names.items()},
+        dtypes={plain: source.dtypes[name] for plain, name in names.items()},
+        read=lambda name, shard: source.read(names[name], shard),
+        facts=_without_lora(source.facts),
+        lora_alpha=None,
+    )
+
+
+def _without_lora(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if not key.startswith("lora_")}
+
+
+def adapters_of(source: WeightSource) -> Adapters | None:
+    """Describe the adapters among a source's tensors; None if it has none."""
+    ranks, layers, targets, others = set(), set(), set(), set()
+    # One entry for each pair; only_adapters finds a matrix without its partner.
+    pairs = [m for m in map(PAIR.fullmatch, source.shapes) if m and m["side"] == "A"]
+    for pair in pairs:
+        target = None
+        ranks.add(source.shapes[pair[0]][0])
+        if pair["module"].startswith("blocks."):
+            _, block, linear = pair["module"].split(".", 2)
+            layers.add(int(block))
+            target = _TARGET_OF.get((linear, int(pair["part"])))
+        if target is None:
+            others.add(linear_parts(pair["module"])[int(pair["part"])].split(".", 2)[-1])
+        else:
+            targets.add(target)
+    if not pairs:
+        return None
+    return Adapters(
+        num_tensors=2 * len(pairs),
+        ranks=tuple(sorted(ranks)),
+        alpha=source.lora_alpha,
+        layers=tuple(sorted(layers)),
+        targets=tuple(target for target in TARGETS if target in targets),
+        others=tuple(sorted(others)),
+    )
+
+
+def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Return the width of the model that adapters of these shapes belong to; None if they do not show
+    it."""
+    for name, shape in shapes.items():
+        if name.endswith(".fc2.matrix_B.0"):
+            return shape[0]
+        if re.search(r"\.(qkv|out|fc1)\.matrix_A\.", name) and name.startswith("blocks."):
+            return shape[1]
+    return None
+
+
+def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
+    for name, (rows, columns) in adapter.shapes.items():
+        pair = PAIR.fullmatch(name)
+        assert pair is not None, f"{name}: check_pairs found a pair"
+        weight = shapes.get(f"{pair['module']}.weight", (0, 0))
+        size = columns if pair["side"] == "A" else rows * len(linear_parts(pair["module"]))
+        if size == weight[1 if pair["side"] == "A" else 0]:
+            continue
+        found = adapters_of(adapter)
+        assert found is not None, f"{adapter.description}: no adapters"
+        # The width of the adapters names the family that they were trained on.
+        width = model_width(adapter.shapes) or columns
+        raise ValueError(
+            f"{adapter.description}: {name} does not fit the model, which has {num_blocks(shapes)} layers "
+            f"of width {shapes['patch_embedding.weight'][0]}: {found.num_tensors} LoRA tensors of "
+            f"{max(found.layers, default=-1) + 1} layers of width {width} are "
+            f"{_FAMILIES.get(width, 'an adapter of another model')}; use the base model that it was "
+            "trained on"
+        )
+
+
+def _adapted(adapter: WeightSource) -> set[str]:
+    """Return the names of the linears that adapters belong to."""
+    return {pair["module"] for pair in map(PAIR.fullmatch, adapter.shapes) if pair}
+
+
+def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
+    """Raise ValueError if a model of this config cannot continue to train these adapters."""
+    found = adapters_of(adapter)
+    assert found is not None, f"{adapter.description}: no adapters"
+    if found.others:
+        raise ValueError(
+            f"{adapter.description}: also adapts {', '.join(found.others)}, but cogfast trains "
+            f"adapters of {', '.join(TARGETS)} only; merge it into the base (cogfast convert "
+            "--merge-lora) and train new ones"
+        )
+    check_fits(adapter, _adaptable(config))
+    rank, *other_ranks = found.ranks
+    if other_ranks:
+        raise ValueError(
+            f"{adapter.description}: its ranks are {', '.join(map(str, found.ranks))}, but a model "
+            "has the same rank everywhere; merge it into the base (cogfast convert --merge-lora)"
+        )
+    alpha = config.lora_alpha if found.alpha is None else found.alpha
+    layers = range(config.num_layers) if config.lora_layers is None else config.lora_layers
+    if (
+        (rank, alpha) == (config.lora_rank, config.lora_alpha)
+        and set(found.targets) <= set(config.lora_targets)
+        and set(found.layers) <= set(layers)
+    ):
+        return
+
+    has_range = config.lora_layers is not None or len(found.layers) < config.num_layers
+
+    has, set_layers = config.adapters or "no adapters", ""
+    if has_range:
+        has += f", in layers {list(layers)}"
+        set_layers = f" {LORA_KEY}.layer_range=[{','.join(map(str, found.layers))}]"
+    modules = ",".join(LORA_SHORT[name] for name in found.targets)
+    raise ValueError(
+        f"{adapter.description}: its {found.num_tensors} LoRA tensors do not fit the config, which has {has}; "
+        f"set args.lora_rank={rank} args.lora_alpha={alpha:g} args.lora_modules=[{modules}]{set_layers}, "
+        "or first merge them into the base (cogfast convert --merge-lora)"
+    )
+
+
+def _adaptable(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that TARGETS belong to, and of patch_embedding, which shows the
+    model width."""
+    width = config.hidden_size
+    shapes = {"patch_embedding.weight": (width, config.in_channels)}
+    for i in range(config.num_layers):
+        shapes[f"blocks.{i}.attention.qkv.weight"] = (3 * width, width)
+        shapes[f"blocks.{i}.attention.out.weight"] = (width, width)
+        shapes[f"blocks.{i}.fc1.weight"] = (MLP_RATIO * width, width)
+        shapes[f"blocks.{i}.fc2.weight"] = (width, MLP_RATIO * width)
+    return shapes
+
+
+def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
+    """Return `base`, a model without LoRA, with adapters on its linears, as in SAT's LoRA checkpoints.
+
+    ValueError if they do not fit.
+    """
+    check_fits(adapter, base.shapes)
+    adapted = _adapted(adapter)
+    names = {}
+    for name in base.shapes:
+        module, _, kind = name.rpartition(".")
+        names[f"{module}.original.{kind}" if module in adapted else name] = name
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        is_base = name in names
+        return base.read(names[name], shard) if is_base else adapter.read(name, shard)
+
+    return replace(
+        base,
+        description=f"{base.description} with {adapter.description}",
+        shapes={new: base.shapes[old] for new, old in names.items()} | adapter.shapes,
+        dtypes={new: base.dtypes[old] for new, old in names.items()} | adapter.dtypes,
+        read=read,
+        facts=_without_lora(base.facts),
+        lora_alpha=adapter.lora_alpha,
+    )
+
+
+def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
+    """Return `base` with W + scale (alpha / r) B A instead of W for every linear with adapters.
+
+    Merged weights are computed when they are read, and are float32 whatever `dtypes` of the base is.
+    base: a model without LoRA; any of its linears may have adapters. ValueError if they do not fit.
+    """
+    check_fits(adapter, base.shapes)
+    adapted = _adapted(adapter)
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or module not in adapted:
+            return base.read(name, shard)
+        weight = base.read(name, None)
+        deltas = _deltas(adapter, module, weight.shape)
+        # In float32: in bf16 most of so small a change would round away.
+        merged = weight.float() + from_diffusers(name, deltas).mul_(scale * adapter.alpha)
+        check_finite(f"{adapter.description} with scale {scale:g}", name, merged)
+        return merged if shard is None else shard.of(merged)
+
+    return replace(
+        base, description=f"{base.description} with {adapter.description} merged", read=read
+    )
+
+
+def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """Return B A / r of each part of a linear [out, in], float32; zero for parts without a pair."""
+    num_parts = len(linear_parts(module))
+    deltas = []
+    for part in range(num_parts):
+        name = f"{module}.matrix_A.{part}"
+        if name in adapter.shapes:
+            a, b = (adapter.read(name.replace("_A.", f"_{s}."), None).float() for s in "AB")
+            deltas.append((b @ a).div_(a.shape[0]))
+        else:
+            deltas.append(torch.zeros(shape[0] // num_parts, shape[1]))
+    return deltas

@@ -1,0 +1,239 @@
+"""Converts weights from one format to another, tensor by tensor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cogfast.config.json_files import read_json
+from cogfast.config.values import counted
+from cogfast.extensions.formats.adapters import (
+    adapters_of,
+    merge_lora,
+    only_adapters,
+    open_adapter,
+    with_adapters,
+    without_adapters,
+)
+from cogfast.extensions.formats.image_scale import log_difference_of_run
+from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
+from cogfast.extensions.formats.sat import write_sat
+from cogfast.extensions.formats.sat_names import has_sat_name
+from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
+from cogfast.model.config import Family
+from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
+from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.open import open_source
+from cogfast.model.weights.source import WeightSource, first_of
+from cogfast.model.weights.source import verify as verify_target
+
+logger = logging.getLogger(__name__)
+
+OTHERS_RUN_DENSE = (
+    "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
+    "shows the difference"
+)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: str,
+    ema: bool = False,
+    merge_lora: str | None = None,
+    add_lora: str | None = None,
+    lora_alpha: float | None = None,
+    model_parallel_size: int = 1,
+    dtype: str | None = None,
+    verify: bool = False,
+    allow_unexpected: bool = False,
+    scaling_factor: float | None = None,
+) -> None:
+    """Run `cogfast convert`.
+
+    merge_lora: adapters to merge into the model, "" for its own; add_lora: adapters to write beside
+    the model; lora_alpha: overrides the alpha of the adapters' files. ValueError for user errors.
+    """
+    # The cheap checks first: opening a source of 11 GB may take a while.
+    source_path, target_path = Path(src), Path(dst)
+    if not source_path.exists():
+        raise ValueError(f"{src}: no such file or folder; give the path of the weights to convert")
+    if to != "sat" and model_parallel_size != 1:
+        raise ValueError(
+            f"--model-parallel-size {model_parallel_size} has a meaning with --to sat only; leave it out"
+        )
+    kind = None if dtype is None else getattr(torch, dtype)
+    # A VAE has formats and options of its own, and nothing in common with adapters.
+    vae = open_vae(source_path)
+    if vae is not None:
+        convert_vae(vae, target_path, to, kind, scaling_factor)
+        if verify:
+            logger.info("%s: %s", dst, verify_vae(vae, target_path, kind))
+        return
+    if scaling_factor is not None:
+        raise ValueError(
+            f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
+            "out"
+        )
+    source = _without_own(open_source(source_path, ema))
+    # Files of a run may need code in diffusers' pipeline.
+    for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
+        _warn_of_sparse(run)
+        if to in ("peft", "diffusers"):
+            log_difference_of_run(run)
+    _refuse_unexpected(source, allow_unexpected)
+    source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
+    if to == "sat":
+        _check_sat_adapters(source)
+    if to == "peft":
+        write_adapters(source, target_path, kind, verify)
+        return
+    if all(is_lora_parameter(name) for name in source.shapes):
+        raise ValueError(
+            f"{source.description}: has adapters only; use --to peft, or give their base: cogfast "
+            f"convert BASE {dst} --to {to} --merge-lora {src} (SAT: or --add-lora {src})"
+        )
+    config = identify(source)
+    check_complete(source, config)
+    family, count = Family.of_config(config), counted(len(source.shapes), "tensor")
+    logger.info("%s: %s, %s", source.description, family, count)
+    if to == "sat":
+        write_sat(source, config, target_path, model_parallel_size, kind)
+    else:
+        write_diffusers(source, config, target_path, kind, _has_noise(source_path))
+        log_positions(config, target_path)
+    logger.info("%s: written for %s", dst, to)
+    if verify:
+        logger.info(
+            "%s: %s",
+            dst,
+            verify_target(source.as_written(kind), target_path, open_source(target_path)),
+        )
+
+
+def _warn_of_sparse(path: Path) -> None:
+    """Log a warning if weights of a run were trained with sparse attention."""
+    run = find_run_checkpoint(path)
+    attention = None if run is None else read_manifest(run).get("attention")
+    if attention not in (None, "dense"):
+        logger.warning(
+            "%s was trained with " + OTHERS_RUN_DENSE, path, f"args.attention={attention}"
+        )
+
+
+def _has_noise(path: Path) -> bool:
+    """Whether an inpainting model of a run, a transformer folder or a pipeline has noise in its masked video."""
+    run = find_run_checkpoint(path)
+    if run is not None:
+        model = (read_manifest(run).get("config") or {}).get("model") or {}
+        return bool(model.get("masked_video_noise"))
+    files = (path / "config.json", path / "transformer" / "config.json")
+    found = next((file for file in files if file.is_file()), None)
+    return found is not None and bool(read_json(found).get(NOISE_KEY))
+
+
+def _without_own(source: WeightSource) -> WeightSource:
+    """Return weights in which the tensors that a user's own network adds are unexpected ones."""
+    own = [name for name in source.shapes if not has_sat_name(name)]
+    if own and len(own) == len(source.shapes):
+        text = "has only tensors of a network of its own, which no other format has; sample the run"
+        raise ValueError(f"{source.description}: {text}")
+    kept = {name: shape for name, shape in source.shapes.items() if name not in own}
+    return replace(source, shapes=kept, unexpected=[*source.unexpected, *own])
+
+
+def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
+    if source.unexpected and not is_allowed:
+        raise ValueError(
+            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
+            f"{first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
+        )
+
+
+def _check_sat_adapters(source: WeightSource) -> None:
+    found = adapters_of(source)
+    others = () if found is None else {*found.targets, *found.others}.difference(DEFAULT_TARGETS)
+    if others:
+        raise ValueError(
+            f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
+            "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
+        )
+
+
+# Facts about the training, which adapters pass on to the base that they are combined with.
+_TRAINING_FACTS = ("rotary_positions", "trained_size")
+
+
+def with_lora_options(
+    source: WeightSource, merge: str | None, add: str | None, alpha: float | None
+) -> WeightSource:
+    """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha.
+
+    ValueError if the options do not fit each other or the source.
+    """
+    if merge is not None and add is not None:
+        raise ValueError("--merge-lora and --add-lora: leave one of them out")
+    lora = merge or add
+    if lora is not None and _has_adapters(source):
+        option = "--add-lora" if merge is None else "--merge-lora"
+        raise ValueError(
+            f"{source.description}: has adapters of its own, but {option} {lora} needs a plain "
+            "model; first merge its own with --merge-lora and no name"
+        )
+    if lora is None and alpha is not None:
+        # --lora-alpha is for the adapters: here they are the source's own.
+        if not _has_adapters(source):
+            raise ValueError(
+                f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out, "
+                "or name the adapters with --merge-lora or --add-lora"
+            )
+        source = _with_alpha(source, alpha)
+    if merge == "":
+        # Both views share the one reader, so the model is opened once.
+        base = without_adapters(source)
+        if not _has_adapters(source):
+            raise ValueError(
+                f"{source.description}: has no LoRA tensors to merge; use --merge-lora LORA"
+            )
+        if not base.shapes:
+            raise ValueError(
+                f"{source.description}: has adapters only; give the base as SRC and the adapters as "
+                "--merge-lora LORA"
+            )
+        return merge_lora(base, only_adapters(source))
+    if lora is None:
+        return source
+    adapter = _with_alpha(open_adapter(lora), alpha)
+    if merge is None:
+        whole = with_adapters(source, adapter)
+    else:
+        whole = merge_lora(source, adapter)
+    # The adapters were trained later, so their facts replace the base's.
+    trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
+    return replace(whole, facts={**whole.facts, **trained})
+
+
+def write_adapters(
+    source: WeightSource, path: Path, dtype: torch.dtype | None, is_verified: bool
+) -> None:
+    """Write the adapters of `source`, without a model, as a LoRA file."""
+    source = only_adapters(source)
+    written = write_peft(source, path, dtype)
+    logger.info("%s: the adapters of %s: %s", written, source.description, adapters_of(source))
+    if is_verified:
+        expected = with_strength_in_b(source).as_written(dtype)
+        logger.info("%s: %s", written, verify_target(expected, written, open_source(written)))
+
+
+def _has_adapters(source: WeightSource) -> bool:
+    return any(is_lora_parameter(name) for name in source.shapes)
+
+
+def _with_alpha(source: WeightSource, alpha: float | None) -> WeightSource:
+    """Return `source` with the user's alpha; None keeps the file's."""
+    return source if alpha is None else replace(source, lora_alpha=alpha)

@@ -1,0 +1,335 @@
+"""LoRA files of PEFT and diffusers: one safetensors file with `to_q.lora_A.weight` and so on.
+
+diffusers' pipelines read the strength, alpha / r, from the file's header (`lora_adapter_metadata`),
+PEFT reads it from adapter_config.json. Many loaders read neither and take strength 1: cogfast's files
+therefore have alpha = r, and the strength is a factor of matrix B.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from cogfast.config.json_files import Range, brief, check, parse_json, read_json
+from cogfast.config.values import counted, show
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.weights.diffusers import LINEARS, diffusers_names
+from cogfast.model.weights.shard import Shard
+from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.tensor_files import (
+    Outgoing,
+    SafetensorsFiles,
+    new_folder,
+    write_safetensors,
+)
+
+FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
+_PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_HEADER_KEY = "lora_adapter_metadata"
+_COMPONENT = "transformer."  # prefix of every name: the pipeline's component
+_PREFIXES = ("base_model.model.", _COMPONENT)
+_T = TypeVar("_T")
+_Alpha = Annotated[float, Range(1e-6, 1e6)]
+_Rank = Annotated[int, Range(1, 2**16)]
+_NAME = re.compile(r"[\w.]{1,200}")
+_NO_ALPHA = (
+    " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
+)
+# PEFT's names, with or without an adapter's name.
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight")
+PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
+
+
+def linear_parts(our_module: str) -> list[str]:
+    """Return diffusers' linears that form one of cogfast's: three for qkv, two for modulation."""
+    return [name.removesuffix(".weight") for name in diffusers_names(f"{our_module}.weight")]
+
+
+def peft_name(our_name: str) -> str:
+    """Return the key in a pipeline's LoRA file of `<linear>.matrix_A.<part>`, or matrix_B."""
+    module, matrix, part = our_name.rsplit(".", 2)
+    return f"{_COMPONENT}{linear_parts(module)[int(part)]}.lora_{matrix[-1]}.weight"
+
+
+def open_peft(path: str | Path) -> WeightSource:
+    """Open the adapters in a LoRA file, or in the only one of a folder.
+
+    If a pair's alpha differs from the most common one, its matrix B is rescaled, so that
+    lora_alpha / rank is the strength of all pairs. ValueError for files of other methods, incomplete
+    pairs, and files that cannot be read.
+    """
+    file = _find(Path(path))
+    files = SafetensorsFiles(file)
+    keys = files.names()
+    found = _Keys.of(keys, file)
+    if not found.ours:
+        raise ValueError(
+            f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
+            f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
+            "of CogVideoX"
+        )
+    # DoRA's pairs give wrong weights without its magnitudes.
+    dora = [key for key in found.unexpected if "magnitude" in key or "dora_scale" in key]
+    if dora:
+        raise ValueError(
+            f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
+            "with the tool that made it"
+        )
+    shapes = {name: files.shape(key) for name, key in found.ours.items()}
+    check_pairs(str(file), shapes)
+    where, settings = _settings(file, files.metadata)
+    if settings is not None:
+        _check_settings(where, settings, found, shapes)
+    strengths = {}
+    for name in sorted(shapes):
+        if ".matrix_B." in name:
+            strengths[name] = _alpha(found.modules[name], shapes[name][1], settings)
+    # One alpha for the whole source; the few pairs with another are rescaled in `read`.
+    alpha = Counter(strengths.values()).most_common(1)[0][0]
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        whole = files.read(found.ours[name])
+        if strengths.get(name, alpha) != alpha:
+            whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
+        return whole if shard is None else shard.of(whole)
+
+    return WeightSource(
+        description=f"PEFT LoRA {file}" + (_NO_ALPHA if settings is None else ""),
+        shapes=shapes,
+        read=read,
+        dtypes={name: files.dtype(key) for name, key in found.ours.items()},
+        unexpected=found.unexpected,
+        is_partial=True,
+        lora_alpha=alpha,
+    )
+
+
+def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`.
+
+    Other tensors of `source` are left out. dtype: of the file; None: the source's. ValueError without
+    adapters.
+    """
+    tensors, header = peft_tensors(source, dtype)
+    with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:
+        write_safetensors(incomplete / FILE_NAME, tensors, header)
+    return Path(folder) / FILE_NAME
+
+
+def with_strength_in_b(source: WeightSource) -> WeightSource:
+    """Return `source` with alpha / r as a factor of each matrix B, in float32: its strength is 1."""
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        values = source.read(name, shard)
+        if ".matrix_B." not in name or source.alpha == source.shapes[name][1]:
+            return values
+        return values.float() * (source.alpha / source.shapes[name][1])
+
+    return replace(source, read=read)
+
+
+def peft_tensors(
+    source: WeightSource, dtype: torch.dtype | None = None
+) -> tuple[list[Outgoing], dict[str, str]]:
+    """Return the tensors and the header of a LoRA file; see write_peft."""
+    names = [name for name in source.shapes if is_lora_parameter(name)]
+    if not names:
+        raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
+    read = with_strength_in_b(source).read
+    tensors = [
+        Outgoing(peft_name(n), source.shapes[n], dtype or source.dtypes[n], partial(read, n, None))
+        for n in names
+    ]
+    return tensors, {_HEADER_KEY: json.dumps(_header(source.shapes, names))}
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str, Any]:
+    """Return the arguments of peft.LoraConfig for adapters whose alpha is their rank."""
+    ranks = {
+        peft_name(name).removeprefix(_COMPONENT).removesuffix(".lora_A.weight"): shapes[name][0]
+        for name in names
+        if ".matrix_A." in name
+    }
+    # PEFT has one `r` and one alpha; patterns name every linear with another rank. The most common
+    # one keeps them short. PEFT would also match the end of a longer name, so ^ anchors it.
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {f"^{module}": r for module, r in ranks.items() if r != rank}
+    config = {"r": rank, "lora_alpha": rank, "target_modules": sorted(ranks)}
+    config |= {"rank_pattern": others, "alpha_pattern": others}
+    return {_COMPONENT + key: value for key, value in config.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The keys of a LoRA file. ours: {cogfast's name: key}; modules: {cogfast's name: diffusers'
+    linear}; unexpected: unknown keys."""
+
+    ours: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, keys: Sequence[str], file: Path) -> _Keys:
+        found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
+        for key in keys:
+            match = _KEY.fullmatch(key)
+            if match is None or (module := _plain_module(match["module"])) not in parts:
+                found.unexpected.append(key)
+                continue
+            ours, part = parts[module]
+            name = f"{ours}.matrix_{match['side']}.{part}"
+            if name in found.ours:
+                raise ValueError(
+                    f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
+                    "file has several adapters; give a file with one"
+                )
+            found.ours[name] = key
+            found.modules[name] = module
+        return found
+
+
+def _block_of(name: str) -> str | None:
+    """Return the number of the block in a key or a linear's name."""
+    match = re.search(r"transformer_blocks\.(\d+)\.", name)
+    return None if match is None else match[1]
+
+
+def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Return {diffusers' linear: (cogfast's linear, index of the part)} of these blocks and of the
+    linears outside of blocks."""
+    ours = [name.replace("{i}", i) for name in LINEARS for i in {*blocks, "0"}]
+    return {theirs: (name, i) for name in ours for i, theirs in enumerate(linear_parts(name))}
+
+
+def _plain_module(name: str) -> str:
+    """Return diffusers' name of a linear, without the prefixes that PEFT and diffusers add."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    names = (FILE_NAME, _PEFT_FILE_NAME)
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if len(files) != 1:
+        held = f"has {len(files)} .safetensors files" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {held}, none named {' or '.join(names)}; give the LoRA's file")
+    return files[0]
+
+
+def check_pairs(where: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless every matrix A [r, in] has a B [out, r] and the other way round.
+
+    shapes: by cogfast's names.
+    """
+    for name in shapes:
+        pair = PAIR.fullmatch(name)
+        names = [f"{pair['module']}.matrix_{side}.{pair['part']}" for side in "AB"] if pair else []
+        a, b = (shapes.get(n, ()) for n in names) if names else ((), ())
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
+            raise ValueError(
+                f"{where}: {brief(name)} has no partner: a pair has shapes [r, in] and [out, r], not "
+                f"{brief(str(list(a)))} and {brief(str(list(b)))}; copy it again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The settings of peft.LoraConfig that decide strengths, with its defaults, and those that the
+    tensors must agree with."""
+
+    peft_type: Literal["LORA"] | None = "LORA"
+    lora_alpha: _Alpha = 8.0
+    alpha_pattern: dict[str, _Alpha] | None = None
+    use_rslora: bool | None = False
+    r: _Rank | None = None
+    rank_pattern: dict[str, _Rank] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    modules_to_save: list[str] | None = None
+    bias: str | None = None
+    use_dora: bool | None = False
+
+
+def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | None]:
+    """Return the name and content of PEFT's settings in the header, else in adapter_config.json; None
+    if there are none."""
+    if _HEADER_KEY in header:
+        where = f"{file}: {_HEADER_KEY}"
+        found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
+        # diffusers prefixes its keys by the pipeline's component; other tools may not.
+        prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
+        found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}
+        return where, check(found, _Settings, where)
+    where = str(file.parent / _PEFT_SETTINGS)
+    return where, read_json(where, _Settings) if Path(where).is_file() else None
+
+
+def _alpha(module: str, rank: int, settings: _Settings | None) -> float:
+    """Return the alpha for which alpha / rank is the strength of a linear's pair."""
+    if settings is None:
+        # Strength 1, as in diffusers.
+        return float(rank)
+    alpha = _of_module(module, settings.alpha_pattern, settings.lora_alpha)
+    return alpha * math.sqrt(rank) if settings.use_rslora else alpha
+
+
+def _of_module(module: str, patterns: Mapping[str, _T] | None, default: _T) -> _T:
+    """Return the value of the first name in PEFT's rank_pattern or alpha_pattern that is a linear's,
+    or the end of it."""
+    for name, special in (patterns or {}).items():
+        if module == name.removeprefix("^") or f".{module}".endswith(f".{name}"):
+            return special
+    return default
+
+
+def _check_settings(
+    where: str, settings: _Settings, found: _Keys, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError if the file does not have the tensors that its settings describe, or has other
+    tensors than those of LoRA's pairs."""
+    wrong = [
+        # A regular expression could take exponential time.
+        f"a pattern {brief(name)!r}, which must be the name of a linear or its end"
+        for name in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ()))
+        if not _NAME.fullmatch(name.removeprefix("^"))
+    ]
+    for key in ("use_dora", "modules_to_save", "bias"):
+        value = getattr(settings, key)
+        if value and value != "none":
+            wrong.append(f"{key}={brief(show(value))}, but cogfast reads LoRA's pairs only")
+    for name, module in found.modules.items():
+        rank = _of_module(module, settings.rank_pattern, settings.r)
+        if ".matrix_A." in name and rank not in (None, shapes[name][0]):
+            wrong.append(f"r={rank} for {module}, whose matrices have rank {shapes[name][0]}")
+    targets, held = settings.target_modules, set(found.modules.values())
+    # Not a pattern, and no setting that leaves some of the linears out.
+    if (
+        isinstance(targets, list)
+        and not settings.exclude_modules
+        and settings.layers_to_transform is None
+    ):
+        ends = tuple(f".{name}" for name in targets)
+        for module in _parts({*filter(None, map(_block_of, [*held, *targets]))}):
+            # Not all models have the offset's embedding.
+            is_wanted = f".{module}".endswith(ends) and not module.startswith("ofs_embedding")
+            if is_wanted and module not in held:
+                wrong.append(f"target_modules that include {module}, which the file lacks")
+    if wrong:
+        raise ValueError(f"{where}: has {wrong[0]}; copy the LoRA's files again")

@@ -1,0 +1,233 @@
+"""Frozen weights of the last blocks in pinned host memory, fetched one block ahead (args.offload_blocks).
+
+The device has two slots, each for the linears' weights of one block. While a block computes, a second
+stream copies the weights of the next one into the other slot: forward in the order of the blocks,
+backward in reverse. The weights do not change, so that nothing is copied back. After a backward pass the
+slots hold the first two offloaded blocks, after a forward pass the last two: neither pass begins with a
+wait. With activation checkpointing the recomputation uses what its backward pass has fetched.
+
+A fetch waits on the device for all work that was issued before it, which includes the last use of the
+slot. On a CPU the same copies are made without streams.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the function here names the one gradient that it gets.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cogfast.extensions.memory.host_memory import host_buffer
+from cogfast.extensions.memory.quantized_base import (
+    QuantizedWeight,
+    base_linears,
+    quantize_base,
+    row_group,
+)
+from cogfast.kernels.qk_norm_rope3d import Rotation
+from cogfast.model.transformer import BlockCall, DiffusionTransformer
+from cogfast.model.weights.source import Target
+
+NUM_SLOTS = 2
+_ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a tensor of a block, `name` of `module`, in the bytes of its slot."""
+
+    module: nn.Module
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor as a view of the slot's bytes [N]."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return memory[self.start : self.start + num_bytes].view(self.dtype).view(self.shape)
+
+
+class HostBlocks:
+    """Holds the frozen linear weights of the last `num_offloaded` blocks of a transformer.
+
+    The transformer is on the meta device, where this takes the weights from it; `allocate` follows.
+    """
+
+    def __init__(self, transformer: DiffusionTransformer, num_offloaded: int) -> None:
+        self.num_blocks = len(transformer.blocks)
+        self.first = self.num_blocks - num_offloaded
+        assert 0 <= self.first < self.num_blocks, f"{num_offloaded} of {self.num_blocks} blocks"
+        self._places: dict[int, list[_Place]] = {i: [] for i in range(self.first, self.num_blocks)}
+        ends = dict.fromkeys(self._places, 0)
+        for path, linear in base_linears(transformer):
+            number = int(path.split(".")[1])
+            if number < self.first:
+                continue
+            buffers = dict(linear.named_buffers(recurse=False))
+            for name, tensor in {"weight": linear.weight, **buffers}.items():
+                assert not tensor.requires_grad, f"{path} is trained"
+                place = _Place(linear, name, tensor.shape, tensor.dtype, ends[number])
+                self._places[number].append(place)
+                ends[number] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+                # From now on plain attributes: neither parameters, which ZeRO would take, nor buffers.
+                delattr(linear, name)
+                setattr(linear, name, tensor.detach())
+        self._num_bytes, self._num_slots = max(ends.values()), min(NUM_SLOTS, num_offloaded)
+        self._stored: dict[nn.Module, dict[str, Tensor]] = {}
+        self._host: dict[int, Tensor] = {}
+        self._slots: list[_Slot] = []
+
+    @property
+    def host_bytes(self) -> int:
+        return len(self._places) * self._num_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._num_slots * self._num_bytes
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate slots and host memory, and bind the weights to the slots."""
+        for _ in range(self._num_slots):
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+            self._slots.append(_Slot(memory, device))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        for number, places in self._places.items():
+            slot = self._slot(number)
+            host = self._host[number] = host_buffer(slot.memory)
+            for place in places:
+                setattr(place.module, place.name, place.view(slot.memory))
+                self._stored.setdefault(place.module, {})[place.name] = place.view(host)
+
+    def stored(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return {name: tensor} of a module in host memory, to be filled; {} if none is offloaded."""
+        return self._stored.get(module, {})
+
+    def around(self, calls: Iterable[BlockCall]) -> list[BlockCall]:
+        """Return the calls of the blocks, each with its weights fetched before it."""
+        return [partial(self._run, number, call) for number, call in enumerate(calls)]
+
+    def _run(
+        self,
+        number: int,
+        call: BlockCall,
+        hidden: Tensor,
+        conditioning: Tensor,
+        num_text: int,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        self._use(number, number + 1)
+        out = call(hidden, conditioning, num_text, rotation)
+        is_offloaded = number >= self.first
+        return _UseInBackward.apply(out, self, number) if is_offloaded else out
+
+    def _use(self, number: int, ahead: int) -> None:
+        """Wait for the weights of a block, if it is offloaded, and start to fetch those of `ahead`."""
+        if number >= self.first:
+            self._fetch(number)
+            self._slot(number).wait()
+        if self.first <= ahead < self.num_blocks:
+            self._fetch(ahead)
+
+    def _fetch(self, number: int) -> None:
+        slot = self._slot(number)
+        if slot.holds != number:
+            slot.fill(self._host[number], self._stream)
+            slot.holds = number
+
+    def _slot(self, number: int) -> _Slot:
+        return self._slots[number % len(self._slots)]
+
+
+def hold_base(
+    transformer: DiffusionTransformer,
+    quantization: Literal["none", "int8", "fp8"],
+    num_offloaded: int,
+) -> None:
+    """Apply args.quantize_base and args.offload_blocks to a transformer on the meta device."""
+    if quantization != "none":
+        quantize_base(transformer, quantization)
+    if num_offloaded:
+        transformer.block_source = HostBlocks(transformer, num_offloaded)
+
+
+def stored_base(transformer: DiffusionTransformer) -> dict[str, dict[str, Tensor]]:
+    """Return {path of a linear: its stored tensors} of weights that are no parameters.
+
+    They are "weight" and, of a weight of 8 bits, "scale", on the device or in host memory.
+    """
+    source, found = transformer.block_source, {}
+    for path, linear in base_linears(transformer):
+        stored = dict(linear.named_buffers(recurse=False))
+        if isinstance(source, HostBlocks):
+            stored |= source.stored(linear)
+        if "weight" in stored:
+            found[path] = stored
+    return found
+
+
+def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> dict[str, Target]:
+    """Allocate what `hold_base` has taken to the host, once the rest of the transformer is on the device.
+
+    Returns {name: target} of all weights that are no parameters, to be loaded or initialized.
+    """
+    if isinstance(transformer.block_source, HostBlocks):
+        transformer.block_source.allocate(device)
+    held: dict[str, Target] = {}
+    linears = dict(base_linears(transformer))
+    for path, stored in stored_base(transformer).items():
+        target = stored["weight"]
+        if "scale" in stored:
+            group = row_group(linears[path])
+            target = QuantizedWeight(target, stored["scale"], device, group)
+        held[f"{path}.weight"] = target
+    return held
+
+
+class _Slot:
+    """Device memory [N] for the weights of a block. holds: that block's number; -1: none yet."""
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self.memory, self.device, self.holds = memory, device, -1
+        self.filled: torch.cuda.Event | None = None
+
+    def fill(self, host: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Start to copy a block's bytes here, after all work that has been issued."""
+        # Not in place for autograd, which keeps views of this memory: before their backward pass the
+        # block is fetched again.
+        memory = self.memory.data
+        if stream is None:
+            memory.copy_(host)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            memory.copy_(host, non_blocking=True)
+        self.filled = torch.cuda.Event()
+        self.filled.record(stream)
+
+    def wait(self) -> None:
+        """Let the current stream wait until the last copy is complete."""
+        if self.filled is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.filled)
+
+
+class _UseInBackward(torch.autograd.Function):
+    """Identity of a block's output whose backward fetches the block's weights, before it needs them."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, blocks: HostBlocks, number: int) -> Tensor:
+        ctx.blocks, ctx.number = blocks, number
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.blocks._use(ctx.number, ctx.number - 1)
+        return grad, None, None

@@ -1,0 +1,354 @@
+"""Builds the page of a run, or of several, and writes it: one HTML file, and relative links to videos."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from cogfast import __version__
+from cogfast.config.arguments import conditions_of_run
+from cogfast.config.json_files import read_limited
+from cogfast.config.merged_config import DEFAULT
+from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.values import printable
+from cogfast.core.files import WriteError, write_text
+from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
+from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
+from cogfast.extensions.sample.flags import input_words
+
+if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
+    from cogfast.config import Config
+    from cogfast.config.arguments import TrainArguments
+
+logger = logging.getLogger(__name__)
+
+NAME = "index.html"
+_STATIC = Path(__file__).parent / "static"
+_GENERATOR = "cogfast run page"  # in a meta element, by which a page is recognized
+_START_BYTES, _MOST_BYTES = 1024, 64 << 20  # of an earlier page
+_RELOAD_SECONDS = 60  # between two reloads of an active run's page
+_NUM_RECENT = 100  # last lines, whose median is the speed of now
+_TIMESTEPS = "model.loss_fn_config.params.sigma_sampler_config.params.num_idx"
+_BAND = re.compile(r"(?:valid|train)_loss_band_(\d{1,4})")
+# Title, pattern of the keys, unit, whether smoothing applies.
+_PLOTS = (
+    ("Loss", "loss|valid_loss", "", True),
+    ("Training loss by kind", "loss_(?:video|image|prior)", "", True),
+    ("Held-out loss by noise level", r"valid_loss_band_\d{1,4}", "", False),
+    ("Training loss by noise level", r"train_loss_band_\d{1,4}", "", True),
+    ("Learning rate", "lr", "", False),
+    ("Time of a step", r"\w+_ms", "ms", True),
+    ("Memory", r"memory_\w+", "GiB", False),
+    ("Gradient norm, before clipping", "grad_norm", "", True),
+    ("Kept share of attention, estimated", r"attention_kept(?:_layer_\d+)?", "", False),
+    ("Throughput", "samples_per_s", "samples/s", True),
+    ("Score", "score/.+", "", False),
+)
+_LABELS = {
+    "loss": "training",
+    "loss_video": "clips",
+    "loss_image": "pictures",
+    "loss_prior": "prior",
+    "valid_loss": "held out",
+    "step_ms": "whole step",
+    "attention_kept": "all layers",
+}
+
+
+class RunPage:
+    """The page in a run's folder. A failure to write it is logged once; training continues."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.has_failed = False
+
+    def write(self, history: Sequence[Mapping], is_active: bool) -> None:
+        """Write the page. history: the lines of metrics.jsonl. is_active: the page reloads itself."""
+        try:
+            path = self.folder / NAME
+            write_page(path, page_of([read_run(self.folder, history)], path, is_active))
+        # A page is worth no run: whatever a damaged folder or a full disk raises is logged.
+        except Exception as error:
+            if not self.has_failed:
+                name = type(error).__name__
+                logger.warning(
+                    "the page of the run is not written (%s: %s); training continues", name, error
+                )
+            self.has_failed = True
+        else:
+            self.has_failed = False
+
+
+def write_facts(
+    folder: Path,
+    config: Config,
+    args: TrainArguments,
+    attention_backend: str | None,
+    adapters: str | None,
+    **numbers: Any,
+) -> None:
+    """Write the facts of a run that its page shows and no other file has; a full disk is logged.
+
+    attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
+    global_batch, num_samples, num_trained and shows_ema.
+    """
+    used = asdict(args)
+    used["attention_backend"] = attention_backend or args.attention_backend
+    effective: dict[str, object] = {
+        f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
+    }
+    if adapters is not None:
+        effective["adapters"] = adapters
+    origins = {key: origin for key, origin in config.origins.items() if origin != DEFAULT}
+    allowed = list(config.allow_import)
+    facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)
+    try:
+        write_text(folder / FACTS, json.dumps(asdict(facts), indent=1, default=str) + "\n")
+    except WriteError as error:
+        logger.warning("%s; training continues", error)
+
+
+def write_page(path: Path, document: str) -> None:
+    """Write a page atomically. ValueError if the file exists and is no page of cogfast."""
+    if path.exists():
+        start = read_limited(path, _MOST_BYTES, "move it, or use --out FILE")[:_START_BYTES]
+        if _GENERATOR.encode() not in start:
+            raise ValueError(f"{path} exists and is no page of cogfast; move it, or use --out FILE")
+    write_text(path, document)
+
+
+def page_of(records: Sequence[RunRecord], page: Path, is_active: bool = False) -> str:
+    """Return the page of a run, or of a comparison. page: where it will be, for its links."""
+    paths = [record.name for record in records]
+    names = [
+        name if paths.count(name) == 1 else printable(str(record.folder))
+        for name, record in zip(paths, records, strict=True)
+    ]
+    now = datetime.now().astimezone()
+    # A page of many runs stays about as large as that of one.
+    most = max(1000, MOST_POINTS // len(records))
+    plots = list(_plots(names, records))
+    drawn = {line["key"]: None for plot in plots for line in plot["lines"]}
+    data = {
+        "written": now.timestamp(),
+        "reload": _RELOAD_SECONDS if is_active else None,
+        "runs": [encode(record.columns, drawn, most) for record in records],
+        "plots": plots,
+    }
+    static = {path.name: path.read_text(encoding="utf-8") for path in sorted(_STATIC.iterdir())}
+    return _template().render(
+        data=data,
+        runs=list(zip(names, records, strict=True)),
+        problems=[(name, p) for name, r in zip(names, records, strict=True) for p in r.problems],
+        tiles=[list(_tiles(record)) for record in records],
+        prompts=_prompts(records),
+        settings=list(records[0].settings()),
+        commands=list(_commands(records[0])),
+        differences=list(_differences(records)),
+        static=static,
+        policy=_policy(static),
+        generator=_GENERATOR,
+        version=__version__,
+        now=now,
+        href=lambda record, file: _address(record.folder, file, page),
+    )
+
+
+@cache
+def _template() -> Template:
+    # Control and direction characters are shown as escapes.
+    finalize = lambda v: v if isinstance(v, Markup) else printable(str(v), keep="\n\t")
+    environment = Environment(
+        loader=FileSystemLoader(_STATIC),
+        autoescape=True,
+        finalize=finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"raw": Markup, "value": _show, "number": _number}
+    return environment.get_template("page.html.jinja")
+
+
+def _policy(static: Mapping[str, str]) -> str:
+    """Return the content security policy: only the page's own scripts and styles have an effect."""
+    digest = lambda name: base64.b64encode(hashlib.sha256(static[name].encode()).digest()).decode()
+    hashes = {name: f"'sha256-{digest(name)}'" for name in static}
+    return (
+        f"default-src 'none'; script-src {hashes['uPlot.min.js']} {hashes['page.js']}; "
+        f"style-src {hashes['uPlot.min.css']} {hashes['page.css']}; "
+        # A web server, and a disk.
+        "img-src data:; media-src 'self' file:; base-uri 'none'; form-action 'none'"
+    )
+
+
+# --- curves and numbers ---
+
+
+def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]:
+    """Yield a plot of a run's keys; for several runs a plot of each key with a line for each run."""
+    keys = list(dict.fromkeys(key for record in records for key in record.columns))
+    timesteps = records[0].plain.get(_TIMESTEPS)
+    for title, pattern, unit, is_smooth in _PLOTS:
+        found = [key for key in keys if re.fullmatch(pattern, key)]
+        bands = len(found) if "band" in pattern else 0
+        labels = [(key, _label(key, bands, timesteps)) for key in found]
+        title = f"{title} ({unit})" if unit else title
+        plot = {"title": title, "isSmooth": is_smooth}
+        if len(records) == 1 and found:
+            yield {**plot, "lines": [{"run": 0, "key": k, "label": label} for k, label in labels]}
+        for key, label in labels if len(records) > 1 else ():
+            if key.endswith("_ms") and key != "step_ms":
+                continue  # the parts are on the runs' own pages
+            lines = [
+                {"run": i, "key": key, "label": name}
+                for i, (name, record) in enumerate(zip(names, records, strict=True))
+                if key in record.columns
+            ]
+            yield {
+                **plot,
+                "title": f"{title}: {label}" if len(found) > 1 else title,
+                "lines": lines,
+            }
+
+
+def _label(key: str, num_bands: int, num_timesteps: object) -> str:
+    match = _BAND.fullmatch(key)
+    if match is None:
+        name = key.removeprefix("memory_").removesuffix("_ms").removesuffix("_gib")
+        return _LABELS.get(key, name.replace("_", " "))
+    number = int(match[1])
+    if not isinstance(num_timesteps, int) or number >= num_bands:
+        return f"band {number}"
+    # The borders of a band, as an evaluation computes its middle.
+    start, end = (round(i * num_timesteps / num_bands) for i in (number, number + 1))
+    return f"t {start}–{end - 1}"
+
+
+def _tiles(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, value, note) of the last numbers."""
+    columns = record.columns
+    of = f"of {record.num_steps:,}" if record.num_steps is not None else ""
+    yield "Step", f"{record.step:,}", of
+    loss, held_out = columns.get("loss_running") or columns.get("loss"), columns.get("valid_loss")
+    if loss is not None:
+        yield "Loss", _number(loss.last), f"{_number(loss.finite[0])} at step {loss.steps[0]:,}"
+    if held_out is not None:
+        best = min(held_out.finite)
+        at = held_out.steps[held_out.values.index(best)]
+        yield "Held-out loss", _number(held_out.last), f"lowest {_number(best)} at step {at:,}"
+    if "step_ms" in columns:
+        ms, left = median(columns["step_ms"].finite[-_NUM_RECENT:]), ""
+        if record.num_steps is not None and record.step < record.num_steps:
+            hours = (record.num_steps - record.step) * ms / 3.6e6
+            left = f"{hours:.1f} h left" if hours >= 1 else f"{max(1, round(60 * hours))} min left"
+        yield "Time of a step", f"{_number(ms)} ms", left
+    for key in ("memory_reserved_gib", "memory_rss_gib"):
+        if key in columns:
+            yield "Memory", f"{_number(max(columns[key].finite))} GiB", "peak"
+
+
+def _number(value: float) -> str:
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _show(value: object) -> str:
+    """Format a value of a configuration: JSON, but text without quotes where it is unmistakable."""
+    if isinstance(value, str) and value and value == value.strip():
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# --- samples, commands, differences ---
+
+
+def _address(folder: Path, file: str, page: Path) -> str:
+    """Return the relative link from a page to a file in a run's folder."""
+    start = os.path.relpath(folder.absolute(), page.absolute().parent)
+    # `./` first: a colon in the first part would be read as a scheme.
+    return "./" + quote(os.fsencode(os.path.normpath(os.path.join(start, file))))
+
+
+def _prompts(records: Sequence[RunRecord]) -> list[tuple[str, list]]:
+    """Return (prompt, [(number of the run, sample)]), those of all runs first; references first."""
+    found: dict[tuple[str, int], list] = {}
+    for i, record in enumerate(records):
+        for sample in record.samples:
+            found.setdefault(sample.prompt, []).append((i, sample))
+    for cells in found.values():
+        references = [cell for cell in cells if cell[1].step is None][:1]
+        cells[:] = references + [cell for cell in cells if cell[1].step is not None]
+    num_runs = lambda item: len({i for i, sample in item[1] if sample.step is not None})
+    return [(text, cells) for (text, _), cells in sorted(found.items(), key=num_runs, reverse=True)]
+
+
+def _differences(records: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (key, value of each run) where the effective values differ."""
+    runs = [record.compared() for record in records]
+    for key in dict.fromkeys(key for run in runs for key in run):
+        values = [_show(run[key]) if key in run else "–" for run in runs]
+        if len(set(values)) > 1:
+            yield key, values
+
+
+def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield (title, command line). Those that need weights are left out until a checkpoint exists."""
+    run = shlex.quote(str(record.folder))
+    if record.checkpoint is not None:
+        config = shlex.quote(str(record.config))
+        packages = () if record.facts is None else record.facts.allow_import
+        own = "".join(f" --allow-import {shlex.quote(name)}" for name in packages)
+        train = f"{_launcher(record.environment)} train --base {config} --resume {run}{own}"
+        is_done = record.num_steps is not None and record.step >= record.num_steps
+        title = "Train on" if is_done else "Resume"
+        more = " args.train_iters=MORE_STEPS" * is_done
+        yield f"{title} from checkpoint {record.checkpoint.name}", f"{train}{more}"
+        keys = ("conditions", "noised_image_input")
+        inputs = conditions_of_run({key: record.plain.get(f"model.{key}") for key in keys})
+        files = input_words(inputs, record.plain.get("model.given_frames"))
+        is_own = record.plain.get("model.network_config.target") not in NETWORKS
+        for key in record.plain if is_own else ():
+            if (name := key.removeprefix("data.params.tensors.")) != key:
+                files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
+        prompt = f'--prompt "A PROMPT OF YOUR OWN"{files}'
+        yield "Sample a video", f"cogfast sample {run}{own} {prompt} --out samples"
+        to = "lora --to peft" if record.is_lora else "pipeline --to diffusers"
+        ema = " --ema" if record.facts is not None and record.facts.shows_ema else ""
+        ema += " --allow-unexpected" * is_own  # no other format has added modules
+        has_others = record.is_lora or not record.plain.get("model.trainable_modules")
+        if has_others or not is_own:
+            yield "Convert to diffusers", f"cogfast convert {run} {to}{ema}"
+            yield "Convert to SAT", f"cogfast convert {run} sat --to sat{ema}"
+    yield "Write this page again", f"cogfast report {run}"
+    yield "Compare with another run", f"cogfast report {run} OTHER_RUN --out comparison.html"
+
+
+def _launcher(environment: Mapping[str, object]) -> str:
+    """Return the command that starts as many processes as the run had."""
+    world, devices = environment.get("world_size"), environment.get("devices")
+    if type(world) is not int or world <= 1:
+        return "cogfast"
+    here = len(devices) if isinstance(devices, list) and devices else world
+    nodes = ""
+    if here < world and world % here == 0:
+        nodes = f"--nnodes={world // here} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 "
+        world = here
+    return f"torchrun {nodes}--nproc_per_node={world} --no-python cogfast"

@@ -1,0 +1,273 @@
+"""Everything that the page of a run shows, read from the run's folder.
+
+A folder may be damaged, old or downloaded: what cannot be read is left out and named in `problems`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.json_files import Range, brief, read_json, read_limited
+from cogfast.config.merged_config import find_origin, leaves, to_dict
+from cogfast.config.values import counted, printable
+from cogfast.config.yaml_files import read_yaml
+from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
+from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
+
+FACTS, _METRICS, CONFIG = "run_facts.json", "metrics.jsonl", "training_config.yaml"
+_BAD_FILES = ("bad_samples.jsonl", "bad_samples_valid.jsonl")
+_MOST_BAD_BYTES, _MOST_SHOWN = 1 << 26, 300
+_LEFT_OUT = "it is left out"
+_SUFFIXES = (".mp4", ".safetensors")  # a video, or its latents with args.only_log_video_latents
+_STEP_FOLDER = re.compile(r"step-(\d{1,12})")
+_FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
+_MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
+_LORA = "model.network_config.params.modules.lora_config.params"
+_DEFAULTS: Mapping[str, object] = {
+    **{f"args.{key}": value for key, value in asdict(TrainArguments()).items()},
+    **{f"model.{key}": value for key, value in asdict(ModelArguments()).items()},
+}
+_Count = Annotated[int, Range(0, 2**53)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """The facts that a run knows when it starts and no other file has.
+
+    effective: values that the run uses where the configuration does not say them.
+    """
+
+    num_steps: _Count
+    global_batch: _Count
+    num_samples: _Count
+    num_trained: _Count
+    shows_ema: bool = False  # whether samples are made with the averaged weights
+    allow_import: list[str]
+    origins: dict[str, str]  # of the keys that are not at their default
+    effective: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampled video; step: None for the reference clip. file: relative to the run's folder.
+
+    prompt: its text, and which one it is of the run's prompts with this text.
+    """
+
+    prompt: tuple[str, int]
+    step: int | None
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key of the configuration. default, origin: None if unknown."""
+
+    key: str
+    value: object
+    default: object
+    origin: str | None
+    is_set: bool  # it differs from its default, or has none and was given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """A run, as its page shows it."""
+
+    folder: Path
+    name: str
+    columns: Mapping[str, Column]
+    plain: Mapping[str, object]  # {dotted key: value} of the newest configuration
+    config: Path  # its file
+    facts: Facts | None
+    samples: Sequence[Sample]
+    environment: Mapping[str, object]  # of the newest start
+    checkpoint: Path | None  # the newest
+    problems: Sequence[str]
+
+    @property
+    def step(self) -> int:
+        """The last step that the metrics or the checkpoints know."""
+        saved = None if self.checkpoint is None else step_of(self.checkpoint)
+        return max([*(column.steps[-1] for column in self.columns.values()), saved or 0])
+
+    @property
+    def num_steps(self) -> int | None:
+        return None if self.facts is None else self.facts.num_steps
+
+    @property
+    def is_lora(self) -> bool:
+        return any(key.startswith(_LORA) for key in self.plain)
+
+    @property
+    def effective(self) -> Mapping[str, object]:
+        return {} if self.facts is None else self.facts.effective
+
+    def settings(self) -> Iterator[Setting]:
+        """Yield the settings of `args`, then all others."""
+        origins = None if self.facts is None else self.facts.origins
+        origin_of = lambda key: None if origins is None else find_origin(origins, key)
+        for key in sorted(self.plain, key=lambda key: not key.startswith("args.")):
+            value, origin, default = self.plain[key], origin_of(key), _DEFAULTS.get(key)
+            is_set = value != default if key in _DEFAULTS else origin != "default"
+            if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
+                # A YAML file lists every part of the network, most of them as published.
+                is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
+            yield Setting(key, value, default, origin, is_set)
+
+    def compared(self) -> dict[str, object]:
+        """Return what decides how the run trains, from whichever file, default or machine it is."""
+        facts = {} if self.facts is None else asdict(self.facts)
+        numbers = {k: v for k, v in facts.items() if k.startswith(("num_", "global_"))}
+        defaults = _DEFAULTS if self.plain else {}
+        return {**numbers, **self.environment, **defaults, **self.plain, **self.effective}
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (_METRICS, CONFIG))
+
+
+def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecord:
+    """Read a run's folder. history: the lines of metrics.jsonl, if the caller has them."""
+    problems: list[str] = []
+    columns = to_columns(_metrics(folder / _METRICS, problems) if history is None else history)
+    config, plain = folder / CONFIG, {}
+    for config in _starts(folder, "training_config"):
+        try:
+            plain = leaves(to_dict(read_yaml(config, config.name, is_plain=True)))
+        except (ValueError, OmegaConfBaseException) as error:
+            problems.append(str(error).splitlines()[0])
+    environments = [
+        _read(path, dict[str, Any], problems) for path in _starts(folder, "environment")
+    ]
+    checkpoint = None
+    try:
+        checkpoint = newest_checkpoint(folder)
+    except ValueError as error:
+        problems.append(str(error))
+    for name in _BAD_FILES:
+        _find_bad_samples(folder / name, problems)
+    if "skipped" in columns and columns["skipped"].last > 0:
+        number = counted(int(columns["skipped"].last), "step")
+        problems.append(f"{number} skipped, since gradients were not finite")
+    return RunRecord(
+        folder=folder,
+        name=printable(folder.absolute().name),
+        columns=columns,
+        plain=plain,
+        config=config,
+        facts=_read(folder / FACTS, Facts, problems),
+        samples=_samples(folder, problems),
+        environment=next((found for found in reversed(environments) if found), {}),
+        checkpoint=checkpoint,
+        problems=problems,
+    )
+
+
+def _metrics(path: Path, problems: list[str]) -> list[dict]:
+    if not path.exists():
+        return []
+    found = read_metrics(path)
+    damaged = [*found.problems, *([] if found.cut is None else [found.cut])]
+    if damaged:
+        number = counted(len(damaged), "line")
+        problems.append(
+            f"{path.name}: {number} left out, since they are damaged; first: {damaged[0]}"
+        )
+    return found.lines
+
+
+def _read(path: Path, schema: Any, problems: list[str]) -> Any:
+    """Read an optional JSON file; a damaged one is a problem."""
+    if not path.exists():
+        return None
+    try:
+        return read_json(path, schema, fix=_LEFT_OUT)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _starts(folder: Path, name: str) -> list[Path]:
+    """Return a description's files: that of the first start, then those of resumptions, by step."""
+    marked = []
+    for path in folder.glob(f"{name}-from-*"):
+        match = _MARKED.fullmatch(path.name)
+        step = step_of(Path(match[1])) if match else None
+        marked += [] if step is None else [(step, path)]
+    first = folder / (CONFIG if name == "training_config" else f"{name}.json")
+    return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
+
+
+def _find_bad_samples(path: Path, problems: list[str]) -> None:
+    """Report how many samples could not be used, with the first one's name and reason."""
+    if not path.exists():
+        return
+    try:
+        lines = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT).decode(errors="replace").splitlines()
+    except ValueError as error:
+        problems.append(str(error))
+        return
+    if lines:
+        number = counted(len(lines), "sample")
+        problems.append(f"{number} could not be used: {path.name}; first: {lines[0][:_MOST_SHOWN]}")
+
+
+# --- videos ---
+
+
+def _samples(folder: Path, problems: list[str]) -> list[Sample]:
+    """Return the videos of both layouts of a run's folder, by step, and the reference clips."""
+    # {step: (folder in the run, start of the files' names, names)}
+    places: dict[int | None, tuple[str, str, list[str]]] = {}
+    for name in _entries(folder / "samples"):
+        if match := _STEP_FOLDER.fullmatch(name):
+            inner = f"samples/{name}"
+            places[int(match[1])] = (inner, "", _entries(folder / inner))
+    for name in _entries(folder / "validation_res"):
+        if match := _FINETUNE.fullmatch(name):
+            place = places.setdefault(int(match[2]), ("validation_res", match[1], []))
+            place[2].append(name)
+    steps = sorted(step for step in places if step is not None)
+    places[None] = ("reference", "", _entries(folder / "reference"))
+    texts: dict[str, str] = {}  # by key, which is the same for a prompt at every step
+    found: list[tuple[str, int | None, str]] = []
+    for step in [None, *steps]:
+        inner, start, names = places[step]
+        listing = f"{start}prompts.json"
+        listed = (
+            _read(folder / inner / listing, dict[str, str], problems) if listing in names else {}
+        )
+        for name, text in (listed or {}).items():
+            if not name.startswith(start) or "/" in name or "\0" in name:
+                problems.append(f"{inner}/{listing}: {brief(name)} is no name of a sample")
+            else:
+                texts[name.removeprefix(start).rpartition(".")[0]] = text
+        for name in names:
+            if name.endswith(_SUFFIXES):
+                found.append((name.removeprefix(start).rpartition(".")[0], step, f"{inner}/{name}"))
+    prompts: dict[str, tuple[str, int]] = {}
+    numbers: dict[str, int] = {}
+    for key in sorted({key for key, *_ in found}):
+        # Files of an evaluation that was stopped are in no listing; the name begins with the prompt.
+        text = texts.get(key, key)
+        prompts[key] = (text, numbers.get(text, 0))
+        numbers[text] = numbers.get(text, 0) + 1
+    sampled = {key for key, step, _ in found if step is not None}
+    return [Sample(prompts[key], step, file) for key, step, file in found if key in sampled]
+
+
+def _entries(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

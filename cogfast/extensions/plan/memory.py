@@ -1,0 +1,450 @@
+"""Predict the memory of a run on one GPU, by part and by phase, before any weights load.
+
+A phase is a moment at which memory can peak: encoding a batch, a micro-batch's backward pass, the
+optimizer's step, an evaluation, decoding a sampled video. trace.py counts the network, zero.py
+weights, optimizer and gradients, encoders.py the VAE and T5. docs/diagnostics.md compares predictions
+with PyTorch's allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.deepspeed_keys import stage_and_sums
+from cogfast.config.merged_config import to_dict
+from cogfast.distributed.context_parallel import split_context
+from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
+from cogfast.extensions.memory.quantized_base import base_linears
+from cogfast.extensions.plan.encoders import Encoders, find_encoders
+from cogfast.extensions.plan.trace import Edges, Event, Trace, Traces
+from cogfast.extensions.plan.zero import (
+    Gradients,
+    State,
+    ZeroRules,
+    lasting_state,
+    num_trained,
+    step_bytes,
+)
+from cogfast.extensions.prodigy_muon.optimizers import Muon
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.train.activation_checkpointing import LADDER, Policy
+from cogfast.train.assembly import DTYPES, build_on_meta
+from cogfast.train.optimizer import build_optimizer
+from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
+
+GIB = 2**30
+MARGIN = 0.04  # fraction of the device's memory left free for the allocator's fragmentation
+_WORKSPACE = 2**26  # of cuBLAS and cuDNN, and small tensors that last
+_STEP = ("training", "optimizer step")
+_UNKNOWN = 2**62  # free bytes of a card that is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The numbers that decide the memory of a run.
+
+    traces: of the shard of one rank. size, batch_size: of the micro-batch with the most tokens.
+    choice: args.activation_checkpointing. eval_shape: (B, S) of an evaluation's forward pass; None
+    without one. batch_bytes: of the batches on the device. is_sampling: args.mode=inference.
+    """
+
+    traces: Traces
+    rules: ZeroRules
+    size: LatentSize
+    batch_size: int
+    choice: str
+    encoders: Encoders
+    eval_shape: tuple[int, int] | None = None
+    batch_bytes: int = 0
+    model_size: int = 1
+    context_size: int = 1
+    is_sampling: bool = False
+    offloads: bool = False
+
+    @property
+    def transformer(self) -> DiffusionTransformer:
+        return self.traces.transformer
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.transformer.blocks)
+
+    @property
+    def world_size(self) -> int:
+        return self.model_size * self.rules.data_size
+
+    @property
+    def has_frozen_base(self) -> bool:
+        """Whether only adapters are trained in the blocks' linears."""
+        linears = base_linears(self.transformer)
+        return not any(linear.weight.requires_grad for _, linear in linears)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (B, S) of the blocks' input on this rank."""
+        return self.batch_size, _rows(self.size, self.transformer.config, self.context_size)
+
+    @property
+    def edges(self) -> Edges:
+        return self.traces.edges(self.size, self.batch_size)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return num_trained(self.transformer)
+
+    @cached_property
+    def state(self) -> State:
+        return lasting_state(self.transformer, self.rules)
+
+    def kept(self, policies: Sequence[Policy]) -> list[int]:
+        return [self.block(number, policy).kept for number, policy in enumerate(policies)]
+
+    def block(self, number: int, policy: Policy) -> Trace:
+        return self.traces.block(number, self.shape, policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes by part at the peak of a phase."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Prediction for one rank. card: bytes of the device, None if it is unknown."""
+
+    setup: Setup
+    policies: tuple[Policy, ...]
+    phases: tuple[Phase, ...]
+    card: int | None
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        return self.largest.total
+
+    @property
+    def fits(self) -> bool:
+        return self.card is None or self.peak <= usable(self.card)
+
+    @property
+    def step_peak(self) -> int:
+        """Return the peak of a training step without encoding, which a run measures."""
+        return max(p.total for p in self.phases if p.name in _STEP)
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        names = " + ".join(
+            f"{name} {num_bytes / GIB:.1f}"
+            for name, num_bytes in self.largest.parts.items()
+            if num_bytes >= 0.05 * GIB
+        )
+        of = "" if self.card is None else f" of {self.card / GIB:.1f}"
+        what = f"{self.peak / GIB:.1f}{of} GiB at its peak ({self.largest.name})"
+        return f"{what}: {names}" if names else what
+
+
+def usable(card: int) -> int:
+    """Return the bytes of a device that a run may take."""
+    return int((1 - MARGIN) * card)
+
+
+def plan_memory(
+    setup: Setup, card: int | None, policies: tuple[Policy, ...] | None = None
+) -> MemoryPlan:
+    """Predict the peaks. policies: None: those of the setup; `auto` gets the ones that fit on the card."""
+    if policies is None and setup.choice == "auto" and not setup.is_sampling:
+        policies = choose_policies(setup, usable(card) - gap_bytes(setup) if card else None)
+    elif policies is None:
+        is_fixed = setup.choice in LADDER  # auto keeps all in sampling
+        policies = (LADDER[LADDER.index(setup.choice)] if is_fixed else "none",) * setup.num_layers
+    return MemoryPlan(setup, policies, tuple(_phases(setup, policies, card)), card)
+
+
+def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
+    """Return the policies that recompute least and fit into `budget` bytes; full if nothing fits.
+
+    All layers climb one rung of LADDER before any climbs the next. The last layers climb first: their
+    activations are released first, before the recomputations of the early layers need memory.
+    """
+    number, ladder = setup.num_layers, LADDER
+    if setup.offloads:
+        # The bytes that pointwise keeps take longer to copy to the host and back than to compute.
+        ladder = LADDER[: LADDER.index("pointwise")]
+    if budget is None:
+        return (ladder[-1],) * number
+    chosen: tuple[Policy, ...] = (ladder[0],) * number
+    for before, rung in zip(ladder, ladder[1:], strict=False):
+        fits = lambda risen, below=before, above=rung: (
+            training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
+        )
+        low, high = 0, number
+        while low < high:  # the largest number of risen layers that fits
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if low:
+            chosen = (before,) * (number - low) + (rung,) * low
+        if low < number:
+            break
+    return chosen
+
+
+def gap_bytes(setup: Setup) -> int:
+    """Return up to how much more than the plan the allocator reserves in a step, since gradients come to
+    lie between activations.
+
+    On a CUDA runtime that computes nothing it was 3.4 GiB for 2B (this says 3.2) and 12.4 for 5B (10.4).
+    """
+    return setup.rules.partition(setup.num_trained) * setup.rules.sum_bytes
+
+
+def base_parts(setup: Setup, is_evaluated: bool = False) -> dict[str, int]:
+    """Return the bytes that last from step to step, by part."""
+    state = setup.state
+    if setup.is_sampling:
+        encoders = setup.encoders.resident(is_evaluated=True)
+        return {"weights": state.weights, "encoders": encoders, "workspaces": _WORKSPACE}
+    return {
+        "weights": state.weights,
+        "master weights": state.master,
+        "moments": state.moments,
+        "EMA": state.ema,
+        "encoders": setup.encoders.resident(is_evaluated),
+        "batches, workspaces": setup.batch_bytes + _WORKSPACE,
+    }
+
+
+def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
+    """Return the parts at the peak of a backward pass.
+
+    Gradients grow while activations shrink, so the peak may be at any block.
+    """
+    edges = setup.edges
+    gradients = Gradients(setup.transformer, setup.rules, setup.num_trained)
+    # Gradients of an optimizer in host memory leave the device bucket by bucket.
+    leaves = setup.rules.is_offloaded and setup.rules.stage < 3
+    most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
+    kept = setup.kept(policies)
+    is_partial = setup.offloads and "none" not in policies
+    best, most_bytes = dict[str, int](), -1
+
+    def note(below: int, running: int, transient: int = 0) -> None:
+        nonlocal best, most_bytes
+        total = min(gradients.held, most) + gradients.buffers + transient + below + running
+        if total <= most_bytes:
+            return
+        most_bytes = total
+        best = {
+            "gradients": min(gradients.held, most),
+            "ZeRO's buffers": gradients.buffers + transient,
+            "activations": below,
+            "block at work": running,
+        }
+
+    def follow(below: int, events: Sequence[Event]) -> None:
+        for event in events:
+            note(below, event.peak)
+            if event.numel:
+                transient = gradients.arrive(event.numel)
+                note(below, event.live, transient)
+
+    # Offloading leaves what the last blocks before the one at work keep.
+    held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
+    follow(edges.embedded + held(len(kept), NUM_RESIDENT), edges.head)
+    for number in reversed(range(len(policies))):
+        events = setup.block(number, policies[number]).backward
+        follow(edges.embedded + held(number, 1), events)
+    follow(edges.embedded, edges.embed)
+    transient = gradients.finish()
+    note(0, 0, transient)
+    return Phase("training", {**base_parts(setup), **best})
+
+
+def host_parts(setup: Setup, policies: Sequence[Policy]) -> dict[str, int]:
+    """Return the bytes of pinned host memory of one rank, by what they hold."""
+    offloaded = setup.kept(policies)[:-NUM_RESIDENT] if setup.offloads else []
+    waiting = replace(setup.encoders, are_offloaded=False)
+    return {
+        "activations": sum(offloaded),
+        "encoders": waiting.resident(is_evaluated=True) if setup.encoders.are_offloaded else 0,
+        "blocks": setup.state.host_blocks,
+        "EMA": setup.state.host_ema,
+    }
+
+
+def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[Phase]:
+    if setup.is_sampling:
+        return _evaluation_phases(setup, base_parts(setup, is_evaluated=True), card, "sampling")
+    phases = [training_phase(setup, policies)]
+    base, encoders = base_parts(setup), setup.encoders
+    gradients = step_bytes(setup.transformer, setup.rules)
+    phases.append(Phase("optimizer step", {**base, "gradients": gradients}))
+    free = usable(card) - sum(base.values()) if card else _UNKNOWN
+    mode, num_bytes = encoders.encode_peak(max(0, free)) if encoders.in_step[1] else ("", 0)
+    if num_bytes:
+        # Gradients of earlier micro-batches wait.
+        waiting = {"gradients": gradients} if setup.rules.accumulation > 1 else {}
+        parts = {**base, **waiting, **encoders.fetched(encoders.stage_bytes)}
+        phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
+    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation[0]):
+        parts = {**base, **encoders.fetched(encoders.text_bytes)}
+        phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
+    if setup.eval_shape is not None:
+        base = base_parts(setup, is_evaluated=True)
+        phases += _evaluation_phases(setup, base, card, "evaluation")
+    return phases
+
+
+def _evaluation_phases(
+    setup: Setup, base: dict[str, int], card: int | None, name: str
+) -> list[Phase]:
+    assert setup.eval_shape is not None, "there is an evaluation"
+    forward = setup.traces.forward(setup.eval_shape)
+    phases = [Phase(name, {**base, "block at work": forward})]
+    free = usable(card) - sum(base.values()) if card else _UNKNOWN
+    how, num_bytes = setup.encoders.decode_peak(max(0, free))
+    if num_bytes:
+        base |= setup.encoders.fetched(setup.encoders.stage_bytes)
+        phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
+    return phases
+
+
+def setup_of(
+    config: Config, args: TrainArguments, world_size: int, traces: Traces | None = None
+) -> Setup:
+    """Collect what decides the memory of a configuration on `world_size` ranks.
+
+    traces: of the same model with the same layout, if there are some.
+    """
+    traces = traces or Traces(_build(config, args))
+    model = traces.transformer.config
+    clip, batches = largest_size(config, model), batch_sizes(config, model)
+    times, size = max(batches, key=lambda pair: pair[0] * pair[1].num_tokens(model))
+    # Pictures are encoded one by one, which takes less than a clip.
+    shape = (args.batch_size, clip.num_frames, *clip.pixels)
+    captions = args.batch_size * max(times for times, _ in batches)
+    number = DTYPES[args.precision].itemsize
+    encoders = find_encoders(config, args, shape, model.text_length, number, captions)
+    is_sampling = args.mode == "inference"
+    # Guidance runs the conditional and the unconditional half together.
+    evaluated = args.eval_batch_size or args.batch_size
+    eval_shapes = [
+        (evaluated * times, _rows(size, model, args.context_parallel_size))
+        for times, size in ((2, clip), *batches)
+    ]
+    return Setup(
+        traces=traces,
+        rules=rules_of(config, args, world_size // args.model_parallel_size),
+        size=size,
+        batch_size=args.batch_size * times,
+        choice=str(args.activation_checkpointing),
+        encoders=encoders,
+        eval_shape=max(eval_shapes, key=math.prod) if args.has_evaluation or is_sampling else None,
+        batch_bytes=args.batch_size
+        * max(times * _sample_bytes(encoders, size, model) for times, size in batches),
+        model_size=args.model_parallel_size,
+        context_size=args.context_parallel_size,
+        is_sampling=is_sampling,
+        offloads=args.offload_activations,
+    )
+
+
+def _rows(size: LatentSize, model: TransformerConfig, context_size: int) -> int:
+    """Return the rows of a sample that a rank has."""
+    return -(-size.num_tokens(model) // context_size)
+
+
+def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig) -> int:
+    """Return the bytes of a sample of the batch in use."""
+    clip = 3 * size.num_frames * math.prod(size.pixels)
+    # Three of the clip's latents, and those of the conditions, in float32
+    channels = 2 * model.out_channels + model.in_channels
+    latents = 4 * channels * size.frames * size.height * size.width
+    text = 4 * model.text_length * model.text_hidden_size
+    per_sample = latents + text
+    if encoders.encodes_clips:
+        per_sample += encoders.num_videos * 5 * clip  # as bytes and as float32
+    return per_sample
+
+
+def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:
+    """Build the shard of the rank that has most, without memory and processes."""
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    transformer = build_on_meta(config, args, stand_in(0, tensor) if tensor > 1 else None)
+    if context > 1:
+        split_context(transformer, stand_in(context - 1, context))
+    return transformer
+
+
+def stand_in(rank: int, size: int) -> ParallelGroup:
+    """Return a group without processes: on the meta device a collective needs a name alone."""
+    # Registers the collectives on the meta device. A run without groups needs no such import.
+    import torch.distributed._functional_collectives  # noqa: F401
+
+    named: Any = SimpleNamespace(group_name=f"group/{size}")
+    return ParallelGroup(rank, size, named)
+
+
+def _num_moments(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int:
+    """Return the float32 numbers per weight that an optimizer keeps beside the EMA."""
+    if isinstance(optimizer, FusedEmaAdam):
+        return sum(x.shape == weight.shape for x in optimizer.state_of(weight).values()) - 1
+    return 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
+
+
+def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
+    """Return where DeepSpeed and the optimizer keep the state of this configuration."""
+    section = to_dict(config.deepspeed)
+    zero = section.get("zero_optimization") or {}
+    number = DTYPES[args.precision].itemsize
+    device = (zero.get("offload_optimizer") or {}).get("device")
+    is_offloaded = bool(zero.get("cpu_offload")) or device in ("cpu", "nvme")
+    stage, sum_dtype = stage_and_sums(section, args)
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    optimizer = build_optimizer(
+        section.get("optimizer") or {},
+        [{"params": [weight]}],
+        allow_import=config.allow_import,
+        lr=args.lr,
+    )
+    is_fused_adam = isinstance(optimizer, FusedEmaAdam)
+    is_fused = is_fused_adam and args.zero_stage < 3 and not is_offloaded
+    return ZeroRules(
+        stage=stage,
+        data_size=data_size,
+        weight_bytes=number,
+        sum_bytes={"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number),
+        num_moments=_num_moments(optimizer, weight),
+        has_8bit_moments=args.optimizer_moments == "8bit",
+        has_ema=is_fused_adam,
+        has_host_ema=args.ema_device == "cpu",
+        is_fused=is_fused,
+        is_offloaded=is_offloaded,
+        overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
+        accumulation=args.gradient_accumulation_steps,
+        bucket=int(float(zero.get("reduce_bucket_size") or 500_000_000)),
+        section={**zero, "stage": stage},
+        is_muon=isinstance(optimizer, Muon),
+        copies_gradients=not is_fused_adam or args.kernels == "torch",
+    )

@@ -1,0 +1,216 @@
+"""`cogfast plan --table`: layouts on 8 to 1,024 GPUs, and what their links, checkpoints and failures cost.
+
+Failures M seconds apart lose least if a run saves every sqrt(2 C M) seconds (Young 1974, Daly 2006), where
+C is the time that a save takes from training: that of the copy to host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from cogfast.config import Config, with_words
+from cogfast.config.arguments import TrainArguments
+from cogfast.extensions.plan.gpus import GPUS, Gpu
+from cogfast.extensions.plan.memory import GIB, MemoryPlan, Setup, plan_memory, rules_of, setup_of
+from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
+from cogfast.extensions.plan.text import attention_of, checked, find_card, model_line
+from cogfast.extensions.plan.trace import Traces
+from cogfast.extensions.plan.zero import lasting_state
+from cogfast.extensions.sparse.check import check_sparse
+from cogfast.train.preflight.mesh import check_mesh
+
+WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
+# Per 1,000 GPUs and day: 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, arXiv:2407.21783).
+FAILURES = 1000 * 419 / (54 * 16_384)
+DISK = 4e9  # bytes/s of a machine: an NVMe drive on PCIe 4; assumed
+# bytes/s of a machine: half of what dvassallo/s3-benchmark reads from S3 with a card of 100 Gbit/s
+STORE = 4e9
+# Seconds: up to 80 until the loss of a machine ends the ranks (docs/launch.md), and an assumed 100 to start
+RESTART = 180
+_SHOWN = 2  # layouts for each number of GPUs
+_SIZES = (1, 2, 4, 8)  # of a group that shares a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """num_bytes: of a checkpoint. Seconds: copy, disk and store of a save; apart between failures; interval
+    between saves; lost by a failure. goodput: share of the time that trains."""
+
+    num_bytes: int
+    copy: float
+    disk: float
+    store: float
+    apart: float
+    interval: float
+    lost: float
+    goodput: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout that fits. words: its keys, for `cogfast plan`. samples: the global batch."""
+
+    words: tuple[str, ...]
+    samples: int
+    plan: MemoryPlan
+    step: StepTime
+    saving: Saving
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """Return the sizes of data, context and tensor parallelism."""
+        setup = self.plan.setup
+        return setup.rules.data_size // setup.context_size, setup.context_size, setup.model_size
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Return the seconds of a step: matmul, attention, memory-bound, and waits for links, to the host, too."""
+        step = self.step
+        return step.matmul, step.attention, step.memory_bound, step.communication + step.transfers
+
+
+def predict_saving(setup: Setup, gpu: Gpu, step: float, failures: float) -> Saving:
+    """Predict what checkpoints and failures cost. step: seconds. failures: per 1,000 GPUs and day."""
+    world = setup.world_size
+    # The files have float32 moments.
+    of_files = lasting_state(setup.transformer, replace(setup.rules, has_8bit_moments=False))
+    copied, of_rank = (
+        s.master + s.moments + (s.host_ema or s.ema) for s in (setup.state, of_files)
+    )
+    of_machine = of_rank * min(world, GPUS_PER_MACHINE)
+    copy = copied / (gpu.shares.link * gpu.host_gb_per_s * 1e9)
+    disk, store, apart = of_machine / DISK, of_machine / STORE, 86_400_000 / (failures * world)
+    # A save waits for the one before it, which is written to a disk and then sent to the store.
+    interval = max(math.sqrt(2 * copy * apart), disk + store, step)
+    lost = RESTART + store + interval / 2  # the checkpoint is read, too
+    goodput = interval / (interval + copy) * max(0.0, 1 - lost / apart)
+    return Saving(of_rank * world, copy, disk, store, apart, interval, lost, goodput)
+
+
+def find_layouts(
+    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS, failures: float = FAILURES
+) -> dict[int, list[Layout] | str]:
+    """Return the layouts that fit for each number of GPUs, the fastest first, or why there is none.
+
+    Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
+    """
+    (name, memory, entry), (config, model) = find_card(gpu), checked(config)
+    if entry is None or memory is None:
+        known = ", ".join(each.name for each in GPUS)
+        text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
+        raise ValueError(f"{text}; use --gpu {known}")
+    args, traces = TrainArguments.from_config(config), dict[tuple[int, int], Traces]()
+    if args.mode == "inference" or rules_of(config, args, 1).is_offloaded:
+        raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")
+    found: dict[int, list[Layout] | str] = {}
+    for world in worlds:
+        copies = max(1, world // (args.model_parallel_size * args.context_parallel_size))
+        samples = args.batch_size * args.gradient_accumulation_steps * copies
+        samples = config.deepspeed.get("train_batch_size") or samples
+        layouts, peaks, why = list[Layout](), list[int](), ""
+        for tensor, context in ((t, c) for t in _SIZES for c in _SIZES if t * c <= _SIZES[-1]):
+            # Context parallelism sends less (docs/scaling.md): tensor parallelism is for what does not fit.
+            if tensor > 1 and len(layouts) >= _SHOWN:
+                break
+            at_once = args.batch_size * max(1, world // (tensor * context))
+            words = (
+                f"args.model_parallel_size={tensor}",
+                f"args.context_parallel_size={context}",
+                f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
+            )
+            changed = with_words(config, words, "--table")
+            args_here = TrainArguments.from_config(changed)
+            try:
+                check_mesh(changed, args_here, model, world)
+                check_sparse(changed, args_here, model, is_training=True)
+            except ValueError as error:
+                why = why or str(error)
+                continue
+            if samples % at_once:
+                why = f"{at_once} samples at once do not divide a batch of {samples}; set "
+                why += f"deepspeed.train_batch_size to a multiple of {at_once}"
+                continue
+            setup = setup_of(changed, args_here, world, traces.get((tensor, context)))
+            traces[tensor, context] = setup.traces
+            plan = plan_memory(setup, memory)
+            peaks.append(plan.peak)
+            backend, *_ = attention_of(args_here, plan, entry, is_here=gpu is None)
+            step = predict_step(plan, entry, backend)
+            if plan.fits and step is not None:
+                saving = predict_saving(setup, entry, step.seconds, failures)
+                layouts.append(Layout(words, samples, plan, step, saving))
+        if peaks:
+            why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
+            why += f"`cogfast plan --gpus {world}` shows what helps"
+        found[world] = sorted(layouts, key=lambda layout: layout.step.seconds) or why
+    return found
+
+
+# The columns of each table, by their heads. Only the first one has several layouts of a number of GPUs.
+_TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
+    "The fastest layouts that fit:": {
+        "dp x cp x tp": lambda x: " x ".join(map(str, x.mesh)),
+        "accum.": lambda x: f"{x.plan.setup.rules.accumulation}",
+        "global batch": lambda x: f"{x.samples}",
+        "peak GiB": lambda x: f"{x.plan.peak / GIB:.1f}",
+        "step s": lambda x: f"{x.step.seconds:.3f}",
+        "= matmul, attention, memory, links": lambda x: " + ".join(f"{s:.3f}" for s in x.parts),
+        "MFU": lambda x: f"{x.step.mfu:.1%}",
+        "samples/s": lambda x: f"{x.step.samples_per_second:.3g}",
+    },
+    "What a GPU sends in a step of the first layout of each, by NVLink (or PCIe) and InfiniBand:": {
+        "GB in its machine": lambda x: f"{x.step.links.machine_bytes / 1e9:.2f}",
+        "take s": lambda x: f"{x.step.links.machine_seconds:.3f}",
+        "GB to other machines": lambda x: f"{x.step.links.network_bytes / 1e9:.2f}",
+        "take s ": lambda x: f"{x.step.links.network_seconds:.3f}",
+        "together s": lambda x: f"{x.step.links.seconds:.3f}",
+        "hidden": lambda x: f"{1 - x.step.links.exposed / (x.step.links.seconds or 1):.0%}",
+    },
+    "Checkpoints, of the first layout of each, and failures:": {
+        "checkpoint GB": lambda x: f"{x.saving.num_bytes / 1e9:.1f}",
+        "wait s": lambda x: f"{x.saving.copy:.3f}",
+        "disk s": lambda x: f"{x.saving.disk:.1f}",
+        "store s": lambda x: f"{x.saving.store:.1f}",
+        "a failure each": lambda x: f"{x.saving.apart / 3600:.0f} h",
+        "best interval": lambda x: f"{x.saving.interval / 60:.1f} min",
+        "in steps": lambda x: f"{max(1, round(x.saving.interval / x.step.seconds))}",
+        "lost per failure": lambda x: f"{x.saving.lost / 60:.1f} min",
+        "goodput": lambda x: f"{x.saving.goodput:.2%}",
+    },
+}
+
+
+def describe_table(
+    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS, failures: float = FAILURES
+) -> str:
+    """Return three tables of at most 120 columns. Raises ValueError if no number of GPUs has a layout."""
+    found = find_layouts(config, gpu, worlds, failures)
+    fitting = [each for each in found.values() if not isinstance(each, str)]
+    reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
+    if not fitting:
+        raise ValueError(reasons[-1])
+    step, setup = fitting[0][0].step, fitting[0][0].plan.setup
+    frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
+    lines = [
+        model_line(TrainArguments.from_config(config), fitting[0][0].plan),
+        f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
+        f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
+        f"All figures are predicted, none was measured; {step.attention_rates}.",
+    ]
+    number = _SHOWN
+    for title, table in _TABLES.items():
+        cells = [["GPUs", *table]]
+        for layout in (layout for each in fitting for layout in each[:number]):
+            cells.append(
+                [f"{layout.plan.setup.world_size}", *(of(layout) for of in table.values())]
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
+        number, reasons = 1, []
+    lines += [
+        f"\nAssumed: {failures:.3g} failures per 1,000 GPUs and day, {RESTART} s of restart; of a machine "
+        f"{DISK / 1e9:.0f} GB/s to a\ndisk and {STORE / 1e9:.0f} GB/s to an object store (docs/scaling.md).\n"
+    ]
+    return "\n".join(lines)

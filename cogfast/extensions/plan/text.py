@@ -1,0 +1,227 @@
+"""`cogfast plan`: predicts a run's memory and step time from its configuration alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from cogfast.config import Config
+from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.values import counted
+from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.extensions.conditions.check import check_conditions
+from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
+from cogfast.extensions.plan.ladder import FIT, Fitted, climb, fit_lines
+from cogfast.extensions.plan.memory import (
+    GIB,
+    MemoryPlan,
+    gap_bytes,
+    host_parts,
+    plan_memory,
+    setup_of,
+    usable,
+)
+from cogfast.extensions.plan.seconds import predict_step
+from cogfast.extensions.plan.zero import num_held
+from cogfast.extensions.sparse.check import check_sparse, follow_weights
+from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
+from cogfast.model.config import TransformerConfig
+from cogfast.train.activation_checkpointing import describe
+from cogfast.train.assembly import DTYPES
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+
+_NAME_COLUMNS = 22
+_NOTHING_FITS = (
+    "No change that is tried makes it fit; use LoRA (args.lora_rank=64), or reduce data.params.video_size "
+    "or max_num_frames."
+)
+
+
+def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None = None) -> str:
+    """Return the prediction for `config` as text.
+
+    gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
+    ValueError for a name that is not known and for a number of GPUs that does not divide.
+    """
+    config, model = checked(config)
+    args, (name, memory, entry) = TrainArguments.from_config(config), find_card(gpu)
+    world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    check_mesh(config, args, model, world_size)
+    check_sparse(config, args, model, is_training=args.mode != "inference")
+    if args.mode != "inference":
+        check_global_batch(config, args, world_size)
+    plan = plan_memory(setup_of(config, args, world_size), memory)
+    changes: list[str] = []
+    fix: Fitted | None = None
+    if args.fit == "auto" and memory is not None:
+        found = climb(config, args, plan)
+        if found.plan.fits:
+            args, plan, changes = found.args, found.plan, fit_lines(found)
+    if not plan.fits:
+        fix = climb(config, args, plan, has_gpus=True)
+    lines = _lines(args, plan, name, fix, changes)
+    if entry is not None:
+        lines += _time_lines(args, plan, entry, is_here=gpu is None)
+    return "\n".join(lines) + "\n"
+
+
+def checked(config: Config) -> tuple[Config, TransformerConfig]:
+    """Return the configuration that a plan is made of, and its network, if they can be planned."""
+    run_without_dynamo()
+    config = follow_weights(config)
+    if config.model.get("network_config") is None:
+        raise ValueError("model.network_config is missing; add a model file to --base")
+    network = transformer_arguments(config.model.network_config.params)
+    check_conditions(config, ModelArguments.from_config(config), network)
+    return config, TransformerConfig(**network)
+
+
+def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
+    """Return name, memory and entry of the card of --gpu, else of the one that is here."""
+    if name is not None:
+        return parse_gpu(name)
+    if not torch.cuda.is_available():
+        return "", None, None
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
+
+
+def _lines(
+    args: TrainArguments,
+    plan: MemoryPlan,
+    card_name: str,
+    fix: Fitted | None,
+    changes: Sequence[str],
+) -> list[str]:
+    """Return the prediction as a table: a row for each part, a column for each phase."""
+    setup = plan.setup
+    lines = [model_line(args, plan), _layout_line(args, plan)]
+    if not setup.is_sampling:
+        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    if host:
+        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
+    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
+    lines += [f"{FIT}: {line}" for line in changes]
+    if fix is not None and fix.plan.fits:
+        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
+        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
+    elif fix is not None:
+        lines.append(_NOTHING_FITS)
+    return lines
+
+
+def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
+    transformer = plan.setup.transformer
+    held = f"{num_held(transformer) / 1e6:.1f} M parameters"
+    held += " a GPU" if plan.setup.model_size > 1 else ""
+    trained = f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
+    trained = "" if plan.setup.is_sampling else trained
+    width = transformer.config.hidden_size
+    layers = counted(plan.setup.num_layers, "layer")
+    return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
+
+
+def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
+    setup = plan.setup
+    frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
+    context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
+    copies = setup.rules.data_size // setup.context_size
+    mesh = f"dp {copies}{context} x tp {setup.model_size}"
+    zero = "" if setup.is_sampling else f", ZeRO-{setup.rules.stage}"
+    batch = f"batches of {setup.batch_size} x {counted(frames, 'frame')} of {rows}x{columns}"
+    tokens = setup.size.num_tokens(setup.transformer.config)
+    return f"on: {counted(setup.world_size, 'GPU')} ({mesh}){zero}, {batch} ({tokens} tokens)"
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
+    # Parts that no phase has are left out.
+    names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
+    widths = [max(8, len(phase.name)) for phase in plan.phases]
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        columns = [f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True)]
+        return "".join([name.ljust(_NAME_COLUMNS), *columns]).rstrip()
+
+    lines = [row("GiB per GPU", [phase.name for phase in plan.phases])]
+    for name in names:
+        cells = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
+        lines.append(row(name, cells))
+    lines.append(row("total", [_gib(phase.total) for phase in plan.phases]))
+    return lines
+
+
+def _verdict(plan: MemoryPlan, card_name: str) -> str:
+    peak = f"{_gib(plan.peak)} GiB ({plan.largest.name})"
+    if plan.card is None:
+        return f"peak: {peak}. There is no GPU here to compare with; --gpu NAME or --gpu GIB names one."
+    has = f"{card_name} has {_gib(plan.card)} GiB, of which a run may use {_gib(usable(plan.card))}"
+    return f"peak: {peak}; {has}: it {'fits' if plan.fits else 'does not fit'}."
+
+
+def _gap_lines(plan: MemoryPlan) -> list[str]:
+    """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
+    step, gap = plan.phases[0], gap_bytes(plan.setup)
+    if plan.setup.is_sampling or plan.card is None or not plan.fits:
+        return []
+    if step.total + gap <= usable(plan.card):
+        return []
+    return [
+        f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
+        "step. Where they do not fit, PyTorch's allocator moves free memory, and steps take longer."
+    ]
+
+
+def attention_of(
+    args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool = False
+) -> tuple[str | None, list[str], str]:
+    """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
+    choose, and the reason. is_here: the GPU is that of this machine."""
+    able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
+    if is_here:
+        width = plan.setup.transformer.config.head_width
+        case = (torch.device("cuda:0"), DTYPES[args.precision], width, args.deterministic)
+        able, why = backends_that_run(*case), "the fastest that runs here"
+    if plan.setup.transformer.sparse_share is not None:
+        able, why = ["flash"], "taken for FlexAttention's kernels, which were not timed"
+    is_named = args.attention_backend != "auto"
+    return args.attention_backend if is_named else gpu.shares.fastest(able), able, why
+
+
+def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
+    """Describe a predicted step."""
+    backend, able, why = attention_of(args, plan, gpu, is_here)
+    step = predict_step(plan, gpu, backend)
+    if step is None:
+        return ["", "step time: not predicted for sampling and offload"]
+    parts = {"matmul": step.matmul, "attention": step.attention}
+    parts |= {"memory-bound": step.memory_bound, "communication": step.communication}
+    parts |= {"host transfers": step.transfers} if step.transfers else {}
+    shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items())
+    rate = f"{step.samples_per_second:.3g} samples/s"
+    lines = [
+        "",
+        f"step: {_seconds(step.seconds)} s ({shown}), MFU {step.mfu:.1%}, {rate}",
+        f"  {step.source}; without VAE and text encoder",
+        f"  {step.attention_rates}",
+    ]
+    if args.attention_backend == "auto" and backend is not None:
+        lines[-1] += f" ({why})"
+        best = gpu.shares.fastest(["fa4", backend])
+        faster = predict_step(plan, gpu, best)
+        if best != backend and faster is not None and len(able) > 1:
+            lines[-1] += f"; by {best} {_seconds(faster.seconds)} s: {INSTALL_FLASH_ATTENTION}"
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3f}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"

@@ -1,0 +1,465 @@
+"""Costs of a model, from one run of its parts on the meta device: memory, FLOPs, bytes moved and sent.
+
+One block runs forward and backward under its policy of activation checkpointing and its layout, and so
+do the parts before and after the blocks. The ops are those of a GPU. Parameters get no gradients here:
+an event says when one is complete, since where it goes depends on ZeRO (zero.py).
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from cogfast.core.live_bytes import LiveBytes
+from cogfast.distributed.context_parallel import ContextParallelRows
+from cogfast.distributed.sequence_parallel import SequenceParallelBlock
+from cogfast.extensions.memory.quantized_base import Linear
+from cogfast.extensions.sparse.attention import Blocks
+from cogfast.kernels.qk_norm_rope3d import Rotation
+from cogfast.model.config import TransformerConfig
+from cogfast.model.embeddings import NoRotation
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
+from cogfast.train.activation_checkpointing import Policy, block_call
+from cogfast.train.video_size import LatentSize
+
+Kind = Literal["matmul", "fp8", "attention", "attention backward", "memory", "sent"]
+
+_META = torch.device("meta")
+_ALLOCATOR_BLOCK = 512  # bytes; PyTorch's allocator rounds sizes up to it
+_ROWS_AT_ONCE = 128  # rows of a tile of attention's backward pass
+_ops, _sends, _aten = torch.ops.cogfast, torch.ops._c10d_functional, torch.ops.aten
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_SPARSE, _SPARSE_BACKWARD = _ops.sparse_attention, _ops.sparse_attention_backward
+_KINDS: dict[Any, Kind] = {
+    _ATTENTION: "attention",
+    _SPARSE: "attention",
+    _ATTENTION_BACKWARD: "attention backward",
+    _SPARSE_BACKWARD: "attention backward",
+}
+_INT8 = (_ops.int8_linear, _ops.int8_linear_backward)
+_FP8 = (_ops.fp8_linear, _ops.fp8_linear_backward)
+_REDUCES = (_sends.all_reduce, _sends.all_reduce_)
+
+
+class Op(NamedTuple):
+    """FLOPs of an op, and the bytes that it reads and writes, or sends to other GPUs."""
+
+    kind: Kind
+    flops: float
+    num_bytes: float
+
+
+Work = Counter[Op]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A complete gradient of `numel` elements (0: the end of the backward pass).
+
+    peak: the most bytes since the event before. live: those at the event, without the gradient. Both are
+    above the bytes in use before the part's forward pass.
+    """
+
+    peak: int
+    live: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """kept: bytes that a part adds from its forward to its backward pass. backward: empty without one."""
+
+    kept: int
+    backward: tuple[Event, ...]
+    forward_work: Work
+    backward_work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The parts before and after the blocks. embedded: bytes in use when the first block begins. head: output
+    layer and loss, up to the gradient of the last block's output. embed: from the first block's input on."""
+
+    embedded: int
+    head: tuple[Event, ...]
+    embed: tuple[Event, ...]
+    work: Work
+
+
+def _nbytes(tensors: Any) -> int:
+    """Return the bytes of tensors in (nested) arguments; an expanded one is read as it is stored."""
+    if isinstance(tensors, Tensor):
+        return min(tensors.nbytes, tensors.untyped_storage().nbytes())
+    return sum(map(_nbytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
+
+
+def scratch(op: Any, args: Sequence[Any]) -> int:
+    """Return the bytes that an op allocates inside."""
+    packet = op._overloadpacket
+    if packet is _ATTENTION_BACKWARD:
+        b, h, s, d = args[1].shape
+        # dq is summed in float32; delta is float32, too.
+        rows = -(-s // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
+        return 4 * b * h * rows * (d + 1)
+    if packet is _ops.choose_blocks:
+        b, s, h, d = args[0].shape
+        n = Blocks.of(s, args[2]).count
+        return (
+            b * h * n * (2 * 4 * d + n)
+        )  # means of queries and keys, and a byte for each pair of blocks
+    if packet is _SPARSE_BACKWARD:
+        b, s, h, _ = args[1].shape
+        return 4 * b * h * s  # delta
+    if packet in _INT8:
+        x, q = args[:2]
+        return q.numel() * x.element_size()  # the weight in the dtype of x
+    if packet in _FP8:
+        # x or dy in fp8, and in backward the transposed weight
+        return args[0].numel() + args[1].numel() * (packet is _FP8[1])
+    return 0
+
+
+def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Return the FLOPs as PyTorch's counter counts them; 0 for an op that is no product."""
+    if packet in (*_INT8, *_FP8):
+        x, q = args[:2]
+        return 2 * q.numel() * x.numel() // x.shape[-1]
+    if packet is _ops.add_low_rank:
+        low, matrices = args[1:3]
+        rows = low.numel() // low.shape[-1]
+        return sum(2 * rows * matrix.numel() for matrix in matrices)
+    if packet in (_SPARSE, _SPARSE_BACKWARD):
+        b, s, h, d = args[0].shape
+        # Two products forward, and five backward, of the pairs of rows that are attended.
+        products = 2 if packet is _SPARSE else 5
+        return 2 * products * b * h * d * Blocks.of(s, args[-2]).attended(s, args[-1])
+    # LoRA adds to the input's gradient in place.
+    formula = flop_registry.get(_aten.addmm if packet is _aten.addmm_ else packet)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Op | None:
+    """Return what an op costs; None for one that moves nothing, such as a view."""
+    packet = func._overloadpacket
+    if packet in _REDUCES:
+        size = int(args[2].rpartition("/")[2])
+        return Op("sent", 0, 2 * (size - 1) / size * _nbytes(args[0]))
+    if packet is _sends.all_gather_into_tensor:
+        return Op("sent", 0, (args[1] - 1) * _nbytes(args[0]))
+    if packet is _sends.reduce_scatter_tensor:
+        return Op("sent", 0, (args[2] - 1) / args[2] * _nbytes(args[0]))
+    if packet is _sends.all_to_all_single:
+        return Op("sent", 0, (len(args[1]) - 1) / len(args[1]) * _nbytes(args[0]))
+    given = {t.untyped_storage()._cdata for t in _tensors([*args, *kwargs.values()])}
+    made = [t for t in _tensors([out]) if t.untyped_storage()._cdata not in given]
+    if func.namespace == "_c10d_functional" or "empty" in packet._qualified_op_name:
+        return None
+    if not made and not func._schema.is_mutable:
+        return None
+    num_bytes = _nbytes([*args, *kwargs.values(), *made])
+    if not made:
+        num_bytes += _nbytes(args[0])  # in place: read and written
+    flops = _flops(packet, args, kwargs, out)
+    kind: Kind = "matmul" if flops else "memory"
+    if packet in _INT8:
+        # The weight is written in the dtype of x, and read again by the product.
+        num_bytes += 2 * args[1].numel() * args[0].element_size()
+    if packet in _FP8:
+        # A number of x is written as a byte and read again; backward transposes the weight.
+        num_bytes += 2 * args[0].numel() + 2 * args[1].numel() * (packet is _FP8[1])
+        kind = "fp8"
+    return Op(_KINDS.get(packet, kind), flops, num_bytes)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+class _Recorder(LiveBytes):
+    """Counts the ops of `part` and the events of its backward pass."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(_ALLOCATOR_BLOCK, scratch)
+        # Weights in host memory are neither parameters nor buffers.
+        held = [module.weight for module in part.modules() if isinstance(module, Linear)]
+        self.ignore([*part.parameters(), *part.buffers(), *held])
+        self.trained = [p for p in part.parameters() if p.requires_grad]
+        self.work, self.base = Work(), 0
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._overloadpacket is _sends.wait_tensor:
+            return args[0]  # PyTorch's version for the meta device makes another tensor
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        op = _op_of(func, args, kwargs or {}, out)
+        if op is not None:
+            self.work[op] += 1
+        return out
+
+    def take_work(self) -> Work:
+        work, self.work = self.work, Work()
+        return work
+
+    def take_events(self) -> tuple[Event, ...]:
+        self.mark()
+        events, self.events = tuple(self.events), []
+        return events
+
+    def mark(self, numel: int = 0) -> None:
+        self.events.append(Event(self.peak - self.base, self.live - self.base, numel))
+        self.peak = self.live
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass in which every complete gradient is an event."""
+
+        def take(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None, "this is called when it is complete"
+            self.mark(parameter.numel())
+            parameter.grad = None
+            num_bytes = parameter.numel() * parameter.element_size()
+            last = self.events[-1]
+            self.events[-1] = Event(last.peak, last.live - num_bytes, last.numel)
+            self.peak = self.live
+
+        handles = [p.register_post_accumulate_grad_hook(take) for p in self.trained]
+        try:
+            self.peak = self.live
+            loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Start(torch.autograd.Function):
+    """Return the output of the part before: nothing else holds it, and its gradient is dropped."""
+
+    @staticmethod
+    def forward(ctx, seed: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _End(torch.autograd.Function):
+    """Return a number whose gradient becomes that of x, in new memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device=_META)
+
+
+class _Boundary(torch.autograd.Function):
+    """Stand for all blocks: the gradient passes, and `passed` is called with it."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, seed: Tensor, passed: Callable[[], None]) -> Tensor:
+        ctx.passed = passed
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.passed()
+        return grad, None, None
+
+
+def trace_block(
+    transformer: DiffusionTransformer,
+    number: int,
+    shape: tuple[int, int],
+    policy: Policy,
+    has_input_gradient: bool = True,
+) -> Trace:
+    """Trace a block of a transformer on the meta device under a policy.
+
+    shape: (B, S) of the input of all blocks, on this rank.
+    """
+    block = transformer.blocks[number]
+    recorder = _Recorder(block)
+    given = _block_inputs(transformer, block, shape)
+    call = block_call(block, policy, keep_rng=transformer.uses_dropout)
+    seed = torch.empty((), device=_META, requires_grad=has_input_gradient)
+    with recorder:
+        hidden = _Start.apply(seed, given[0])
+        recorder.take_work()
+        recorder.base = recorder.live
+        out = call(hidden, *given[1:])
+        del hidden
+        kept, forward_work = recorder.live - recorder.base, recorder.take_work()
+        if not out.requires_grad:
+            return Trace(kept, (), forward_work, Work())
+        loss = _End.apply(out)
+        del out
+        recorder.backward(loss)
+        del loss
+        return Trace(kept, recorder.take_events(), forward_work, recorder.take_work())
+
+
+def trace_forward(transformer: DiffusionTransformer, shape: tuple[int, int]) -> int:
+    """Return the peak bytes of a forward pass without gradients, with the blocks' input."""
+    block = transformer.blocks[len(transformer.blocks) // 2]
+    recorder = _Recorder(block)
+    like, *given = _block_inputs(transformer, block, shape)
+    with torch.no_grad(), recorder:
+        block(torch.empty_like(like), *given)
+    return recorder.peak
+
+
+def _block_inputs(
+    transformer: DiffusionTransformer, block: nn.Module, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, int, Rotation | None]:
+    config, (batch, rows) = transformer.config, shape
+    split = transformer.row_split
+    num_text, whole = min(config.text_length, rows), rows
+    if isinstance(split, ContextParallelRows):
+        split.rows = [rows] * split.group.size
+        whole = rows * split.group.size
+        split.num_text = min(config.text_length, whole)
+    if isinstance(block, SequenceParallelBlock) and not block.is_first:
+        rows //= block.group.size
+    rotation = None
+    if not isinstance(transformer.rotary, NoRotation):
+        # One row of tokens: only the number of tokens counts here.
+        num_video = max(0, whole - config.text_length)
+        width = config.head_width // 16 * (2 * num_video + 3 + 3)
+        rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
+    hidden = torch.empty(batch, rows, config.hidden_size, dtype=transformer.dtype, device=_META)
+    is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
+    conditioning = torch.empty(
+        batch, config.time_embed_dim, dtype=transformer.dtype, device=_META
+    ).requires_grad_(is_trained)
+    return hidden, conditioning, num_text, rotation
+
+
+def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int) -> Edges:
+    """Trace what a micro-batch of `batch` samples costs before and after the blocks, with the loss."""
+    config = transformer.config
+    others = nn.ModuleList(m for n, m in transformer.named_children() if n != "blocks")
+    recorder = _Recorder(others)
+    head: list[tuple[Event, ...]] = []
+    embedded: list[int] = []
+
+    def boundary(hidden: Tensor, *_: Any) -> Tensor:
+        embedded.append(recorder.live)
+        recorder.base = recorder.peak = recorder.live
+        seed = torch.empty((), device=_META, requires_grad=True)
+        return _Boundary.apply(hidden, seed, lambda: head.append(recorder.take_events()))
+
+    shape = (batch, size.channels, size.frames, size.height, size.width)
+    extra = (
+        config.in_channels - size.channels
+    )  # of the conditions, such as image-to-video's first frame
+    empty = lambda *sides, **kind: torch.empty(sides, device=_META, **kind)
+    text = empty(batch, config.text_length, config.text_hidden_size, dtype=transformer.dtype)
+    conditions = None if extra <= 0 else empty(batch, extra, *shape[2:])
+    x0, timesteps = empty(*shape), empty(batch, dtype=torch.int64)
+    calls, was_training = transformer.training_calls, transformer.training
+    source, transformer.block_source = transformer.block_source, None  # it has no memory here
+    transformer.train().use_calls([boundary])
+    try:
+        with recorder:
+            # The arithmetic of diffusion/loss.py and denoiser.py, with one number as noise level.
+            noised = x0 * 0.5 + torch.empty_like(x0) * 0.5
+            out = transformer(noised, timesteps, text, condition_latents=conditions)
+            error = out.float() * 0.5 + noised * 0.5 - x0
+            del out
+            loss = error.square().flatten(1).mean(dim=1).mean()
+            del error, noised
+            peak = recorder.peak
+            recorder.backward(loss)
+            del loss
+            embed = recorder.take_events()
+    finally:
+        transformer.block_source = source
+        transformer.use_calls(calls)
+        transformer.train(was_training)
+    first = Event(peak - recorder.base, peak - recorder.base, 0)
+    return Edges(embedded[0], (first, *head[0]), embed, recorder.take_work())
+
+
+class Traces:
+    """The traces of a transformer on the meta device, each made once. Blocks that are alike have one."""
+
+    def __init__(self, transformer: DiffusionTransformer) -> None:
+        self.transformer = transformer
+        self._found: dict[tuple, Any] = {}
+        self._first_alike: list[int] = []  # by block
+        self._has_input_gradient: list[bool] = []  # by block
+        first_of_kind: dict[tuple, int] = {}
+        has_input_gradient = transformer.patch_embedding.weight.requires_grad
+        for number, block in enumerate(transformer.blocks):
+            trained = tuple(n for n, p in block.named_parameters() if p.requires_grad)
+            modules = tuple(n for n, _ in block.named_modules())
+            is_split = isinstance(block, SequenceParallelBlock)
+            ends = (block.is_first, block.is_last) if is_split else ()
+            kind = (has_input_gradient, trained, modules, ends)
+            self._first_alike.append(first_of_kind.setdefault(kind, number))
+            self._has_input_gradient.append(has_input_gradient)
+            has_input_gradient = has_input_gradient or bool(trained)
+
+    def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
+        """Return the trace of a block; see trace_block."""
+        first = self._first_alike[number]
+        has_input = self._has_input_gradient[first]
+        make = lambda: trace_block(self.transformer, first, shape, policy, has_input)
+        return self._once((first, shape, policy), make)
+
+    def edges(self, size: LatentSize, batch: int) -> Edges:
+        return self._once((size, batch), lambda: trace_edges(self.transformer, size, batch))
+
+    def forward(self, shape: tuple[int, int]) -> int:
+        return self._once((shape,), lambda: trace_forward(self.transformer, shape))
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._found:
+            self._found[key] = make()
+        return self._found[key]
+
+
+@cache
+def train_flops(
+    config: TransformerConfig, num_tokens: int, sparse_share: float | None = None
+) -> float:
+    """Return the model FLOPs of training on one sample: those of its blocks, without recomputation.
+
+    With LoRA the adapters alone are trained. sparse_share: of blocks that attention leaves out.
+    """
+    # All blocks behind the first are alike, unless some have no adapters.
+    built = 2 if config.num_layers > 2 and config.lora_layers is None else config.num_layers
+    with torch.device("meta"):
+        transformer = assemble_transformer(replace(config, num_layers=built)).to(torch.bfloat16)
+    freeze(transformer, () if config.lora_rank is None else ["all"], is_lora_only=False)
+    transformer.use_sparse_attention(sparse_share)
+    traces = Traces(transformer)
+    flops = 0.0
+    for number in range(config.num_layers):
+        trace = traces.block(min(number, built - 1), (1, num_tokens), "none")
+        for op, times in (trace.forward_work + trace.backward_work).items():
+            # One of attention's five products backward is a recomputation.
+            flops += times * op.flops * (0.8 if op.kind == "attention backward" else 1)
+    return flops

@@ -1,0 +1,238 @@
+"""Publishes a run on the Hugging Face hub: files that diffusers loads, videos and a model card.
+
+Nothing of the data is published but its size: no caption, no path, no file of the run but those named here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import yaml
+from jinja2 import StrictUndefined, Template
+
+from cogfast.config.arguments import TrainArguments, conditions_of_run
+from cogfast.config.json_files import brief, read_limited
+from cogfast.config.values import counted
+from cogfast.extensions.formats.adapters import adapters_of
+from cogfast.extensions.formats.convert import convert
+from cogfast.extensions.formats.image_scale import difference_of_run
+from cogfast.extensions.page.record import read_run
+from cogfast.extensions.pipeline_folder.pipeline_folder import is_hub_id
+from cogfast.extensions.sample.prompt_files import given_prompts
+from cogfast.model.config import member_of
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest, run_of
+from cogfast.model.weights.run_checkpoint import open_run
+
+logger = logging.getLogger(__name__)
+
+_CARD = Path(__file__).with_name("model_card.md.jinja")
+_NUM_VIDEOS = 4
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")  # in the hub client's cache
+_FRONT = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
+_LOGIN = "no token of the hub; run `hf auth login`, or set HF_TOKEN in the environment"
+
+
+def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | None = None) -> str:
+    """Run `cogfast publish`. Return where the files are.
+
+    path: a run or one of its checkpoints. is_private: of a new repository; None: the owner's setting.
+    ValueError for user errors, RuntimeError if the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if not is_hub_id(repo):
+        text = "must be a repository of the hub, such as me/my-lora, and no path here"
+        fix = "" if "/" in repo else f"; write OWNER/{brief(repo)}, with your name or organization"
+        raise ValueError(f"{brief(repo)} {text}{fix}")
+    checkpoint = find_run_checkpoint(path) if path.is_dir() else None
+    if checkpoint is None:
+        what = "no run with a checkpoint" if path.is_dir() else "no such folder"
+        raise ValueError(f"{path}: {what}; give the folder of a run")
+    if is_dry_run:
+        target = run_of(checkpoint) / "hub"
+        # A folder that was downloaded may have one, which leads to any folder here.
+        if target.is_symlink():
+            raise ValueError(f"{target}: is a link, which --dry-run would write through; remove it")
+        shutil.rmtree(target, ignore_errors=True)
+        return str(write_files(checkpoint, repo, target))
+    if get_token() is None:
+        raise ValueError(_LOGIN)
+    with TemporaryDirectory(prefix="hub-", dir=run_of(checkpoint)) as scratch:
+        folder = write_files(checkpoint, repo, Path(scratch, "files"))
+        try:
+            api = HfApi()
+            api.create_repo(repo, private=is_private, exist_ok=True)
+            # Files that an interrupted upload has sent are not sent again: the hub knows their hashes.
+            text = f"cogfast: step {read_manifest(checkpoint)['step']}"
+            info = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=text)
+        # The client has many types of exceptions, and its HTTP library has more.
+        except Exception as error:
+            raise RuntimeError(
+                f"{repo} is not published ({brief(str(error))}); cogfast publish sends what is missing"
+            ) from error
+    return str(info.repo_url)
+
+
+def push(path: Path, repo: str) -> Thread:
+    """Publish a checkpoint in a thread, which logs one line: a failure does not end the run."""
+
+    def work() -> None:
+        try:
+            logger.info("published: %s", publish(path, repo))
+        except Exception as error:
+            logger.warning("args.push_to_hub=%s: %s", repo, brief(str(error)))
+
+    thread = Thread(target=work, name="push to hub", daemon=True)
+    thread.start()
+    return thread
+
+
+def warn_of_missing_token(args: TrainArguments) -> None:
+    from huggingface_hub import get_token
+
+    if args.push_to_hub is not None and get_token() is None:
+        logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
+
+
+def _tag(inputs: Sequence[str]) -> str:
+    if {"image", "frames"} & set(inputs):
+        return "image-to-video"
+    return "video-to-video" if inputs else "text-to-video"
+
+
+def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
+    """Write what is published of a checkpoint into a new folder, and return it."""
+    manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
+    config = manifest.get("config") or {}
+    args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
+    kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
+    ema = "shadow" in kinds and args.get("eval_with_ema", True)  # as the videos
+    source = open_run(checkpoint, ema, manifest)
+    adapters = adapters_of(source)
+    target = folder / "transformer" if adapters is None else folder
+    dtype = "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
+    to = "diffusers" if adapters is None else "peft"
+    convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
+    facts = source.facts
+    inputs = conditions_of_run(config.get("model") or {})
+    is_i2v, is_control = inputs == ["image"], inputs == ["control"]
+    is_rotary = facts["position"] == "rotary"
+    member = member_of(facts["patch_size"], is_i2v, is_rotary)
+    in_channels = facts["out_channels"] * (1 + member.has_image)
+    is_member = (facts["in_channels"], is_rotary) == (in_channels, member.is_rotary)
+    load = str(args.get("load") or "")
+    base = _base_id(load, member.name if is_member else None)
+    widget = _copy_videos(record, args, folder)
+    head = {
+        **({} if base is None else {"base_model": base}),
+        **(_license(Path(load)) if load else {"license": "other"}),
+        "library_name": "diffusers",
+        "pipeline_tag": _tag(inputs),
+        "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
+        "widget": widget,
+    }
+    size, frames, fps = (data.get(key) for key in ("video_size", "max_num_frames", "fps"))
+    shape = size if isinstance(size, list) and len(size) == 2 else ()
+    settings = {
+        "clips": manifest.get("num_samples"),
+        "trained": "all weights" if adapters is None else f"LoRA, {adapters}",
+        "weights": "moving average (EMA)" if ema else "of the last step",
+        "steps": manifest["step"],
+        "global batch": manifest.get("global_batch"),
+        "learning rate": args.get("lr"),
+        "schedule": args.get("lr_schedule"),
+        "rows x columns": "x".join(map(str, shape)) or None,
+        "frames": frames,
+        "frames per second": fps,
+        "precision": dtype,
+        "seed": args.get("seed"),
+    }
+    prompts = [item["text"] for item in widget if item["text"] != "-"]
+    numbers = {"num_frames": frames, **dict(zip(("height", "width"), shape, strict=False))}
+    card = Template(_CARD.read_text(encoding="utf-8"), trim_blocks=True, undefined=StrictUndefined)
+    text = card.render(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        repo=repo,
+        base=base,
+        is_lora=adapters is not None,
+        is_i2v=is_i2v,
+        is_control=is_control,
+        other_inputs="" if is_i2v or is_control else ", ".join(inputs),
+        clips=counted(manifest.get("num_samples", 0), "clip"),
+        settings={name: value for name, value in settings.items() if value is not None},
+        prompt=json.dumps(prompts[0] if prompts else "a prompt", ensure_ascii=False),
+        numbers={key: value for key, value in numbers.items() if isinstance(value, int)},
+        fps=fps if isinstance(fps, int) else 8,
+        # The pipeline would give the network the first frame at another scale.
+        scale_code=(difference_of_run(checkpoint) or ("", ""))[1],
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
+    """Copy the last videos under names without text. Return the card's widget, with the user's own
+    prompts alone: a caption of the data is none of them."""
+    try:
+        known = {"eval_prompts", "eval_prompt_file"} & args.keys()
+        own = TrainArguments(**{key: args[key] for key in known})
+        texts = {prompt.text for prompt in given_prompts(own)}
+    except (ValueError, TypeError) as error:
+        logger.warning("prompts are left out of the card (%s)", brief(str(error)))
+        texts = set()
+    last = max((s.step for s in record.samples if s.step is not None), default=None)
+    videos = [s for s in record.samples if s.step == last and s.file.endswith(".mp4")]
+    videos = [s for s in videos if last is not None and _is_own_file(record.folder, s.file)]
+    widget = []
+    for i, sample in enumerate(videos[:_NUM_VIDEOS]):
+        (folder / "videos").mkdir(exist_ok=True)
+        shutil.copyfile(record.folder / sample.file, folder / "videos" / f"{i}.mp4")
+        text = sample.prompt[0] if sample.prompt[0] in texts else "-"
+        widget.append({"text": text, "output": {"url": f"videos/{i}.mp4"}})
+    return widget
+
+
+def _is_own_file(run: Path, name: str) -> bool:
+    """Return whether a run's folder itself has this file. A link of a run that was downloaded may lead to
+    any file here."""
+    path = Path(os.path.realpath(run), name)
+    is_own = os.path.realpath(path) == str(path) and path.is_file()
+    if not is_own:
+        text = "%s is not published: it must be a file of the run, and no link"
+        logger.warning(text, brief(name))
+    return is_own
+
+
+def _base_id(load: str, member: str | None) -> str | None:
+    """Return the base's id on the hub; None if it is not known. A path would say where the user keeps it.
+
+    member: the published model; None: the base is derived from one, such as a control model.
+    """
+    cached = _CACHED.search(load)
+    if cached is not None:
+        return f"{cached[1]}/{cached[2]}"
+    if load and is_hub_id(load):
+        return load
+    if member is None:
+        return None
+    return f"zai-org/{member if '1.5' in member else member.replace('B', 'b')}"
+
+
+def _license(base: Path) -> dict[str, Any]:
+    """Return the licence that the README.md of the base's folder names."""
+    try:
+        text = read_limited(base / "README.md", 1 << 20).decode(errors="replace")
+        found = yaml.safe_load((_FRONT.match(text) or ["", ""])[1]) or {}
+        kept = {k: str(found[k]) for k in ("license", "license_name", "license_link") if k in found}
+    except (ValueError, yaml.YAMLError, TypeError):
+        kept = {}
+    return kept if "license" in kept else {"license": "other"}

@@ -1,0 +1,285 @@
+"""`cogfast sample`: generates videos with a run folder, a checkpoint or the weights of args.load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cogfast.config import Config, data_arguments
+from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_of_run
+from cogfast.config.json_files import brief
+from cogfast.config.merged_config import to_dict
+from cogfast.config.values import counted, show
+from cogfast.core.device_memory import free_memory
+from cogfast.core.files import WriteError, write_text
+from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.distributed.process_groups import ProcessGroups, start_processes
+from cogfast.extensions.conditions.given_frames import GivenFrames
+from cogfast.extensions.formats.image_scale import scale_of_run
+from cogfast.extensions.sample.flags import check_negative_prompt
+from cogfast.extensions.sample.generate import Prompt, VideoMaker, write_samples
+from cogfast.extensions.sample.inputs import read_inputs, read_tensors
+from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
+from cogfast.extensions.sample.sizes import sampled_sizes
+from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
+from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.model.weights.run_checkpoint import RunFiles
+from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
+from cogfast.train.encode import Encoder
+from cogfast.train.preflight.attention_choice import choose_for_sampling
+from cogfast.train.preflight.check import check_sample, log_unused
+from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
+from cogfast.train.run.folder import git
+from cogfast.train.video_size import LatentSize, warn_of_other_positions
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def sample(
+    config: Config,
+    prompts: Sequence[str],
+    files: Mapping[str, Sequence[Path | None]],
+    out: Path,
+    weights: str | None,
+    ema: bool | None,
+    loras: Sequence[LoraOverlay] = (),
+    tensors: Sequence[str] = (),
+) -> list[Path]:
+    """Sample a video for every prompt and write it to `out`. Prompts are split between replicas.
+
+    Writes mp4 files, contact_sheet.png, prompts.json and settings.json. Video n (from 0) has the seed
+    args.seed + n, which reproduces it from its prompt alone.
+    files: of the options that give conditions, such as image and first_frame, one for each prompt. weights: a run or checkpoint folder, loaded on top of args.load. ema: use its averaged weights, or
+    those of args.load; None: those of runs that have any. loras: adapters to merge. tensors: NAME=FILE of
+    those of data.params.tensors, for each name once or once per prompt.
+    """
+    config = follow_weights(config, [lora.path for lora in loras])
+    args = TrainArguments.from_config(config)
+    if not args.compile:
+        run_without_dynamo()
+    check_sample(config, weights, [name for name, of_name in files.items() if any(of_name)])
+    for name, of_name in files.items():
+        if any(of_name) and not all(of_name):
+            prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
+            text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
+            raise ValueError(text)
+    check_negative_prompt(config)
+    _refuse_results(out)
+    sizes, data = sampled_sizes(config, args, files["image"]), data_arguments(config)
+    # Before the weights: a video that is too short should not cost the user a long start.
+    model = ModelArguments.from_config(config)
+    inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
+    arrays = read_tensors(tensors, len(prompts), config)
+    # Before the model is built, so that a wrong path costs no time.
+    adapters = open_loras(loras, ema)
+    groups = start_processes(
+        args.model_parallel_size, args.context_parallel_size, args.collective_timeout
+    )
+    # The cheap parts first; weights of 11 GB are read below.
+    diffusion = assemble_diffusion(config)
+    if groups.is_main:
+        log_unused(config)
+        if not all(prompts):
+            logger.info("a prompt is empty: its video is sampled without a caption")
+        warn_of_different_schedules(diffusion)
+        if weights is None:
+            warn_of_image_scale(config)
+        _warn_of_other_loras(config, loras)
+    # If there is no run, --ema reads the averaged weights of args.load.
+    source = args.load if weights is None and ema else weights
+    # Rounded and offloaded weights are for training; adapters are merged into the original ones.
+    whole = dataclasses.replace(args, quantize_base="none", offload_blocks=0)
+    transformer = assemble_transformer(
+        config, whole, groups, source, ema, allow_missing=args.force_inference
+    ).eval()
+    add_loras(transformer, adapters)
+    run = None if weights is None else find_run_checkpoint(Path(weights))
+    manifest = {} if run is None else read_manifest(run)
+    if manifest and groups.is_main:
+        warn_of_other_positions(transformer.config, sizes, manifest)
+    before, stored = manifest.get("attention"), manifest.get("attention_backend")
+    use_attention(transformer, choose_attention(config, args, transformer.config, before, groups))
+    is_sparse = transformer.sparse_share is not None
+    backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
+    transformer.use_kernels(choose_kernels(args.kernels, backend))
+    encoder = assemble_encoder(config, args, transformer, groups)
+    plan = _limit_memory(encoder, args, groups, sizes)
+    # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
+    num_copies, at_a_time = (
+        (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
+    )
+    wanted = []
+    for i in range(len(prompts) * num_copies):
+        n = i // num_copies
+        own = {name: values[n] for name, values in arrays.items()}
+        wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], tensors=own, **inputs[n]))
+    maker = VideoMaker(
+        transformer,
+        diffusion,
+        encoder,
+        sizes[0],
+        device=groups.device,
+        negative_prompt=args.negative_prompt,
+    )
+    if ema is None:
+        ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
+    settings = {"weights": weights or args.load, "ema": ema}
+    settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
+    if args.negative_prompt is not None:
+        settings["negative_prompt"] = args.negative_prompt
+    if tensors:
+        settings["tensors"] = list(tensors)
+    settings |= _settings(config, args, maker, plan)
+    rows = []
+    for prompt in wanted:
+        assert prompt.size is not None, "every prompt gets a size"
+        height, width = prompt.size.pixels
+        row = {"text": prompt.text, "seed": prompt.seed, "height": height, "width": width}
+        of_prompt = prompt.index // num_copies
+        given = {name: of_name[of_prompt] for name, of_name in files.items()}
+        rows.append(row | {name: str(path) for name, path in given.items() if path is not None})
+    text = json.dumps(settings | {"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
+    try:
+        # Before the first video, so that a run that fails has its settings, too.
+        groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))
+        groups.on_main(lambda: write_text(out / "settings.json", text))
+        written = write_samples(
+            out,
+            maker,
+            wanted,
+            groups,
+            # The videos of one call have one size.
+            at_a_time=at_a_time if len(set(sizes)) == 1 else 1,
+            latents_only=args.only_save_latents,
+        )
+    except (OSError, WriteError) as error:
+        kept = len(list(out.glob("*.safetensors" if args.only_save_latents else "*.mp4")))
+        raise RuntimeError(
+            f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
+            "and sample again into another folder (--out)"
+        ) from None
+    if args.only_save_latents:
+        logger.info(
+            "wrote %s to %s", counted(len(written), "file of latents", "files of latents"), out
+        )
+    else:
+        logger.info("wrote %s and contact_sheet.png to %s", counted(len(written), "video"), out)
+    groups.close()
+    return written
+
+
+def _refuse_results(out: Path) -> None:
+    """Raise ValueError if `out` is a file, or has samples whose prompts and seeds would be lost."""
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {out}: {folder} is a file; give a folder with --out")
+    samples = [*out.glob("*.mp4"), *out.glob("*.safetensors"), *out.glob("prompts.json")]
+    if samples:
+        raise ValueError(
+            f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
+            "--out"
+        )
+
+
+def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+    """Warn of adapters that were trained with other conditions, or another scale of the first frame."""
+    model = ModelArguments.from_config(config)
+    for lora in loras:
+        run = find_run_checkpoint(Path(lora.path))
+        section = {} if run is None else (read_manifest(run).get("config") or {}).get("model") or {}
+        conditions = conditions_of_run(section)
+        if section and conditions != list(model.inputs):
+            text = "--lora %s was trained with model.conditions=%s, and this samples with %s; use the model of its training"
+            logger.warning(text, lora.path, show(conditions), show(list(model.inputs)))
+    for lora in loras if "image" in model.inputs else ():
+        trained = scale_of_run(Path(lora.path))
+        if trained is not None and trained[0] != model.image_latent_scale:
+            logger.warning(
+                "--lora %s was trained with model.image_latent_scale=%s, and this samples with %s; add "
+                "model.image_latent_scale=%s",
+                lora.path,
+                trained[0],
+                model.image_latent_scale,
+                trained[0],
+            )
+
+
+def _limit_memory(
+    encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
+) -> DecodePlan | None:
+    """Set the first stage to decode in tiles, and to encode conditions in parts, if the largest video needs
+    too much memory. Return the plan of decoding; None if only latents are saved.
+
+    The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
+    same tiles.
+    """
+    asked = args.vae_memory_gib
+    budget = (
+        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
+    )
+    # One plan for all videos, since a plan decides the numbers that come out.
+    largest = max(sizes, key=lambda size: size.height * size.width)
+    shape = largest.num_frames, *largest.pixels
+    if encoder.encodes_clips:  # on all ranks
+        stage = groups.on_all(lambda: encoder.first_stage)
+        if isinstance(stage, VideoAutoencoder):
+            stage.limit_encode_memory(budget, (args.batch_size, *shape))
+    if args.only_save_latents:
+        return None
+
+    def limit() -> DecodePlan | None:
+        # Only these ranks decode: the others need no first stage.
+        if not groups.is_first_of_model:
+            return None
+        return encoder.first_stage.limit_decode_memory(budget, *shape)
+
+    plan = groups.broadcast(groups.on_all(limit))
+    assert plan is not None, "rank 0 decodes"
+    needed = plan.num_bytes / _GIB
+    if plan.num_bytes > budget and asked is not None:
+        raise ValueError(
+            f"args.vae_memory_gib={asked}: decoding {largest.num_frames} frames of "
+            f"{largest.pixels[0]}x{largest.pixels[1]} takes {needed:.2f} GiB in the smallest tiles; "
+            "raise it, or save only latents (args.only_save_latents=true)"
+        )
+    if plan.tile is not None:
+        logger.info("decoding in tiles of %dx%d pixels, about %.1f GiB", *plan.tile, needed)
+    if plan.num_bytes > budget:
+        logger.warning("%.1f GiB are free, but decoding needs about %.1f", budget / _GIB, needed)
+    return plan
+
+
+def _settings(
+    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+) -> dict[str, Any]:
+    """Return all settings that affect the result, for all prompts."""
+    plain = to_dict(config.model)
+    size = maker.size
+    return {
+        "dtype": args.precision,
+        "num_steps": maker.sampler.num_steps,
+        "sampler": plain["sampler_config"],
+        "denoiser": plain["denoiser_config"],
+        "channels": size.channels,
+        "frames": size.frames,
+        "num_frames": size.num_frames,
+        "fps": size.fps,
+        "scale_factor": maker.encoder.scale_factor,
+        "image_scale": maker.encoder.image_scale if maker.encoder.image_input else None,
+        "decode_tile": plan.tile if plan is not None else None,
+        "model_parallel_size": args.model_parallel_size,
+        "context_parallel_size": args.context_parallel_size,
+        "versions": {
+            **{name: version(name) for name in ("torch", "diffusers", "transformers")},
+            "commit": git("rev-parse", "HEAD"),
+        },
+    }

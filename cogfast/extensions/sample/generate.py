@@ -1,0 +1,439 @@
+"""Generates videos from prompts: draws noise, samples latents, decodes, writes files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cogfast.config.values import counted
+from cogfast.core.files import write_whole
+from cogfast.core.shapes import pad_latent_frames
+from cogfast.core.slot_random import SlotRandom
+from cogfast.data.batches import in_unit_range
+from cogfast.data.video.writer import contact_sheet, to_frames, write_video
+from cogfast.diffusion.denoiser import Conditioning, Network
+from cogfast.distributed.lost_ranks import UnsharedError
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.stores import store
+from cogfast.extensions.stores.mirror import name_of, url_of
+from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.assembly import Diffusion
+from cogfast.train.encode import Encoder, join_conditions
+from cogfast.train.video_size import LatentSize
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A video to sample. index: position among all prompts. seed: determines the noise.
+
+    For image-to-video, image is [3, H, W] in [-1, 1] or image_latents is [C, 1, h, w], scaled. For a
+    control model, control is [F, 3, H, W], uint8 or in [-1, 1]. For inpainting and given frames, video is
+    the same, and mask uint8 [F, 1, H, W], 1 where the video is to be made; None: everywhere.
+    embedding: [L, E], replaces the encoded text. size: if it differs from the default size. tensors: those
+    of data.params.tensors by name, for a network of the user's; all prompts of a call have the same names.
+    """
+
+    index: int
+    text: str
+    seed: int
+    image: Tensor | None = None
+    image_latents: Tensor | None = None
+    control: Tensor | None = None
+    video: Tensor | None = None
+    mask: Tensor | None = None
+    embedding: Tensor | None = None
+    size: LatentSize | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class VideoMaker:
+    """Turns prompts into latents and latents into frames.
+
+    The prompts of one call have one size. The noise of a prompt depends only on its seed.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        diffusion: Diffusion,
+        encoder: Encoder,
+        size: LatentSize,
+        *,
+        device: torch.device,
+        num_steps: int | None = None,
+        negative_prompt: str | None = None,
+    ) -> None:
+        """size: for prompts without a size. num_steps: replaces the sampler's number of steps.
+
+        negative_prompt: text of guidance's unconditional half; None: zeros, as dropped captions are
+        in training.
+        """
+        if diffusion.sampler is None:
+            raise ValueError("model.sampler_config is missing; sampling needs one")
+        self.sampler = diffusion.sampler
+        if num_steps is not None:
+            self.sampler = self.sampler.with_num_steps(num_steps)
+        self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
+        self.size, self.device = size, device
+        self.negative_prompt = negative_prompt
+        self.negative: Tensor | None = None  # its embedding [1, L, E], once `condition` made it
+
+    def size_of(self, prompt: Prompt) -> LatentSize:
+        return prompt.size or self.size
+
+    @torch.no_grad()
+    def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """Encode prompts to text [B, L, E] and the conditions [B, C', T, h, w] or None.
+
+        Also encodes the negative prompt, at the first call.
+        """
+        if self.negative_prompt is not None and self.negative is None:
+            self.negative = self.encoder.encode_text([self.negative_prompt])
+        if prompts[0].embedding is None:
+            text = self.encoder.encode_text([p.text for p in prompts])
+        else:
+            text = _stack([p.embedding for p in prompts]).to(self.device)
+        makers = {
+            "image": self._image_latents,
+            "control": self._control_latents,
+            "frames": self._given_latents,
+            "masked_video": self._masked_video,  # with the channel of the mask
+        }
+        found = [makers[name](prompts) for name in self.encoder.conditions if name in makers]
+        of = {name: [p.tensors[name] for p in prompts] for name in prompts[0].tensors}
+        tensors = {name: torch.stack(values).to(self.device) for name, values in of.items()}
+        return Conditioning(text, join_conditions(found), tensors=tensors)
+
+    def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Tensor:
+        """Sample scaled latents [B, C, T, h, w] in float32, one per prompt."""
+        size, rng = self.size_of(prompts[0]), self._random(prompts)
+        shape = (len(prompts), size.channels, size.frames, size.height, size.width)
+        text = self._unconditional_text(conditioning.text)
+        # Guidance is for the text alone: both halves see the image, the control and the tensors.
+        unconditional = dataclasses.replace(conditioning, text=text)
+        return self.sampler(
+            self.denoiser,
+            self.network,
+            rng.normal("sample", shape),
+            conditioning,
+            unconditional,
+            _NoiseOfSteps(rng),
+        )
+
+    def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
+        """Decode one video's latents [C, T, h, w] to uint8 frames [F, H, W, 3]."""
+        return to_frames(self.encoder.decode(latents[None], num_frames)[0])
+
+    def _unconditional_text(self, like: Tensor) -> Tensor:
+        """Return the text [B, L, E] of guidance's unconditional half."""
+        if self.negative_prompt is None:
+            return torch.zeros_like(like)
+        assert self.negative is not None, "condition has encoded it"
+        return self.negative.to(like).expand_as(like)
+
+    def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
+        # The seed is in the place of the slot, so a video does not depend on its batch.
+        return SlotRandom(0, 0, [p.seed for p in prompts], 0, self.device)
+
+    def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Encode the prompts' images without noise and extend them to all latent frames."""
+        missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
+        if missing:
+            raise ValueError(
+                f"the model animates images (model.noised_image_input=true), but the prompt "
+                f"{missing[0]!r} has none; give --image, or prompt@@image lines"
+            )
+        if prompts[0].image is None:
+            given = _stack([p.image_latents for p in prompts]).to(self.device)
+            latents = self.encoder.scale_image(given)
+        else:
+            frames = _stack([p.image for p in prompts]).to(self.device)[:, :, None]
+            latents = self.encoder.encode_image(frames, self._random(prompts))
+        return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
+
+    def _control_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        missing = [p.text for p in prompts if p.control is None]
+        if missing:
+            raise ValueError(
+                f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
+                "none; give --control"
+            )
+        pixels = in_unit_range(_stack([p.control for p in prompts]).to(self.device))
+        return self.encoder.encode_control(pixels.transpose(1, 2))
+
+    def _given_latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Encode the frames of the prompts' videos that are not to be made, without noise."""
+        given = self.encoder.given_frames
+        assert given is not None, "the model has the condition frames"
+        pixels, masks = self._video_and_mask(prompts)
+        frames, known = given.pixel_frames(pixels.shape[2]), masks.flatten(3).amax(dim=3)[:, 0] == 0
+        places = given.places(pixels.shape[2])
+        latents = self.encoder.encode_given(
+            pixels[:, :, frames],
+            places,
+            pixels.shape[2],
+            self._random(prompts),
+            is_given=None if given.is_clip else known[:, frames].cpu(),
+        )
+        return pad_latent_frames(latents, self.encoder.patch)
+
+    def _masked_video(self, prompts: Sequence[Prompt]) -> Tensor:
+        if all(p.video is None for p in prompts):  # text-to-video, as in VideoX-Fun's pipeline
+            size = self.size_of(prompts[0])
+            shape = (len(prompts), 1 + size.channels, size.frames, size.height, size.width)
+            return torch.zeros(shape, device=self.device)
+        return self.encoder.encode_masked(*self._video_and_mask(prompts), self._random(prompts))
+
+    def _video_and_mask(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        """Return the prompts' videos [B, 3, F, H, W] in [-1, 1] and masks [B, 1, F, H, W]."""
+        pixels = in_unit_range(_stack([p.video for p in prompts]).to(self.device))
+        masks = _stack([p.mask for p in prompts]).to(self.device)
+        return pixels.transpose(1, 2), masks.transpose(1, 2)
+
+
+def _stack(values: Sequence[Tensor | None]) -> Tensor:
+    given = [value for value in values if value is not None]
+    assert len(given) == len(values), "the prompts of one call have the same inputs"
+    return torch.stack(given)
+
+
+class _NoiseOfSteps:
+    """New noise at every call of a sampler, keyed by the seed of each prompt."""
+
+    def __init__(self, rng: SlotRandom) -> None:
+        self.rng, self.num_calls = rng, 0
+
+    def __call__(self, like: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.rng.normal(f"sampler step {self.num_calls}", like.shape)
+
+
+def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
+    """Return the prompts of this replica.
+
+    is_in_step: all replicas get the same number; some repeat the last prompt.
+    """
+    # In turn, so that replicas finish together and the first files are the first prompts'.
+    mine = list(prompts[groups.data_rank :: groups.data_size])
+    most = -(-len(prompts) // groups.data_size)
+    while is_in_step and len(mine) < most:
+        # Another rank makes the same video, so writing its file twice is harmless.
+        mine.append(prompts[-1])
+    return mine
+
+
+def file_name(prompt: Prompt, start: str = "") -> str:
+    """Return a readable file name that is unique to the prompt. start: before the prompt's number."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
+    encoded = prompt.text.encode("utf-8", "surrogatepass")  # YAML escapes can make lone surrogates
+    # Prompts that begin alike, and prompts without Latin letters, still differ in it.
+    digest = hashlib.blake2b(encoded, digest_size=3).hexdigest()
+    number = str(prompt.index) if start else f"{prompt.index:03d}"
+    return f"{start}{number}-{words or 'empty'}-{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledVideo:
+    """A video that was written. name: the same for one prompt in every evaluation."""
+
+    name: str
+    path: Path
+    text: str
+
+
+class EvaluationStopped(Exception):
+    """Raised when the run is asked to stop during an evaluation."""
+
+
+def write_samples(
+    folder: Path,
+    maker: VideoMaker,
+    prompts: Sequence[Prompt],
+    groups: ProcessGroups,
+    *,
+    at_a_time: int = 1,
+    latents_only: bool = False,
+    network_ranks: dist.ProcessGroup | None = None,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+    report_videos: Callable[[Sequence[SampledVideo]], None] = lambda _: None,
+    start_of_names: str = "",
+) -> list[Path]:
+    """Sample this rank's prompts and write the files; return all ranks' files on every rank.
+
+    Rank 0 also writes prompts.json and the contact sheet. Where ranks share a sample, the first
+    of them decodes and writes. The first error ends the sampling of this rank, and of all that sample in
+    step with it; what was written is kept, and the error is raised at the end on every rank.
+    network_ranks: the ranks that must call the network together (all of them under ZeRO-3), as a group
+    for decisions; None: those that share a sample. is_asked_to_stop: checked before each video; if true,
+    the rest are skipped and EvaluationStopped is raised. report_videos: called on rank 0 with the videos
+    that were written. start_of_names: before the names of all files.
+    """
+    done: dict[int, _Row] = {}
+    error: Exception | None = None
+    network_ranks = network_ranks or groups.model_control
+    # Then all replicas sample in step, each the same number of batches.
+    is_in_step = network_ranks is not None
+    mine = share(prompts, groups, is_in_step)
+    run = groups.on_all if is_in_step else groups.together
+    for start in range(0, len(mine), at_a_time):
+        part = mine[start : start + at_a_time]
+        is_over = is_asked_to_stop()
+        if groups.decide(is_over) if is_in_step else is_over:
+            error = EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
+            break
+        try:
+            conditioning = run(partial(_condition, folder, maker, part), None)
+            conditioning = in_model(conditioning, groups)
+            if maker.negative is not None:
+                maker.negative = groups.broadcast_tensor_in_model(maker.negative)
+            latents = run(partial(maker.latents, part, conditioning), network_ranks)
+            pairs = list(zip(part, latents, strict=True)) if groups.is_first_of_model else []
+            write = partial(_write, folder, maker, pairs, latents_only, start_of_names, done)
+            run(write, None)
+        except UnsharedError:
+            raise
+        except Exception as caught:
+            # Clearing its frames frees their tensors.
+            traceback.clear_frames(caught.__traceback__)
+            names = ", ".join(f"{p.index} ({p.text!r})" for p in part)
+            what = str(caught).partition("\n")[0]
+            logger.warning("prompt %s failed: %s: %s", names, type(caught).__name__, what)
+            error = caught
+            break
+    # Every rank comes here, also one whose prompts have failed.
+    reports = groups.gather(done)
+    merged = {index: row for part in reports for index, row in part.items()}
+    rows = [merged[index] for index in sorted(merged)]
+    if url_of(folder) is not None:
+        try:
+            take_to_main(
+                folder, [row.file for row in rows], [r.file for r in done.values()], groups
+            )
+        except Exception as caught:
+            error = error or caught
+    if groups.is_main and rows:
+        videos = [
+            SampledVideo(file_name(prompt), folder / merged[prompt.index].file, prompt.text)
+            for prompt in prompts
+            if prompt.index in merged
+        ]
+        try:
+            _write_overview(folder, rows, start_of_names)
+            if not latents_only:
+                report_videos(videos)
+        except Exception as caught:
+            error = error or caught
+    groups.agree(error)
+    return [folder / row.file for row in rows]
+
+
+def take_to_main(
+    folder: Path, files: Sequence[str], mine: Sequence[str], groups: ProcessGroups
+) -> None:
+    """Bring the files of other machines to that of rank 0, which scores and shows all, through the store.
+
+    mine: those that this rank has written.
+    """
+    missing = groups.broadcast([file for file in files if not (folder / file).exists()])
+
+    def send() -> None:
+        for file in missing:
+            if file in mine:
+                store.write(name_of(folder / file), (folder / file).read_bytes())
+
+    def receive() -> None:
+        for file in missing:
+            data = store.read(name_of(folder / file))
+            write_whole(folder / file, lambda path, data=data: path.write_bytes(data))
+
+    if missing:
+        groups.on_all(send)
+        groups.on_main(receive)
+
+
+def _condition(folder: Path, maker: VideoMaker, prompts: Sequence[Prompt]) -> Conditioning:
+    folder.mkdir(parents=True, exist_ok=True)
+    with maker.encoder.alone():
+        return maker.condition(prompts)
+
+
+def in_model(conditioning: Conditioning, groups: ProcessGroups) -> Conditioning:
+    """Return the conditioning of the first of the ranks that share a sample, on each of them."""
+    others, send = conditioning.condition_latents, groups.broadcast_tensor_in_model
+    return dataclasses.replace(
+        conditioning,
+        text=send(conditioning.text),
+        condition_latents=None if others is None else send(others),
+        tensors={name: send(values) for name, values in conditioning.tensors.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample on the contact sheet. thumbnails: uint8 [n, H, W, 3]."""
+
+    file: str
+    text: str
+    thumbnails: np.ndarray | None
+
+
+def _write(
+    folder: Path,
+    maker: VideoMaker,
+    samples: Sequence[tuple[Prompt, Tensor]],
+    latents_only: bool,
+    start: str,
+    done: dict[int, _Row],
+) -> None:
+    """Write the file of each sample, the video or its latents [C, T, h, w], and note it in `done`."""
+    for prompt, latents in samples:
+        size, stem = maker.size_of(prompt), file_name(prompt, start)
+        thumbnails = None
+        name = stem + (".safetensors" if latents_only else ".mp4")
+        if latents_only:
+            _write_latents(folder / name, latents, prompt, size)
+        else:
+            frames = maker.frames(latents, size.num_frames)
+            write_video(folder / name, frames, size.fps)
+            thumbnails = _thumbnails(frames)
+        done[prompt.index] = _Row(name, prompt.text, thumbnails)
+
+
+def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
+    listing = json.dumps({row.file: row.text for row in rows}, indent=2, ensure_ascii=False)
+    # Characters that UTF-8 cannot encode (lone surrogates) become JSON escapes.
+    text = (listing + "\n").encode("utf-8", "backslashreplace")
+    write_whole(folder / f"{start}prompts.json", lambda path: path.write_bytes(text))
+    pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
+    if pictures:
+        contact_sheet(folder / f"{start}contact_sheet.png", *map(list, zip(*pictures, strict=True)))
+
+
+def _thumbnails(frames: np.ndarray) -> np.ndarray:
+    """Reduce frames [F, H, W, 3] to at most 6 frames, subsampled for the contact sheet."""
+    # Evenly spaced, first and last included; unique, since a video may have fewer frames.
+    chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
+    stride = max(1, frames.shape[2] // 360)
+    return frames[chosen][:, ::stride, ::stride]
+
+
+def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:
+    metadata = {"prompt": prompt.text, "num_frames": str(size.num_frames), "fps": str(size.fps)}
+    on_host = latents.float().cpu()  # sync: into a file, once per video
+    tensor = Outgoing("latents", tuple(on_host.shape), on_host.dtype, lambda: on_host)
+    write_whole(path, lambda draft: write_safetensors(draft, [tensor], metadata))

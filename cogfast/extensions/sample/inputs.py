@@ -1,0 +1,142 @@
+"""Reads the files of `cogfast sample` that give a model its conditions and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.config import Config
+from cogfast.config.values import nearest
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.buckets import have_same_shape
+from cogfast.data.datasets import mask_of
+from cogfast.data.sources.arrays import KEY, open_array, values_of
+from cogfast.data.sources.folders import is_picture
+from cogfast.data.sources.headers import probe
+from cogfast.data.video.clip import ClipSettings, read_clip, resize_picture
+from cogfast.extensions.conditions.given_frames import GivenFrames
+from cogfast.extensions.sample.flags import sampled_tensors
+from cogfast.extensions.sample.prompt_files import files_of_prompts
+from cogfast.extensions.sample.sizes import open_image, read_image
+from cogfast.train.video_size import DEFAULT_FPS, LatentSize
+
+_SETTINGS = ("fps", "frame_selection", "short_clips", "resize")
+
+
+def read_inputs(
+    files: Mapping[str, Sequence[Path | None]],
+    sizes: Sequence[LatentSize],
+    data: Mapping[str, Any],
+    given_frames: GivenFrames | None = None,
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of each prompt's conditions by the names of Prompt's fields; each file is read once.
+
+    files: by option, with underscores, one for each prompt. sizes: of the prompts' videos. data: data.params,
+    whose rate and choice of frames are those of the clips that were trained.
+    """
+    # Each option, file and size once
+    read = cache(_Reader(data, 0 if given_frames is None else given_frames.number))
+    found = []
+    for i, size in enumerate(sizes):
+        given = {name: path for name, of_name in files.items() if (path := of_name[i]) is not None}
+        own = {
+            name: read(name, given[name], size) for name in ("image", "control") if name in given
+        }
+        if "video" in given:
+            own["video"] = read("video", given["video"], size)
+            if "mask" in given:
+                _check_shapes(given["video"], given["mask"])
+            ones = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
+            own["mask"] = read("mask", given["mask"], size) if "mask" in given else ones
+        elif ends := [name for name in ("first_frame", "last_frame") if name in given]:
+            own |= _ends({name: read(name, given[name], size) for name in ends}, size)
+        found.append(own)
+    return found
+
+
+def read_tensors(words: Sequence[str], num_prompts: int, config: Config) -> dict[str, list[Tensor]]:
+    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor."""
+    shapes, files = sampled_tensors(config), dict[str, list[str]]()
+    takes = f"{config.model.network_config.target} takes {', '.join(shapes) or 'none'} of {KEY}"
+    for word in words:
+        name, _, file = word.partition("=")
+        if name not in shapes or not file:
+            fix = nearest(name, shapes) or "; leave it out" * (not shapes)
+            raise ValueError(f"--tensor {word[:200]} is not NAME=FILE.npy: {takes}{fix}")
+        files.setdefault(name, []).append(file)
+    if missing := [name for name in shapes if name not in files]:
+        raise ValueError(f"{takes}; give --tensor {missing[0]}=FILE.npy")
+
+    @cache
+    def read(name: str, file: str) -> Tensor:
+        try:
+            return values_of(open_array(name, file, shapes[name]), name, file)
+        except BadSample as error:
+            raise ValueError(f"--tensor: {error.reason}") from None
+
+    given = {n: files_of_prompts(f"--tensor {n}", f, num_prompts) for n, f in files.items()}
+    return {name: [read(name, str(path)) for path in paths] for name, paths in given.items()}
+
+
+def _check_shapes(video: Path, mask: Path) -> None:
+    """Raise ValueError if a mask has another shape than its video: both are cropped, to other parts."""
+    of_video, of_mask = (probe(str(path), path.stat().st_size) for path in (video, mask))
+    if not of_mask.reason and not have_same_shape(of_video, of_mask):
+        raise ValueError(
+            f"--mask {mask} is {of_mask.height}x{of_mask.width}, --video {video} {of_video.height}x"
+            f"{of_video.width}; give one of the same shape"
+        )
+
+
+def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:
+    """Return a video uint8 [F, 3, H, W] of black but for the given ends, and the mask [F, 1, H, W] of the rest."""
+    frames, at = size.num_frames, {"first_frame": 0, "last_frame": size.num_frames - 1}
+    video = torch.zeros(frames, 3, *size.pixels, dtype=torch.uint8)
+    mask = torch.ones(frames, 1, *size.pixels, dtype=torch.uint8)
+    for name, picture in pictures.items():
+        video[at[name]], mask[at[name]] = picture, 0
+    return {"video": video, "mask": mask}
+
+
+class _Reader:
+    """Reads one file at the size of a video."""
+
+    def __init__(self, data: Mapping[str, Any], num_given: int) -> None:
+        """num_given: frames of a video that the model is given; 0: all."""
+        self.num_given = num_given
+        self.data = {name: data[name] for name in _SETTINGS if data.get(name) is not None}
+
+    def __call__(self, name: str, path: Path, size: LatentSize) -> Tensor:
+        """Return an image [3, H, W] in [-1, 1], a picture of an end uint8, a video uint8 [F, 3, H, W], or a
+        mask uint8 [F, 1, H, W]."""
+        option, resize = f"--{name.replace('_', '-')}", self.data.get("resize", "crop")
+        if name == "image":
+            return read_image(path, size.pixels, resize, option)
+        if name.endswith("frame"):
+            return resize_picture(open_image(path, option), size.pixels, resize)
+        try:
+            if name == "mask" and is_picture(str(path)):
+                picture = resize_picture(open_image(path, option), size.pixels, resize)
+                frames = picture.expand(size.num_frames, -1, -1, -1)
+            else:
+                frames = self._video(path, size)
+            return mask_of(frames, str(path), "it") if name == "mask" else frames
+        except BadSample as error:
+            fix = "; or sample fewer (--frames)" if ", need " in error.reason else ""
+            raise ValueError(f"{option} {path}: {error.reason}{fix}") from None
+
+    def _video(self, path: Path, size: LatentSize) -> Tensor:
+        settings = ClipSettings(
+            video_size=size.pixels,
+            max_num_frames=self.num_given or size.num_frames,
+            video_backend="pyav",
+            **{"fps": DEFAULT_FPS, **self.data},
+        )
+        video = read_clip(str(path), settings)[0]
+        missing = size.num_frames - len(video)
+        return torch.cat([video, video.new_zeros(missing, *video.shape[1:])]) if missing else video

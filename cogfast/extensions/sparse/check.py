@@ -1,0 +1,147 @@
+"""Check and choose args.attention: dense, or block-sparse attention with a share of blocks left out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments, sparse_share
+from cogfast.config.load import with_words
+from cogfast.config.merged_config import refuse
+from cogfast.distributed.parallelize import run_without_dynamo
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.sparse.attention import BLOCK, Blocks
+from cogfast.model.config import TransformerConfig
+from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.train.video_size import largest_size
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 4096  # on a GPU: with fewer, choosing blocks costs about what they save
+_WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor cores
+_KEY = "args.attention"
+
+
+def follow_weights(config: Config, loras: Iterable[str] = ()) -> Config:
+    """Return the configuration with the args.attention of its weights, if it says none and they have one.
+
+    loras: adapters beside args.load and args.load_lora.
+    """
+    args = config.args
+    paths = (
+        [args.get("load"), args.get("load_lora"), *loras] if args.get("attention") is None else []
+    )
+    for path in filter(None, paths):
+        stored = _stored_attention(Path(path))
+        if stored not in (None, "dense"):
+            logger.info(
+                "attention: %s, as %s was trained; args.attention overrides it", stored, path
+            )
+            return with_words(config, [f"{_KEY}={stored}"], str(path))
+    return config
+
+
+def _stored_attention(weights: Path) -> str | None:
+    """Return the args.attention with which a run trained weights; None if no run of cogfast saved them."""
+    checkpoint = find_run_checkpoint(weights)
+    if checkpoint is None and (weights.parent / "manifest.json").is_file():
+        checkpoint = weights.parent  # of files for diffusers in a checkpoint
+    return None if checkpoint is None else read_manifest(checkpoint).get("attention")
+
+
+def check_sparse(
+    config: Config, args: TrainArguments, model: TransformerConfig, is_training: bool = False
+) -> None:
+    """Check that args.attention can run here, in training at the size of the data.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    share, named = sparse_share(args.attention or "dense"), f"{_KEY}={args.attention}"
+    if is_training and args.sparse_warmup and share is None:
+        text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
+        refuse(config, "args.sparse_warmup", f"{text}, or args.sparse_warmup=0")
+    if share is None:
+        return
+    if is_training and args.compile and args.sparse_warmup:
+        text = (
+            f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
+        )
+        text += "compile again for each number of kept blocks; set one of the two to its default"
+        refuse(config, "args.sparse_warmup", text)
+    if args.attention_backend not in ("auto", "fa4"):
+        text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
+        refuse(config, "args.attention_backend", f"{text} (FlexAttention) or fa4")
+    if args.attention_backend == "fa4" and args.deterministic:
+        text = (
+            "args.attention_backend=fa4 has no block-sparse gradients that repeat bit for bit, as"
+        )
+        text += " args.deterministic=true asks"
+        refuse(config, "args.attention_backend", f"{text}; set it to auto")
+    if not torch.cuda.is_available():
+        return
+    width = model.head_width
+    if width not in _WIDTHS:
+        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
+        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < least:
+        here, needed = (".".join(map(str, x)) for x in (capability, least))
+        text = f"{named} needs a GPU of compute capability {needed}, this is {here}"
+        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
+    tokens = largest_size(config, model).num_tokens(model) - model.text_length
+    if is_training and tokens < _LEAST_TOKENS:
+        text = (
+            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
+        )
+        refuse(
+            config,
+            _KEY,
+            f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips",
+        )
+
+
+def choose_attention(
+    config: Config,
+    args: TrainArguments,
+    model: TransformerConfig,
+    stored: str | None,
+    groups: ProcessGroups,
+    is_training: bool = False,
+) -> str:
+    """Return "dense" or "sparse:SHARE": what args.attention says, else `stored`, that of the checkpoint
+    that is resumed or sampled."""
+    chosen = args.attention or stored or "dense"
+    check_sparse(config, replace(args, attention=chosen), model, is_training)
+    share = sparse_share(chosen)
+    if groups.is_main and stored is not None and chosen != stored:
+        text = "attention: %s instead of the checkpoint's %s, as args.attention says"
+        logger.warning(text, chosen, stored)
+    if groups.is_main and share is not None:
+        rows = largest_size(config, model).num_tokens(model)
+        blocks = Blocks.of(rows, model.text_length)
+        pairs = blocks.attended(rows, blocks.num_kept(share)) / rows**2
+        log = logger.warning if pairs == 1 and share else logger.info
+        what = "nothing is left out of so few" if pairs == 1 and share else "of the pairs of rows"
+        log("attention: %s, %.1f%% of %s rows: %s", chosen, 100 * pairs, f"{rows:,}", what)
+    return chosen
+
+
+def use_attention(transformer: DiffusionTransformer, attention: str) -> None:
+    """Let a transformer use "dense" or "sparse:SHARE". ValueError if it cannot."""
+    share, kind = sparse_share(attention), type(transformer)
+    if share is not None and kind.block_arguments is not DiffusionTransformer.block_arguments:
+        text = f"{_KEY}={attention} does not work with {kind.__name__}.block_arguments, whose tensors have "
+        raise ValueError(f"{text}other rows than the blocks then have; set {_KEY}=dense")
+    if share is not None and torch.cuda.is_available():
+        run_without_dynamo(False)  # FlexAttention is compiled
+    transformer.use_sparse_attention(share)

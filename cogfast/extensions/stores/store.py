@@ -1,0 +1,600 @@
+"""All reads and writes of files that may lie in an object store: s3://, gs://, hf:// or any URL of fsspec.
+
+A name is a path on this machine, or such a URL. Calls are repeated with growing pauses for errors that may
+pass (429, 503, a cut or slow answer); what is left is a StoreError with one line that names the fix.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import posixpath
+import random
+import re
+import shutil
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, write_whole
+from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, brief, diagnosis
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# Read by every process of a run; args.local_cache sets it before the processes that read data begin.
+CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
+_PATIENCE = 60.0  # seconds after which a call is not repeated
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
+_PIECE = 32 << 20  # bytes of a request of a large object
+_READ_AHEAD = 1 << 18  # bytes of the least request of a file that is read in parts
+_THREADS = 8  # requests of one object at once
+_TRIAL, _BRIEF = 0.05, 2e-4  # seconds: of all calls in one thread before several, and of one
+_MANY_THREADS = 32  # requests of small objects at once
+_FEW = 8  # objects of a folder from which on a listing is fewer requests
+_PART_TRIES = 5  # of each part of a long upload
+_NUM_LOCKS = 4096
+_IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
+_IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
+_KEPT = 0.9  # of the limit, to which the local cache is cut
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+# Fields of a listing that change with the object, by the names of the stores
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "Last-Modified")
+_VERSIONS += ("modify", "mtime", "created")
+# The user of a web address, or user and password of another one: some stores have a bucket before the @.
+_USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
+_UNCHANGING = "-"  # the version of objects that never change under their name
+_WEB = ("http://", "https://")  # servers without listings
+_OWN = ("s3://", "gs://", "hf://")
+
+
+class StoreError(OSError):
+    """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    num_bytes: int
+    version: str  # changes whenever the file does; of a URL 16 hexadecimal digits
+
+
+def is_url(name: str | Path) -> bool:
+    return "://" in str(name)
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path or URL of `name`, which may be absolute, in a folder."""
+    if is_url(name) or os.path.isabs(name) or not is_url(folder):
+        path = name if is_url(name) else os.path.join(folder, name)
+        is_odd = path.startswith("./") or "/." in path or "//" in path
+        return path if is_url(name) or not is_odd else str(Path(path))
+    scheme, separator, place = folder.partition("://")
+    return f"{scheme}{separator}{posixpath.normpath(f'{place}/{name}')}"
+
+
+def parent(name: str) -> str:
+    """Return the folder of a file."""
+    return name.rpartition("/")[0] if is_url(name) else str(Path(name).parent)
+
+
+def stat(name: str) -> Stat:
+    """Return size and version of a file; FileNotFoundError if there is none."""
+    if not is_url(name):
+        found = os.stat(name)
+        return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
+    about = _call(name, lambda fs, path: fs.info(path))
+    if about["type"] != "file":
+        raise FileNotFoundError(f"{name}: not an object but a folder")
+    return _stat_of(name, about)
+
+
+class Versions:
+    """The Stat of each of many URLs as of one moment, kept under hashes of the URLs: 24 bytes each."""
+
+    def __init__(self, found: Mapping[str, Stat] = {}, *lists: Versions) -> None:
+        rows = {(_hash(url), int(s.version, 16), s.num_bytes) for url, s in found.items()}
+        rows.update(row for one in lists for row in zip(*one._columns, strict=True))
+        ordered = sorted(rows)
+        self._columns = [array("Q", (row[i] for row in ordered)) for i in range(3)]
+        # {(URL, part): its error}. Who reads ahead has waited for it, so that the next read does not.
+        self.given_up: dict[tuple, Exception] = {}
+
+    @property
+    def largest(self) -> int:
+        """Most bytes of one of them."""
+        return max(self._columns[2], default=0)
+
+    def get(self, url: str) -> Stat | None:
+        names, versions, sizes = self._columns
+        at = bisect_left(names, key := _hash(url))
+        is_there = at < len(names) and names[at] == key
+        return Stat(sizes[at], f"{versions[at]:016x}") if is_there else None
+
+
+def _hash(url: str) -> int:
+    # surrogatepass: file names need not be valid UTF-8.
+    text = url.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def exists(name: str) -> bool:
+    """Return whether there is a file of this name."""
+    return name in stats([name]) if is_url(name) else os.path.isfile(name)
+
+
+def stats(names: Iterable[str]) -> dict[str, Stat]:
+    """Return {URL: Stat} of those URLs among `names` that are there. Folders with many of them are listed."""
+    folders: dict[str, list[str]] = {}
+    for name in dict.fromkeys(filter(is_url, names)):
+        folders.setdefault(parent(name), []).append(name)
+    groups: list[list[str]] = []
+    for found in folders.values():
+        is_listed = len(found) >= _FEW and not found[0].startswith(_WEB)
+        groups += [found] if is_listed else [[name] for name in found]
+
+    def of_group(names: list[str]) -> Mapping[str, Stat | None]:
+        if len(names) > 1:
+            return list_folder(parent(names[0]))
+        with suppress(FileNotFoundError):
+            return {names[0]: stat(names[0])}
+        return {}
+
+    each = zip(groups, in_threads(of_group, groups), strict=True)
+    return {name: about for names, found in each for name in names if (about := found.get(name))}
+
+
+def in_threads(call: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+    """Yield call(item) of each item, in order, from several threads if the first calls show that it takes long."""
+    start, done = time.monotonic(), 0
+    while done < len(items) and time.monotonic() - start < _TRIAL:
+        yield call(items[done])
+        done += 1
+    items = items[done:]
+    if time.monotonic() - start < _BRIEF * done:  # on a disk threads would only wait for each other
+        yield from map(call, items)
+        return
+    with ThreadPoolExecutor(_MANY_THREADS) as pool:
+        for start in range(0, len(items), 10_000):  # each call in waiting takes a kilobyte
+            yield from pool.map(call, items[start : start + 10_000])
+
+
+def list_folder(folder: str) -> dict[str, Stat | None]:
+    """Return {URL: Stat} of what lies in a folder's URL itself; {} if it is empty.
+
+    The Stat is None for folders, and for the links of a web page.
+    """
+    try:
+        found = _call(folder, lambda fs, path: fs.ls(path.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return {}
+    each = {_address(folder, about["name"]): about for about in found}
+    return {
+        url: _stat_of(url, about) if about["type"] == "file" and not url.startswith(_WEB) else None
+        for url, about in each.items()
+        if not url.endswith("/")  # an object that stands for a folder, as consoles write them
+    }
+
+
+def find(folder: str) -> dict[str, Stat]:
+    """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
+    if folder.startswith(_WEB):
+        return stats([folder])
+    try:
+        found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
+    except FileNotFoundError:
+        return {}
+    # s3fs returns the folder itself if its first object comes just after the listing.
+    names = (name for name in sorted(found) if found[name]["type"] == "file" and name[-1] != "/")
+    return {url: _stat_of(url, found[name]) for name in names if (url := _address(folder, name))}
+
+
+def _address(folder: str, name: str) -> str:
+    """Return the URL of a name that a listing of `folder` has."""
+    if folder.startswith(_WEB):
+        return name
+    scheme = folder.partition("://")[0]
+    return f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
+
+
+def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+    """Read a file, or `num_bytes` from `start` of it, or fewer if it ends before."""
+    if not is_url(name):
+        with open(name, "rb") as file:
+            # Python allocates `num_bytes` before it notices that the file is shorter.
+            left = os.fstat(file.fileno()).st_size - start
+            file.seek(start)
+            return file.read(max(0, left if num_bytes is None else min(num_bytes, left)))
+    if num_bytes is None and start == 0:
+        # Otherwise s3fs asks for the size first, to read large objects in parts.
+        one: dict[str, Any] = {"max_concurrency": 1} if name.startswith("s3") else {}
+        return _call(name, lambda fs, path: fs.cat_file(path, **one))
+    size = stat(name).num_bytes
+    return _range(name, start, size if num_bytes is None else min(size, start + num_bytes))
+
+
+def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
+    """Open a file for reading at any position. num_bytes: its size, if it is known, which saves a request."""
+    if not is_url(name):
+        return open(name, "rb")
+    size = stat(name).num_bytes if num_bytes is None else num_bytes
+    return io.BufferedReader(RangeFile(partial(_range, name), size), _READ_AHEAD)
+
+
+def write(name: str, data: bytes) -> None:
+    """Write a file. Readers see all of it or nothing. StoreError or WriteError if it cannot be written."""
+    if is_url(name):
+        _put(name, lambda fs, path: fs.pipe_file(path, data))
+        return
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(Path(name), error) from None
+    write_whole(Path(name), lambda draft: draft.write_bytes(data))
+
+
+def check_writable(folder: str) -> None:
+    """Raise StoreError or WriteError if a folder, which is created, cannot be written."""
+    test = join(folder, "write_test")
+    try:
+        write(test, b"")
+        remove([test])
+    except StoreError as error:
+        reason = str(error).removeprefix(f"{test}: ")
+        raise StoreError(f"{folder}: cannot be written: {reason}") from None
+
+
+def create(name: str, data: bytes) -> bool:
+    """Write an object unless there is one, and return whether its content is `data` then.
+
+    In a store without conditional writes, two processes may both create it at once.
+    """
+
+    def put(fs: Any, path: str) -> None:
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except OSError as error:
+            is_there = isinstance(error, FileExistsError) or "PreconditionFailed" in repr(
+                error.__cause__
+            )
+            if not is_there:
+                raise
+
+    _call(name, put)
+    return read(name) == data
+
+
+def upload(file: Path, url: str) -> None:
+    """Write a file of this machine to an object, in parts if it is large. Readers see all of it or nothing."""
+    size = file.stat().st_size
+    _put(url, lambda fs, path: fs.put_file(str(file), path), is_long=True)
+    if (there := stat(url).num_bytes) != size:
+        raise StoreError(f"{url}: has {there} bytes after {size} were written; write it again")
+
+
+def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) -> None:
+    if url.startswith(_WEB):
+        raise StoreError(f"{url}: a web server is only read; write to s3://, gs:// or a folder")
+    try:
+        _call(url, call, is_long)
+    except FileNotFoundError:
+        raise StoreError(f"{url}: {NO_BUCKET}") from None
+
+
+def remove(names: list[str]) -> None:
+    """Remove files; those that are gone already are no error."""
+
+    def remove_one(name: str) -> None:
+        with suppress(FileNotFoundError):
+            # Not rm, which takes * ? and [ for patterns.
+            _call(name, lambda fs, path: fs.rm_file(path)) if is_url(name) else os.unlink(name)
+
+    list(in_threads(remove_one, names))
+
+
+def local_copy(
+    name: str,
+    version: str | None = None,
+    part: tuple[int, int] | None = None,
+    num_bytes: int | None = None,
+) -> Path:
+    """Return a file of this machine with the content of a file, or of (start, bytes) of it: that of a URL in
+    the local cache, which all processes of the machine share.
+
+    version: that of its Stat when the run began: StoreError if the object has changed since. None: its
+    present one; "-": it never changes, so that no request is made if the copy is there. num_bytes: the size
+    of the object, if it is known, which saves a request.
+    """
+    if not is_url(name):
+        return Path(name)
+    folder, limit = local_cache()
+    if version is None:
+        found = stat(name)
+        version, num_bytes = found.version, found.num_bytes
+    key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
+    copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
+    start, size = part or (0, num_bytes)
+    if _is_used(copy, size):
+        return copy
+    # One process downloads, while the others of this machine wait for it.
+    with writing_cache(folder), locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
+        if _is_used(copy, size):
+            return copy
+        whole = stat(name).num_bytes if num_bytes is None else num_bytes
+        size = max(0, min(whole if size is None else size, whole - start))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
+        try:
+            for is_full in (False, True):
+                make_place(folder, limit, size, is_full)
+                try:
+                    _download(name, draft, start, size, part is None, version)
+                    break
+                except OSError as error:
+                    # Other files of the disk may leave less than the limit.
+                    if is_full or not is_disk_full(error):
+                        raise
+            draft.replace(copy)
+        finally:
+            draft.unlink(missing_ok=True)
+    return copy
+
+
+def local_cache() -> tuple[Path, int]:
+    """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{home}/cogfast/objects")
+    with writing_cache(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder, limit or shutil.disk_usage(folder).total // 2
+
+
+def check_local_cache(num_bytes: int = 0) -> None:
+    """Raise StoreError if this process cannot write a file of so many bytes into the local cache."""
+    folder, limit = local_cache()
+    with writing_cache(folder), locked(folder / "size"):
+        _check_fits(folder, limit, num_bytes)
+
+
+def _check_fits(folder: Path, limit: int, num_bytes: int) -> None:
+    if num_bytes > limit:
+        raise StoreError(
+            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
+            "set args.local_cache=FOLDER:SIZE to a folder with more space"
+        )
+
+
+def parse_cache(text: str) -> tuple[Path, int | None]:
+    """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
+    folder, colon, size = text.rpartition(":")
+    if not colon and not _SIZE.fullmatch(text):
+        return Path(os.path.expanduser(text)).absolute(), None
+    match = _SIZE.fullmatch(size)
+    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if not folder or number <= 0:
+        raise ValueError(
+            f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in "
+            "bytes, K, M, G or T"
+        )
+    return Path(os.path.expanduser(folder)).absolute(), number
+
+
+def _is_used(copy: Path, size: int | None) -> bool:
+    """Return whether a local copy is there, whole even if the machine has crashed since, and note its use."""
+    try:
+        os.utime(copy)
+    except PermissionError:  # the copy of another user
+        return os.access(copy, os.R_OK)
+    except OSError:
+        return False
+    return size is None or copy.stat().st_size == size
+
+
+@contextmanager
+def writing_cache(cache: Path) -> Iterator[None]:
+    """Name the local cache and the fix in errors of its disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # an error of the store
+            raise
+        raise StoreError(
+            f"{cache}: the local cache cannot be written ({error.strerror}); set args.local_cache=FOLDER:SIZE "
+            "to a folder that you may write, with enough space"
+        ) from None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[io.FileIO]:
+    """Hold the lock of a file between the processes and threads of this machine."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a+b", buffering=0) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield lock
+        finally:
+            # Closing alone leaves the lock to processes that were forked meanwhile.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
+    """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
+    _check_fits(folder, limit, num_bytes)
+    with locked(folder / "size") as file:
+        file.seek(0)
+        text = file.read().strip()
+        # Killed processes leave the count too low or too high; it is right after each removal.
+        used = num_bytes + (int(text) if text.isdigit() else limit + 1)
+        if is_full or used > limit:
+            used = num_bytes + _remove_oldest(folder, limit, num_bytes)
+        file.truncate(0)
+        file.write(b"%d" % used)
+
+
+def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
+    """Remove the copies that were used least recently to have `num_bytes` free; return what is left."""
+    found = []
+    for part in folder.glob("[0-9a-f][0-9a-f]"):
+        for entry in os.scandir(part):
+            with suppress(FileNotFoundError):
+                about = entry.stat()
+                found.append((about.st_mtime, about.st_size, entry.path))
+    used = sum(size for _, size, _ in found)
+    limit = int(_KEPT * min(limit, used)) - num_bytes
+    for _, size, path in sorted(found):
+        if used <= max(0, limit):
+            break
+        with suppress(FileNotFoundError):
+            # A process may be about to open a copy that it was given since the listing.
+            age = time.time() - os.stat(path).st_mtime
+            if age < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
+                continue
+            os.unlink(path)
+        used -= size
+    return used
+
+
+def _download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
+    """Write `size` bytes of an object from `start` to a file, in several requests at once if they are many."""
+    with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
+
+        def copy(at: int) -> None:
+            data = _range(url, start + at, start + min(at + _PIECE, size))
+            os.pwrite(out.fileno(), data, at)
+
+        if is_whole and size <= _PIECE:
+            out.write(read(url))  # without a range; its size may have changed
+        else:
+            list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
+    # Asked after it is read: a change before the last byte came shows.
+    if version != _UNCHANGING and stat(url).version != version:
+        text = "changed since it was listed; start again, with files that stay as they are"
+        raise StoreError(f"{url}: {text}")
+
+
+def _range(url: str, start: int, end: int) -> bytes:
+    if end <= start:
+        return b""
+    data = _call(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
+    # A store without ranges answers with the whole object.
+    if len(data) != end - start:
+        raise StoreError(
+            f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store "
+            "ignores ranges; a store must support HTTP ranges"
+        )
+    return data
+
+
+class RangeFile(io.RawIOBase):
+    """A seekable file of `num_bytes` bytes, of which read(start, end) returns a range."""
+
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
+        self._read, self._size, self._at = read, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        end = min(self._at + len(view), self._size)
+        data = self._read(self._at, end) if end > self._at else b""
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
+    """Return call(file system, path), repeated for errors that may pass. is_long: it makes many requests."""
+    start, pause = time.monotonic(), _FIRST_PAUSE
+    while True:
+        began = time.monotonic()
+        try:
+            # A process that was forked gets a file system of its own from fsspec.
+            return call(*_file_system(url, is_long))
+        except StoreError:
+            raise
+        except FileNotFoundError as error:
+            if "bucket does not exist" in str(error):
+                raise StoreError(f"{url}: {NO_BUCKET}") from None
+            text = f"{url}: no such object or bucket; correct the address"
+            raise FileNotFoundError(text) from None
+        # Stores raise errors of their HTTP libraries, too.
+        except Exception as error:
+            why, fix, most = diagnosis(url, error)
+            # A call of minutes that fails once is not yet an outage.
+            start += (time.monotonic() - began) * is_long
+            seconds = time.monotonic() - start
+            if seconds + pause > min(most, _PATIENCE):
+                raise StoreError(f"{url}: {why}; {fix}") from None
+            if pause == _LONGEST_PAUSE:
+                logger.warning("%s: %s; trying again for %.0f s", url, why, _PATIENCE - seconds)
+        time.sleep(pause * random.uniform(0.5, 1))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
+    import fsspec.config
+
+    if (shown := _USER.sub(r"\1", url)) != url:
+        fix = "leave it out; the environment and ~/.config/fsspec hold credentials"
+        raise StoreError(f"{shown}: was given with a user or password; {fix}")
+    if not url.partition("://")[2].strip("/"):
+        raise StoreError(f"{url}: names no bucket or file; correct the address")
+    # Some file systems that fsspec puts on top of others run code that their files contain.
+    if "::" in url:
+        raise StoreError(f"{url}: {OF_CHAIN}")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, too
+    # Listings that fsspec keeps would hide what other processes write.
+    given: dict[str, Any] = {"use_listings_cache": False}
+    if url.startswith("s3"):
+        # `_call` alone repeats: three loops within each other would take minutes.
+        kept = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        given["config_kwargs"] = {**kept, "retries": {"total_max_attempts": 1}}
+        if is_long:  # fsspec has a file system for each set of options, here with repeated parts
+            given["max_concurrency"] = _THREADS
+    try:
+        file_system, path = fsspec.core.url_to_fs(url, **given)
+    # No installed package handles the scheme.
+    except (ImportError, ValueError) as error:
+        package = "pip install s3fs gcsfs" if url[:5] in _OWN else "docs/data.md"
+        raise StoreError(
+            f"{url}: cannot be opened ({brief(error)}); install the package for its scheme ({package}), or "
+            "correct it"
+        ) from None
+    if url.startswith("s3"):
+        file_system.retries = _PART_TRIES if is_long else 1
+    return file_system, path
+
+
+def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
+    found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
+    if about["size"] is None or found is None:
+        raise StoreError(
+            f"{url}: its server does not tell its size or version (Content-Length, ETag or Last-Modified); use "
+            "another server, or name the files of a folder in a manifest"
+        )
+    version = f"{about['size']}-{found.strip(chr(34))}".encode()
+    return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

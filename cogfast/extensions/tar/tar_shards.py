@@ -1,0 +1,399 @@
+"""Tar shards in webdataset's format, read by random access through an index of their members.
+
+Members whose names are equal up to the first dot form a sample: x.mp4 (or avi, mov, mkv, webm) with
+its caption in x.caption, in SHARD.meta.jsonl beside the shard (a line {"key": "x", "caption": ...}),
+in x.json or in x.txt, in this order, and maybe a control video in x.control.mp4 and a mask in
+x.mask.mp4. Where pictures are trained on, x.jpg (or png, ...) may take the place of x.mp4. Shards are
+local files, or URLs that fsspec opens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cogfast.config.values import counted
+from cogfast.data.bad_samples import BadSample
+from cogfast.data.sources.clip_list import (
+    OTHER_VIDEOS,
+    ClipList,
+    OtherFiles,
+    PackedStrings,
+    join,
+)
+from cogfast.data.sources.file_index import user_index
+from cogfast.data.sources.folders import (
+    PICTURE_ENDINGS,
+    SourceError,
+    check_caption_size,
+    decoded,
+    named,
+)
+from cogfast.extensions.stores import store
+from cogfast.extensions.stores.store import Stat, Versions
+
+logger = logging.getLogger(__name__)
+
+VIDEO_KINDS = ("mp4", "avi", "mov", "mkv", "webm")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)$")
+_SAT_KEY_SUFFIX = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+MEMBER = "::"  # separates a shard's name from that of its member
+_FIX = "correct the source, or remove the shard from it"
+_MAX_SHARDS = 10**6  # that one range may name
+_MAX_BYTES = 2**30  # of a member, which is read into memory as a whole
+_MAX_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand a-{000..002}.tar to a-000.tar, a-001.tar, a-002.tar, and a-{x,y}.tar likewise."""
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    numbers = _RANGE.match(found[1])
+    if numbers:
+        first, last = numbers.groups()
+        # Checked before the names are made, which would fill the memory.
+        names = range(int(first), int(last) + 1)
+        if len(names) > _MAX_SHARDS:
+            raise SourceError(
+                f"{pattern[:80]}: {found[0][:40]} stands for {len(names)} shards, but at most "
+                f"{_MAX_SHARDS} are supported; correct the range"
+            )
+        # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
+        names = [f"{i:0{len(first)}d}" for i in names]
+    else:
+        names = found[1].split(",")
+    if not names or len(names) == 1:
+        raise SourceError(
+            f"{pattern}: {found[0]} is not a range or list; use {{000..099}} or {{a,b}}"
+        )
+    start, end = pattern[: found.start()], pattern[found.end() :]
+    return [rest for name in names for rest in expand_braces(start + name + end)]
+
+
+def shards_of(source: str) -> list[str]:
+    """List the .tar files below a folder, or those that a pattern names."""
+    is_url = store.is_url(source)
+    is_file = source.endswith(".tar") or "{" in source or MEMBER in source
+    if not is_file if is_url else Path(source).is_dir():
+        names = list(store.find(source)) if is_url else map(str, Path(source).rglob("*.t*"))
+        names = sorted(names)
+        found = [name for name in names if name.endswith(".tar")]
+        packed = [name for name in names if name.endswith(_COMPRESSED)]
+        number = counted(len(packed), "compressed shard")
+        text = f"{number}: {named(packed)}; decompress to .tar (gzip -d FILE.tar.gz)"
+        if not found:
+            raise SourceError(f"{source}: no .tar file in it{f', but {text}' if packed else ''}")
+        if packed:
+            logger.warning("%s: not read: %s", source, text)
+        return found
+    return expand_braces(source)
+
+
+def _meta_file(shard: str) -> str:
+    name = shard.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
+    return store.join(store.parent(shard), name)
+
+
+def _read_meta(shard: str) -> bytes:
+    """Read SHARD.meta.jsonl beside the shard; b"" if there is none."""
+    file = _meta_file(shard)
+    if not store.is_url(file) and os.path.exists(file) and not os.path.isfile(file):
+        raise ValueError(
+            f"{file}: not a file but a folder, pipe or device; put the file of captions there, or "
+            "remove it"
+        )
+    try:
+        return store.read(file)
+    except FileNotFoundError:
+        return b""
+
+
+def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
+    """Return a member of an open shard as a seekable file, whose end leaves the shard open."""
+
+    def read(start: int, end: int) -> bytes:
+        shard.seek(offset + start)
+        return shard.read(end - start)
+
+    return io.BufferedReader(store.RangeFile(read, size))
+
+
+def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
+    """Read the bytes of a member, SHARD::NAME; BadSample if they cannot be read."""
+    if size > _MAX_BYTES:
+        raise BadSample(file, f"a member of {size} bytes; at most {_MAX_BYTES} are supported")
+    try:
+        shard = file.partition(MEMBER)[0]
+        if store.is_url(shard):
+            data = store.read(clips.local(shard, (offset, size)))
+        else:
+            data = store.read(shard, offset, size)
+    except BadSample as error:
+        raise type(error)(file, f"the shard cannot be read ({error.reason})") from None
+    except OSError as error:
+        raise BadSample(file, f"the shard cannot be read ({str(error)[:200]})") from None
+    if len(data) < size:
+        raise BadSample(file, f"the shard ends early: {len(data)} of {size} bytes are there")
+    return data
+
+
+def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> ClipList:
+    """List the samples of shards, one shard after the other."""
+    for url in shards:
+        if MEMBER in url:
+            raise ValueError(f"{url[:200]}: a shard's name must not contain {MEMBER}; rename it")
+    found = store.stats([*shards, *map(_meta_file, shards)])
+    list_one = lambda url: list_shard(url, caption_key, has_pictures, found)
+    # Their headers are read by many small requests.
+    each = store.in_threads if found else map
+    listed = join([*each(list_one, shards)])
+    return replace(listed, versions=Versions(found))
+
+
+def list_shard(
+    url: str, caption_key: str, has_pictures: bool = False, found: Mapping[str, Stat] = {}
+) -> ClipList:
+    """List the samples of a shard in its order; the caption is "" if there is none. has_pictures:
+    samples without a video may have a picture. found: the URLs that are there.
+
+    The list is read from the index in the user's cache folder if the shard and its .meta.jsonl have not changed.
+    """
+    meta = _meta_file(url)
+    try:
+        if not store.is_url(url) and Path(url).exists() and not Path(url).is_file():
+            raise IsADirectoryError("not a file but a folder, pipe or device")
+        about = found.get(url) or store.stat(url)
+        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
+    except OSError as error:
+        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
+    # Another key selects other captions, which the index holds.
+    index = user_index("shard", [url, caption_key])
+    version = about.version + (f"-{of_meta.version}" if of_meta else "")
+    kept = index.get(url, version)
+    if kept is None:
+        try:
+            kept = _rows(url, about.num_bytes, caption_key)
+        except OSError as error:
+            raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
+        index.keep([(url, version, *kept)])
+    rows, faults = kept
+    # Logged at every start, also when they come from the index.
+    for fault in faults:
+        logger.warning("%s %s", url, fault)
+    files, captions, places, others = [], [], [], []
+    further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
+    pictures = tuple(end[1:] for end in PICTURE_ENDINGS)
+    kinds = VIDEO_KINDS + (pictures if has_pictures else ())
+    for key, caption, members in rows:
+        # A sample with several videos is read from the first kind in VIDEO_KINDS.
+        kind = next((k for k in kinds if k in members), None)
+        if kind is None:
+            others.append(f"{key}: {', '.join(members)}")
+            continue
+        files.append(f"{url}{MEMBER}{key}.{kind}")
+        captions.append(caption)
+        places.append(members[kind])
+        for name, (own, own_places) in further.items():
+            # A mask may be a picture for all frames of a video.
+            own_kinds = VIDEO_KINDS + pictures if name == "mask" else kinds
+            other = next((f"{name}.{k}" for k in own_kinds if f"{name}.{k}" in members), None)
+            own.append("" if other is None else f"{url}{MEMBER}{key}.{other}")
+            own_places.append((-1, -1) if other is None else members[other])
+    if not files:
+        raise ValueError(
+            f"{url}: contains no video ({', '.join(kinds)}); leave the shard out of the data"
+        )
+    if others:
+        text = "%s: not read: %s (names up to the first dot) without a video: %s"
+        logger.warning(text, url, counted(len(others), "sample"), named(others))
+    return ClipList(
+        files=PackedStrings(files),
+        captions=PackedStrings(captions),
+        places=np.array(places, dtype=np.int64),
+        others={
+            name: OtherFiles(PackedStrings(own), np.array(own_places, dtype=np.int64))
+            for name, (own, own_places) in further.items()
+            if any(own)
+        },
+    )
+
+
+Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}
+
+
+def _rows(url: str, num_bytes: int, caption_key: str) -> tuple[list[Row], list[str]]:
+    """Read a shard's samples and captions; returns them with one line per fault of the shard."""
+    meta = _meta(url, caption_key)
+    members, faults, is_whole = _members(url, num_bytes)
+    rows = []
+    for key, kinds in members.items():
+        caption = ""
+        sat_key = _SAT_KEY_SUFFIX.sub("", key)
+        if caption_key in kinds:
+            caption = _member_text(url, key, caption_key, kinds)
+        elif key in meta or sat_key in meta:
+            caption = meta[key if key in meta else sat_key]
+        elif "json" in kinds:
+            caption = _caption_in_json(_member_text(url, key, "json", kinds), caption_key)
+        elif "txt" in kinds:
+            caption = _member_text(url, key, "txt", kinds)
+        # JSON escapes can spell single surrogates, which a tokenizer refuses.
+        if any("\ud800" <= c <= "\udfff" for c in caption):
+            raise ValueError(
+                f"{url}: the caption of {key!r} is not valid Unicode; write it again as UTF-8"
+            )
+        # Captions are one line, as those of other layouts.
+        rows.append((key, " ".join(caption.split()), kinds))
+    if not is_whole:
+        if len(rows) > 1 and not rows[-1][1]:
+            rows.pop()  # its caption may have been in the lost part
+        faults.append(f"ends early, after {counted(len(rows), 'sample')}; write the shard again")
+    return rows, faults
+
+
+def _members(
+    url: str, num_bytes: int
+) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str], bool]:
+    """Read the headers of a shard's members.
+
+    Returns {key: {kind: (offset, bytes)}} in the shard's order, including members that are cut off;
+    a line per fault; and whether the shard is complete.
+    """
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    twice = []
+    with store.open_file(url, num_bytes) as file:
+        is_whole = True
+        try:
+            for member, end in _headers(file):
+                _check_member(url, member)
+                key, dot, kind = _split_name(member.name)
+                if member.isreg() and dot and not _is_meta(member.name):
+                    if kind in found.get(key, ()):
+                        twice.append(member.name)
+                    found.setdefault(key, {})[kind] = (member.offset_data, member.size)
+                is_whole = end + tarfile.BLOCKSIZE <= num_bytes  # a block of zeros ends a tar
+        except tarfile.ReadError as error:
+            is_whole = False
+            if not found:
+                raise ValueError(
+                    f"{url}: not a tar file ({error}); decompress a shard (gzip -d FILE.tar.gz), "
+                    "since samples are read by random access"
+                ) from None
+    text = f"has {counted(len(twice), 'member')} twice; the later one is read: {named(twice)}"
+    return found, [text] if twice else [], is_whole
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """Split a member's name into key, dot and kind: folder/x.a.b -> (folder/x, ".", a.b)."""
+    folder, slash, last = name.removeprefix("./").rpartition("/")
+    stem, dot, kind = last.partition(".")
+    return folder + slash + stem, dot, kind.lower()
+
+
+def _is_meta(name: str) -> bool:
+    """Whether a member is webdataset's metadata (__x__) or a file that macOS adds (._x)."""
+    first, last = name.partition("/")[0], name.rpartition("/")[2]
+    return (first.startswith("__") and first.endswith("__")) or last.startswith("._")
+
+
+class _HeaderReads:
+    """A file for tarfile that limits the size of headers: a pax header may claim to be huge."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._file.read(size)
+
+
+def _headers(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yield every member with the offset of its end; ReadError at a damaged header."""
+    # Any: the stubs ask for a file with write(), which reading does not call, and lack `members`.
+    reads: Any = _HeaderReads(file)
+    tar: Any = None
+    end = 0
+    while True:
+        try:
+            tar = tar or tarfile.open(fileobj=reads, mode="r:")  # noqa: SIM115
+            member = tar.next()
+        # tarfile raises these for invalid numbers and text, and for deeply nested pax headers.
+        except (ValueError, OverflowError, RecursionError, LookupError, TypeError) as error:
+            raise tarfile.ReadError(f"a damaged header ({error})") from None
+        if member is None:
+            return
+        if member.size < 0 or tar.offset <= end:  # a negative size would loop forever
+            raise tarfile.ReadError(f"a member of {member.size} bytes")
+        # tarfile would keep every member in memory.
+        end, tar.members = tar.offset, []
+        yield member, end
+
+
+def _check_member(url: str, member: tarfile.TarInfo) -> None:
+    """Raise ValueError for names outside the folder, links and sparse files."""
+    path = PurePosixPath(member.name)
+    faults = {
+        "has an absolute path or .. in its name": path.is_absolute() or ".." in path.parts,
+        "is a link": member.issym() or member.islnk(),
+        "is a sparse file": member.issparse(),
+    }
+    found = next((fault for fault, is_found in faults.items() if is_found), None)
+    if found is not None:
+        raise ValueError(
+            f"{url}: member {member.name[:100]!r} {found}; write the shard again from plain files with "
+            "relative names (tar --dereference --hard-dereference, without --sparse)"
+        )
+
+
+def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]]) -> str:
+    """Read a caption; "" if the shard ends within it."""
+    offset, size = kinds[kind]
+    name = f"{url}{MEMBER}{key}.{kind}"
+    check_caption_size(size, name)
+    data = store.read(url, offset, size)
+    return decoded(data, name) if len(data) == size else ""
+
+
+def _meta(shard: str, caption_key: str) -> dict[str, str]:
+    """Read {key: caption} from SAT's .meta.jsonl beside the shard; {} if there is none."""
+    name, data = os.path.basename(_meta_file(shard)), _read_meta(shard)
+    captions: dict[str, str] = {}
+    # splitlines would also split at U+2028, which JSON text may hold.
+    for number, line in enumerate(decoded(data, name).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            key = str(row["key"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(
+                f"{name} beside {shard}: line {number} is not a JSON object with a key; write "
+                f'{{"key": NAME, "{caption_key}": TEXT}}'
+            ) from None
+        if row.get(caption_key) is not None:
+            captions[key] = str(row[caption_key])
+    return captions
+
+
+def _caption_in_json(text: str, caption_key: str) -> str:
+    """The caption in a sample's .json member; "" if there is none, or the member is damaged."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""  # counted with the samples that have no caption
+    value = row.get(caption_key) if isinstance(row, dict) else None
+    return "" if value is None else str(value)

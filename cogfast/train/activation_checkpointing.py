@@ -1,0 +1,260 @@
+"""Selective activation checkpointing, with a policy for each block.
+
+    none            keep everything
+    pointwise       keep the results of matmuls and attention; recompute norms, rotation and gelu
+    attention_kept  keep attention's output and lse; recompute the rest
+    full            keep only the block's input
+
+All policies give the same gradients, bit for bit where the kernels are deterministic. extensions/plan/ladder.py
+chooses for `auto`. With args.compile, pointwise and attention_kept run inside the compiled graph and
+guide the compiler's partitioner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import cogfast.extensions.memory.quantized_linear  # noqa: F401  registers _FROZEN
+from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
+from cogfast.kernels.attention_backends import keeps_output
+from cogfast.model.block import Block
+from cogfast.model.transformer import BlockCall, DiffusionTransformer
+
+Keeps = Callable[..., bool]  # of an op and its arguments
+Policy = Literal["none", "attention_kept", "pointwise", "full"]
+
+# From the policy that keeps least to the one that keeps most. Each unit of memory saves less
+# recomputation from rung to rung: attention for 1 U, the matmuls for 9 U, then the rest.
+LADDER: tuple[Policy, ...] = ("full", "attention_kept", "pointwise", "none")
+
+# A matmul counts as low-rank if its inner dim is this many times smaller than both outer dims.
+# Recomputing it is as cheap as reading its result.
+_LOW_RANK = 4
+
+_aten = torch.ops.aten
+# Attention in plain PyTorch, which short sequences in half precision run on a CPU, has no op of its own.
+_PLAIN_ATTENTION = {_aten.bmm.default, _aten.baddbmm.default}
+_MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
+_FROZEN = {torch.ops.cogfast.int8_linear.default, torch.ops.cogfast.fp8_linear.default}
+
+
+def _is_attention(op: Any, *args: Any) -> bool:
+    return op in _PLAIN_ATTENTION or keeps_output(op)
+
+
+def _is_product(op: Any, *args: Any) -> bool:
+    is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
+    return _is_attention(op) or op in _FROZEN or is_product
+
+
+def _is_low_rank(a: Tensor, b: Tensor) -> bool:
+    """Return whether k is far below n and m in the product of a [n, k] and b [k, m].
+
+    LoRA's second product is low-rank. Keeping its result would cost as much memory as keeping the
+    result of the linear that it is added to.
+    """
+    return a.ndim == 2 and _LOW_RANK * a.shape[1] < min(a.shape[0], b.shape[1])
+
+
+# Policy -> whether it keeps the results of an op
+_KEEPS: dict[Policy, Keeps] = {"attention_kept": _is_attention, "pointwise": _is_product}
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """Stands for a result that is a tensor argument of its op."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A kept tensor. version: PyTorch's count of changes in place, which aliases share."""
+
+    packed: Any
+    version: int
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of ops that `keeps` accepts, packed by `pack`, in a forward pass."""
+
+    supports_higher_order_operators = True  # compiled attention is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else FlexAttention would run without torch.compile
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first op imports torch's compiler
+
+    def __init__(self, keeps: Keeps, change: Callable[[Any], Any], kept: deque[Any]) -> None:
+        super().__init__()
+        self.keeps, self.change, self.kept = keeps, change, kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = _tensors(args)  # a compiled region empties the list of its arguments
+        out = func(*args, **(kwargs or {}))
+        if self.keeps(func, *args):
+            numbers = {id(x): _Argument(i) for i, x in enumerate(given)}
+            # A compiled region returns the arguments that its backward pass reads: to keep them would
+            # take the memory of q, k and v.
+            pack = lambda x: numbers.get(id(x)) or _Result(self.change(x), x._version)
+            self.kept.append(tree_map_only(Tensor, pack, out))
+        return out
+
+
+class _Reuse(_Keep):
+    """Returns what _Keep has kept, unpacked by `change`, in place of computing it again."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not self.keeps(func, *args):
+            return func(*args, **(kwargs or {}))
+        given = _tensors(args)
+
+        def unpack(x: Any) -> Any:
+            if isinstance(x, _Argument):
+                return given[x.number]
+            if not isinstance(x, _Result):
+                return x
+            if isinstance(x.packed, Tensor) and x.packed._version != x.version:
+                text = f"activation checkpointing kept the result of {func}, which was changed in place"
+                fix = "leave out inplace=True, or set args.activation_checkpointing=full"
+                raise RuntimeError(f"{text} afterwards; {fix}")
+            return self.change(x.packed)
+
+        # Out of the list: a result that it held until the end would refer to itself through autograd.
+        return tree_map(unpack, self.kept.popleft())
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return x without its graph, with the same count of changes in place."""
+    # Autograd has excluded this key, without which a detached tensor has a count of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+
+
+def _contexts(
+    keeps: Keeps,
+    pack: Callable[[Tensor], Any] = lambda x: _alias(x),
+    unpack: Callable[[Any], Any] = lambda x: x,
+) -> tuple[_Keep, _Reuse]:
+    """Return contexts for a checkpoint's forward pass and its recomputation."""
+    kept: deque[Any] = deque()
+    return _Keep(keeps, pack, kept), _Reuse(keeps, unpack, kept)
+
+
+def _compiled_contexts(keeps: Keeps) -> tuple[Any, Any]:
+    """Return such contexts for torch.compile, which knows PyTorch's own."""
+
+    def choose(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
+        is_kept = keeps(op, *args)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _options(keep_rng: bool) -> dict[str, Any]:
+    # Only the non-reentrant version accepts a context_fn.
+    return {"use_reentrant": False, "preserve_rng_state": keep_rng}
+
+
+@cache
+def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
+    """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
+    options = _options(keep_rng)
+    if policy in _KEEPS:
+        make = _compiled_contexts if is_compiled else _contexts
+        options["context_fn"] = partial(make, _KEEPS[policy])
+    if not is_compiled or policy == "full":
+        # full needs no graph of its own: it calls the compiled block twice.
+        return partial(checkpoint, **options)
+
+    def run(block: Block, *inputs: object) -> Tensor:
+        return checkpoint(block.forward, *inputs, **options)
+
+    return torch.compile(run, fullgraph=True, dynamic=None)
+
+
+def block_call(
+    block: nn.Module, policy: Policy, keep_rng: bool = False, is_compiled: bool = False
+) -> BlockCall:
+    """Return a call of a block under a policy."""
+    return block if policy == "none" else partial(_runner(policy, keep_rng, is_compiled), block)
+
+
+def _offloading_call(
+    block: nn.Module,
+    number: int,
+    policy: Policy,
+    keep_rng: bool,
+    offload: OffloadedActivations,
+) -> BlockCall:
+    """Return a call of a block under a policy that keeps activations in host memory."""
+
+    def call(hidden: Tensor, *others: Any) -> Tensor:
+        kept = offload.begin_block(number, hidden.shape[:2].numel())
+        options = _options(keep_rng)
+        if policy in _KEEPS:
+            options["context_fn"] = partial(_contexts, _KEEPS[policy], kept.pack, kept.unpack)
+        with kept.hooks():  # the checkpoint saves the block's inputs by them
+            return checkpoint(block, hidden, *others, **options)
+
+    return call
+
+
+def apply_policies(
+    transformer: DiffusionTransformer,
+    policies: Sequence[Policy],
+    is_compiled: bool = False,
+    offload: OffloadedActivations | None = None,
+) -> None:
+    """Run each block under its policy while the transformer is in training mode.
+
+    offload: moves what the policies keep to host memory; no policy may be `none`, and is_compiled allows
+    `full` alone.
+    """
+    keep_rng = transformer.uses_dropout  # no other op in a block uses random numbers
+    calls: list[BlockCall] = []
+    for number, (block, policy) in enumerate(zip(transformer.blocks, policies, strict=True)):
+        if offload is not None:
+            assert policy != "none" and not (is_compiled and policy in _KEEPS), policy
+            calls.append(_offloading_call(block, number, policy, keep_rng, offload))
+        else:
+            calls.append(block_call(block, policy, keep_rng, is_compiled))
+    transformer.use_calls(calls)
+
+
+def describe(policies: Sequence[Policy]) -> str:
+    """Format policies as `attention_kept in layers 0-23, pointwise in layers 24-41`."""
+    if len(set(policies)) == 1:
+        return f"{policies[0]} in all {len(policies)} layers"
+    parts, first = [], 0
+    for policy, run in groupby(policies):
+        last = first + len(list(run)) - 1
+        parts.append(f"{policy} in layers {first}-{last}")
+        first = last + 1
+    return ", ".join(parts)

@@ -1,0 +1,165 @@
+"""Checkpoints of a run, which do not depend on the parallel layout.
+
+    <run>/checkpoints/<step>/manifest.json           slices per file, counters, progress of the run
+    <run>/checkpoints/<step>/rank-00000.safetensors  rank 0's slices: master weights, moments and EMA,
+                                                     flat float32
+    <run>/checkpoints/latest                         the newest complete step
+
+A slice is a range of a flattened parameter, or of one flattened shard of it, whose index and count
+are in the manifest. So ranks of any data- and tensor-parallel size can read the parts they need.
+Frozen weights are saved if they are the smaller part of the model (the fixed position table of a
+full fine-tune), not if they are the larger part (the base of a LoRA run).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import cogfast.extensions.stores.mirror as mirror
+import cogfast.extensions.stores.store as store
+from cogfast.core.files import DamageError
+from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.weights.checkpoint_manifest import fetch, refusal, verify_files
+from cogfast.model.weights.run_checkpoint import RunFiles
+
+_DOWNLOADS = 4  # files at once
+
+
+def load_checkpoint(
+    path: Path,
+    manifest: dict,
+    engine: ZeroEngine,
+    groups: ProcessGroups,
+) -> None:
+    """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
+
+    Every rank reads only its own slices, from a checkpoint of any layout. A thread compares the
+    checksums of the files meanwhile.
+
+    Raises:
+        ValueError: the checkpoint has another model or is damaged; on all ranks.
+    """
+    # Before anything is read, so that a refusal leaves the engine as it was.
+    _check_same_model(path, manifest, engine)
+    files, damage = RunFiles(path, manifest), None
+    _check_has_state(path, files, engine)
+    needed = files.holding({piece.parameter for piece in engine.slices} | set(files.frozen))
+    if mirror.url_of(path) is not None:
+        groups.on_all(lambda: _download(path, {name: manifest["bytes"][name] for name in needed}))
+    mine = _share_of_files(needed, groups)
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        verifying = pool.submit(verify_files, path, manifest, mine)
+        # Damage may show while reading or in the checksums; run both before the ranks agree.
+        for step in (lambda: _fill_slices(files, engine), verifying.result):
+            try:
+                step()
+            except DamageError as error:
+                damage = str(error)
+    _refuse_damage(path, groups, damage)
+    _fill_frozen(files, engine)
+    for piece in engine.slices:
+        # Counters are those of a parameter; all of a partition have had the same steps.
+        for key, value in manifest["counters"][piece.parameter].items():
+            engine.set_counter(piece.part, key, value)
+    engine.load_loss_scaler_state(manifest["loss_scaler"])
+    # The model still has its initial weights; the partitions have the checkpoint's.
+    engine.publish("master")
+
+
+def _download(path: Path, sizes: Mapping[str, int]) -> None:
+    """Download the files of a checkpoint in a store that this rank reads: for a machine each of them once."""
+    store.check_local_cache(sum(sizes.values()))
+    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+        list(pool.map(partial(fetch, path), sorted(sizes)))
+
+
+def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:
+    """Return the files that this rank verifies.
+
+    The ranks of a machine share the files that any of them reads, so that each file is hashed once on
+    each machine.
+    """
+    host = platform.node()
+    reports = groups.gather((host, needed))
+    here = [rank for rank, (other, _) in enumerate(reports) if other == host]
+    together = sorted(set().union(*(reports[rank][1] for rank in here)))
+    return together[here.index(groups.rank) :: len(here)]
+
+
+def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> None:
+    """End all ranks with the same error if one of them has found damage."""
+    found = next((text for text in groups.gather(damage) if text is not None), None)
+    if found is not None:
+        # Rank 0 raises the error, so that the user reads it once.
+        groups.agree(ValueError(refusal(path, DamageError(found))) if groups.is_main else None)
+
+
+def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
+    """Read this rank's slices, without communication."""
+    parameters = dict(engine.transformer.named_parameters())
+    kinds = sorted(files.kinds - {"master", "frozen"})
+    engine.allocate_state(kinds)
+    # The order of the files, so that the thread that hashes them and this one read the disk once.
+    for kind, part in product(("master", *kinds), range(len(engine.parts))):
+        if kind != "master" and kind not in engine.state(part):
+            continue
+        with engine.filled(part, kind) as whole:
+            for piece in engine.slices:
+                if piece.part == part:
+                    shard = shard_of(parameters[piece.parameter])
+                    out = whole.narrow(0, piece.offset, piece.numel)
+                    files.fill(out, piece.parameter, kind, shard, piece.start)
+
+
+def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
+    """Read the frozen weights of the checkpoint. Collective under ZeRO-3."""
+    parameters = dict(engine.transformer.named_parameters())
+    # A base that is held elsewhere (extensions/memory) has been read from args.load.
+    for name in filter(parameters.__contains__, files.frozen):
+        with engine.whole(parameters[name], is_written=True) as whole:
+            values = torch.empty(whole.numel(), dtype=torch.float32)
+            files.fill(values, name, "frozen", shard_of(parameters[name]))
+            whole.copy_(values.view_as(whole))
+
+
+def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:
+    """Refuse a checkpoint without the state that cogfast's optimizers keep. PyTorch's optimizers have none
+    before their first step that is not skipped."""
+    engine.allocate_state([])
+    missing = sorted({*engine.state_kinds()} - files.kinds)
+    if isinstance(engine.optimizer, FusedEmaAdam) and missing:
+        raise ValueError(
+            f"args.resume={mirror.name_of(path)}: the checkpoint has no {', '.join(missing)} of "
+            f"{type(engine.optimizer).__name__}; resume from another one, or start a new run from its weights with args.load={mirror.name_of(path)}"
+        )
+
+
+def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
+    optimizer = type(engine.optimizer).__name__
+    if manifest.get("optimizer", optimizer) != optimizer:
+        raise ValueError(
+            f"args.resume={mirror.name_of(path)}: its optimizer is {manifest['optimizer']}, whose state does not "
+            f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
+            f"args.load={mirror.name_of(path)}"
+        )
+    parameters = engine.transformer.named_parameters()
+    have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
+    # Whole shapes on both sides, so that the layouts of both runs do not matter.
+    saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
+    if have == saved:
+        return
+    differ = sorted(n for n in have.keys() | saved.keys() if have.get(n) != saved.get(n))
+    raise ValueError(
+        f"args.resume={mirror.name_of(path)}: the checkpoint is of another model: {len(differ)} trained parameters "
+        f"differ, first {differ[0]} (config {have.get(differ[0])}, checkpoint "
+        f"{saved.get(differ[0])}); resume with the config of that run"
+    )
