@@ -1,0 +1,57 @@
+"""Public names whose files have moved: the old names still work, and the package itself uses the new ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from cogfast.config.components import PLACES, import_target
+from cogfast.moved import MOVED, find, public_module
+from tests.support.tiny_run import ROOT
+
+OLD_MODULES = sorted({old.rpartition(".")[0] for old in MOVED})
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_name_is_the_new_one(old: str) -> None:
+    (module, _, name), (home, _, new_name) = old.rpartition("."), MOVED[old].rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    here = getattr(importlib.import_module(home), new_name)
+    assert found is here is find(old)
+    assert found.__module__ == home  # it is defined there, not passed on once more
+    assert inspect.signature(found) == inspect.signature(here)
+    assert public_module(found) == module
+
+
+@pytest.mark.parametrize("module", OLD_MODULES)
+def test_an_old_module_has_public_names_alone(module: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = importlib.import_module(module).nothing
+
+
+def test_targets_keep_their_public_names() -> None:
+    """Names in configurations and in cache keys are independent of where files lie."""
+    for place in PLACES.values():
+        for path in place.paths:
+            found = import_target(path, "a.key")
+            if path.startswith("cogfast."):
+                assert f"{public_module(found)}.{found.__qualname__}" == path
+    user = SimpleNamespace(__module__="mine", __qualname__="Encoder")
+    assert public_module(user) == "mine"
+
+
+def test_nothing_in_the_package_uses_an_old_name() -> None:
+    used = []
+    for path in sorted((ROOT / "cogfast").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            used += [f"{path}:{node.lineno}: {name}" for name in names if name in OLD_MODULES]
+    assert not used
