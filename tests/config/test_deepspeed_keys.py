@@ -157,6 +157,7 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     config = load_config([file])
     args = TrainArguments.from_config(config)
     assert (args.lr, args.batch_size) == (0.25, 2)
+    assert deepspeed_config(config, args)["gradient_clipping"] == 0.0  # DeepSpeed's default is 1
     reason = "deepspeed.optimizer.params.lr=0.25 takes precedence in a file"
     assert config.unused["args.lr"] == reason
     assert "args.batch_size" in config.describe().split("\n# ", 1)[1]

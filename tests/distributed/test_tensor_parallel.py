@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cogfast.distributed import tensor_parallel
 from cogfast.distributed.parallelize import find_shards, parallelize
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.formats.sat import to_sat_state_dict
@@ -127,6 +129,23 @@ def test_rows_must_split_evenly() -> None:
         ValueError, match="cannot split 106 text and video tokens between 4 ranks evenly"
     ):
         transformer(**case_inputs("5b", 0))
+
+
+def test_gradients_of_shared_vectors_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum in bf16 stays at 256: its next number is 258."""
+    others = [1.0] * 4
+
+    def all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
+        for gradient in others:
+            x = x + torch.full_like(x, gradient)
+        return x
+
+    monkeypatch.setattr(tensor_parallel, "_ops", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(tensor_parallel, "wait_for", lambda x: x)
+    vector = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    (shared,) = tensor_parallel.share_vectors([vector], SimpleNamespace(name="ranks"))
+    (256 * shared).sum().backward()
+    assert vector.grad.tolist() == [260.0] * 3
 
 
 def test_kernels_chosen_later_are_of_own_rows_too() -> None:
