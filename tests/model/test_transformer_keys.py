@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cogfast.extensions.formats.sat import to_sat_state_dict
-from cogfast.extensions.formats.sat_names import from_sat_name, sat_name
+from cogfast.extensions.formats.sat_names import from_sat_name, merge_model_parallel, sat_name
 from cogfast.model.transformer import build_transformer
 from tests.support.runs import run_of
 
@@ -48,3 +48,23 @@ def test_state_dict_is_upstreams(name: str, golden: Path, sat_configs: Path) -> 
     else:
         assert trainable == set(upstream["trainable_parameters"])
     assert sum(parameters[k].numel() for k in trainable) == upstream["trainable_params"]
+
+
+# SAT splits qkv and fc1 by their outputs, with the B of an adapter, and out and fc2 by their inputs, with A.
+@pytest.mark.parametrize(
+    ("linear", "split", "dim"),
+    [
+        ("attention.qkv", "matrix_B", 0),
+        ("fc1", "matrix_B", 0),
+        ("attention.out", "matrix_A", 1),
+        ("fc2", "matrix_A", 1),
+    ],
+)
+def test_adapters_of_two_files_are_joined_as_their_linears(
+    linear: str, split: str, dim: int
+) -> None:
+    whole = torch.randn(4, 6)
+    for name in ("matrix_A", "matrix_B"):
+        files = list(whole.chunk(2, dim)) if name == split else [whole, whole]
+        joined = merge_model_parallel(f"blocks.1.{linear}.{name}.0", files)
+        assert torch.equal(joined, whole)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cogfast.core.shapes import PatchSize
 from cogfast.core.slot_random import SlotRandom, random_bits
+from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import Moments
 from cogfast.train.encode import Encoder
 
@@ -180,6 +181,16 @@ def test_every_source_of_image_latents_gets_their_scale(scale: float) -> None:
         torch.testing.assert_close(found, scale * z, rtol=0, atol=1e-6)
         plain, _ = encoder(conditions=("image",))(given, RNG)
         assert torch.equal(latents, plain)
+
+
+@pytest.mark.parametrize("name", ["image", "frames"])
+def test_a_picture_is_not_its_own_condition(name: str) -> None:
+    frames = GivenFrames.parse("first") if name == "frames" else None
+    built = encoder(conditions=(name,), given_frames=frames)
+    for num_frames in (1, 9):
+        latents, conditioning = built(clips(num_frames), RNG)
+        assert bool(conditioning.condition_latents.any()) == (num_frames == 9)
+        assert latents.any()
 
 
 def noised_by_hand(image: Tensor, key: str, variant: int) -> Tensor:

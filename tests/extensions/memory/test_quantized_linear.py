@@ -10,8 +10,15 @@ import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import Tensor
 
+from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.extensions.memory import quantized_base
 from cogfast.extensions.memory.fp8_linear import launch
-from cogfast.extensions.memory.quantized_linear import FP8, quantize_rows, quantized_linear
+from cogfast.extensions.memory.quantized_linear import (
+    FP8,
+    quantize_rows,
+    quantized_linear,
+    row_maxima,
+)
 
 INT8 = torch.int8
 # (rows, in, out): production's ratio, primes, one row, one entry
@@ -78,6 +85,21 @@ def test_fp8_rounds_to_four_bits_of_each_entry() -> None:
     is_other = (found - wanted).abs() > 1e-6 * wanted.abs()
     assert is_other.float().mean() < 1e-3
     assert ((found - wanted).abs() <= 0.126 * wanted.abs() + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
+def test_columns_of_a_rank_are_rounded_with_the_maxima_of_whole_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = draw(40, 300) * torch.linspace(1, 9, 300)
+    q, scale = quantize_rows(weight, dtype)
+    # What the ranks of a group return together.
+    monkeypatch.setattr(quantized_base, "largest_of_group", lambda x, group: row_maxima(weight))
+    for columns in (slice(0, 100), slice(100, 300)):
+        part = torch.empty_like(q[:, columns]), torch.empty_like(scale)
+        kept = quantized_base.QuantizedWeight(*part, weight.device, ParallelGroup(0, 2, None))
+        kept.copy_(weight[:, columns])
+        assert torch.equal(part[0].float(), q[:, columns].float()) and torch.equal(part[1], scale)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(INT8, 127), (FP8, 448)], ids=["int8", "fp8"])

@@ -46,6 +46,7 @@ class Seen:
     conditioning: Conditioning
     estimate: Tensor
     losses: Tensor
+    is_training: bool
 
 
 class Recorded(Trainer):
@@ -53,9 +54,9 @@ class Recorded(Trainer):
         estimate = self.predict(noised.latents, noised.timesteps, conditioning)
         found = self.loss.of(estimate, noised)
         prior = batch.get("prior", [False] * len(found))
-        one = Seen(
-            prior, batch.get("mask"), noised, conditioning, estimate.detach(), found.detach()
-        )
+        given = prior, batch.get("mask"), noised, conditioning
+        is_training = self.engine.transformer.training
+        one = Seen(*given, estimate.detach(), found.detach(), is_training)
         self.seen = [*getattr(self, "seen", []), one]
         return found
 
@@ -173,6 +174,7 @@ def test_the_first_step_has_no_prior_loss_and_the_others_as_they_were(
     (prior,) = on(run, "prior").into(tmp_path / "prior").train(steps=1).last.seen
     (plain,) = on(run, "plain").into(tmp_path / "plain").train(steps=1).last.seen
     assert any(prior.prior) and not all(prior.prior)
+    assert prior.is_training and plain.is_training
     for i, is_prior in enumerate(prior.prior):
         assert prior.losses[i] == (0 if is_prior else plain.losses[i])
         assert plain.losses[i] > 0

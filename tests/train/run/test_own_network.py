@@ -31,13 +31,26 @@ NAMES = {f"traj_extractor.{kind}" for kind in ("weight", "bias")}
 NAMES |= {f"blocks.{i}.fuser.{kind}" for i in range(2) for kind in ("weight", "bias")}
 
 
+MORE_CLASSES = """
+
+class Other(nn.Module):
+    pass
+
+
+class Dropped(TrajectoryTransformer):
+    def block_arguments(self, tensors, grid):
+        own = super().block_arguments(tensors, grid)
+        return [[nn.functional.dropout(motion, 0.3, self.training)] for [motion] in own]
+"""
+
+
 class World:
     """A folder with the module and the script of the examples, a manifest, and a base model."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         text = next(code for code in EXAMPLES if "class TrajectoryTransformer" in code)
-        (folder / "mymodel.py").write_text(text + "\n\nclass Other(nn.Module):\n    pass\n")
+        (folder / "mymodel.py").write_text(text + MORE_CLASSES)
         text = next(code for code in EXAMPLES if "class WarpedNoise" in code)
         (folder / "my_trainer.py").write_text(text)
         yaml = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -132,6 +145,14 @@ def test_the_noise_is_that_of_the_files(world: World) -> None:
 
     world.run("noise").by(Recorded).train(steps=2)
     assert len(seen) == 8 and len(set(seen)) == 6
+
+
+def test_dropout_of_an_own_network_is_resumed_bit_for_bit(world: World) -> None:
+    words = [OWN[0].replace("Trajectory", "Dropped").replace("Transformer", ""), OWN[1]]
+    whole = world.run("dropped", *words).train(steps=4)
+    parts = world.run("dropped parts", *words, "args.exit_interval=2").train(steps=4)
+    assert parts.resume(steps=4).losses == whole.losses
+    assert whole.losses[2:] != world.run("kept", *OWN).train(steps=4).losses[2:]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
