@@ -93,7 +93,7 @@ def test_columns_of_a_rank_are_rounded_with_the_maxima_of_whole_rows(
 ) -> None:
     weight = draw(40, 300) * torch.linspace(1, 9, 300)
     q, scale = quantize_rows(weight, dtype)
-    # What the ranks of a group return together.
+    # The ranks of a group find the largest numbers of whole rows together.
     monkeypatch.setattr(quantized_base, "largest_of_group", lambda x, group: row_maxima(weight))
     for columns in (slice(0, 100), slice(100, 300)):
         part = torch.empty_like(q[:, columns]), torch.empty_like(scale)
