@@ -73,6 +73,14 @@ def reference(p, grads, *, num_updates=True, adam_w_mode=True, **hyper):
     return {"p": p, "exp_avg": m, "exp_avg_sq": v, "shadow": shadow}
 
 
+def assert_equal_reference(optimizer, params, expected):
+    """Compare weights, moments and EMA of all parameters with what `reference` returned for each."""
+    for p, e in zip(params, expected, strict=True):
+        close(p, e["p"])
+        for name in ("exp_avg", "exp_avg_sq", "shadow"):
+            close(optimizer.state[p][name], e[name])
+
+
 @pytest.mark.parametrize(
     ("adam_w_mode", "num_updates", "bias_correction"),
     [
@@ -111,12 +119,10 @@ def test_flat_tensor_longer_than_a_chunk(monkeypatch):
     without_kernel(monkeypatch)
     monkeypatch.setattr("cogfast.kernels.fused_ema_adam._CPU_CHUNK", 64)
     params, grads = random_case([(4099,)])
-    expected = reference(params[0], [g[0] for g in grads])
+    expected = [reference(params[0], [g[0] for g in grads])]
     optimizer = FusedEmaAdam(params, **HYPER)
     run(optimizer, params, grads)
-    close(params[0], expected.pop("p"))
-    for name, value in expected.items():
-        close(optimizer.state[params[0]][name], value)
+    assert_equal_reference(optimizer, params, expected)
 
 
 def test_averaged_lends_the_ema(build):
@@ -159,9 +165,7 @@ def test_each_parameter_counts_its_own_steps(build):
     optimizer = build([{"params": params[:2]}, {"params": params[2:]}], **HYPER)
     run(optimizer, params, grads)
     assert [int(optimizer.state[p]["step"]) for p in params] == [5, 2, 4]
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-        close(optimizer.state[p]["shadow"], e["shadow"])
+    assert_equal_reference(optimizer, params, expected)
 
 
 def test_groups_stepped_one_by_one_count_once(build):
@@ -177,9 +181,7 @@ def test_groups_stepped_one_by_one_count_once(build):
             p.grad, optimizer.param_groups = g.clone(), [group]
             optimizer.step()
             p.grad = None
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-        close(optimizer.state[p]["shadow"], e["shadow"])
+    assert_equal_reference(optimizer, params, expected)
 
 
 def test_bf16_parameters_keep_float32_state(build):
@@ -205,8 +207,7 @@ def test_tensors_that_are_not_contiguous(build):
     optimizer = build([p], **HYPER)
     run(optimizer, [p], grads)
     assert not p.is_contiguous()
-    close(p, expected["p"])
-    close(optimizer.state[p]["shadow"], expected["shadow"])
+    assert_equal_reference(optimizer, [p], [expected])
 
 
 def test_found_inf_skips_the_step_and_its_counters(build):
@@ -221,10 +222,7 @@ def test_found_inf_skips_the_step_and_its_counters(build):
     for j, step in enumerate(grads):
         optimizer.found_inf = torch.tensor(float(j in (0, 3)))
         run(optimizer, params, [step])
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-        for name in ("exp_avg", "exp_avg_sq", "shadow"):
-            close(optimizer.state[p][name], e[name])
+    assert_equal_reference(optimizer, params, expected)
 
 
 @torch.no_grad()
@@ -272,9 +270,7 @@ def test_gradient_scale_and_learning_rate_as_tensors(build):
     optimizer.gradient_scale = torch.tensor(0.25)
     optimizer.param_groups[0]["lr"] = torch.tensor(2e-3)
     run(optimizer, params, grads)
-    for p, e in zip(params, expected, strict=True):
-        close(p, e["p"])
-        close(optimizer.state[p]["exp_avg_sq"], e["exp_avg_sq"])
+    assert_equal_reference(optimizer, params, expected)
     assert all(torch.equal(p.grad, g) for p, g in zip(params, grads[-1], strict=True))
 
 
