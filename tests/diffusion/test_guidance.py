@@ -16,11 +16,7 @@ from cogfast.diffusion.guidance import (
     StaticThresholding,
     VanillaCFG,
 )
-
-
-def ours(t: torch.Tensor) -> torch.Tensor:
-    """[B, T, C, h, w] of the stored files as [B, C, T, h, w]."""
-    return t.transpose(1, 2).contiguous()
+from tests.diffusion.parts import ours
 
 
 @pytest.mark.parametrize(
