@@ -145,24 +145,6 @@ def test_no_rows() -> None:
     assert add_low_rank(x, low, [matrix], [0], 1).shape == (1, 0, 16)
 
 
-def test_wrong_arguments_are_named() -> None:
-    x, low, matrices, parts, num_parts, _ = draw("q and v")
-    for given, message in (
-        ((x[..., :-1], low, matrices), "x is .*; it must have 3 equal parts"),
-        ((x, low[..., :-1], matrices), r"low is .*; its shape must be \[1, 65, 66\]"),
-        ((x, low, [m[:-1] for m in matrices]), r"matrix is .*; its shape must be \[64, 33\]"),
-    ):
-        with pytest.raises(ValueError, match=f"add_low_rank: {message}"):
-            add_low_rank(*given, parts, num_parts)
-
-
-def test_opcheck() -> None:
-    x, low, matrices, parts, num_parts, _ = draw("q and v")
-    arguments = (x, low, matrices, parts, num_parts, SCALING)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.cogfast.add_low_rank, arguments, test_utils=tests)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["5B's q, k and v", "one part", "q and v"])

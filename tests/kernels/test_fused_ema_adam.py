@@ -324,19 +324,6 @@ def test_autograd_notices_new_weights_and_copies(build):
             loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"amsgrad": True}, r"amsgrad=true is not supported"),
-        ({"ema_decay": 1.5}, r"ema_decay=1.5 must be from 0 to 1"),
-        ({"betas": [0.9, 1.0]}, r"betas=\[0.9, 1.0\] must be in \[0, 1\)"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        FusedEmaAdam([torch.zeros(1, requires_grad=True)], **options)
-
-
 # --- on a CPU ---
 
 # Empty, one element, less than a vector, a piece and one more, several pieces.
