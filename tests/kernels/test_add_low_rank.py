@@ -47,15 +47,9 @@ def close(found: Tensor, expected: Tensor, terms: int) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6 * terms**0.5)
 
 
+@pytest.mark.parametrize("op", [launch, add_low_rank, add_low_rank_reference])
 @ON_CASES
-def test_the_kernel(name: str) -> None:
-    case = draw(name)
-    close(launch(*case), exact(case), CASES[name][2])
-
-
-@pytest.mark.parametrize("op", [add_low_rank, add_low_rank_reference])
-@ON_CASES
-def test_on_a_cpu(op, name: str) -> None:
+def test_results_equal_float64(op, name: str) -> None:
     case = draw(name)
     close(op(*case), exact(case), CASES[name][2])
 
