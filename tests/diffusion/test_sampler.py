@@ -9,11 +9,7 @@ from safetensors.torch import load_file
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.diffusion.guidance import DynamicCFG, IdentityGuider, VanillaCFG
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
-from cogfast.diffusion.sampler import (
-    VideoDDIMSampler,
-    VPODEDPMPP2MSampler,
-    VPSDEDPMPP2MSampler,
-)
+from cogfast.diffusion.sampler import VideoDDIMSampler, VPODEDPMPP2MSampler, VPSDEDPMPP2MSampler
 from tests.diffusion.parts import Recorded, ours, video_denoiser
 from tests.support.refusals import assert_refused
 
@@ -128,11 +124,8 @@ def test_sdedit_noises_the_fixed_frames_to_the_level_of_each_step():
 def test_with_num_steps_changes_the_guiders_ramp_as_well():
     sampler = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 50), fixed_frames=1, sdedit=True)
     ten = sampler.with_num_steps(10)
-    assert (
-        type(ten) is VPSDEDPMPP2MSampler
-        and ten.steps.timesteps[0] == 999
-        and len(ten.steps.timesteps) == 10
-    )
+    assert type(ten) is VPSDEDPMPP2MSampler
+    assert ten.steps.timesteps[0] == 999 and len(ten.steps.timesteps) == 10
     assert ten.guider.num_steps == 10 and sampler.guider.num_steps == 50
     assert (ten.fixed_frames, ten.sdedit) == (1, True)
     other = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 30)).with_num_steps(10)
@@ -172,10 +165,7 @@ def test_a_pipelines_timesteps_give_diffusers_latents(kind, num_steps, spacing, 
     from diffusers.schedulers import scheduling_dpm_cogvideox as dpm
 
     scheduler = {"DDIM": CogVideoXDDIMScheduler, "DPM": CogVideoXDPMScheduler}[kind](
-        prediction_type="v_prediction",
-        rescale_betas_zero_snr=True,
-        snr_shift_scale=3.0,
-        **spacing,
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=3.0, **spacing
     )
     scheduler.set_timesteps(num_steps)
     shape = (1, 2, 3, 4, 4)

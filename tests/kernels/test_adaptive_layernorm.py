@@ -11,11 +11,7 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import torch_library
 from cogfast.kernels.adaptive_layernorm import Backward
 from cogfast.kernels.gpu import adaptive_layernorm as kernels
-from cogfast.kernels.gpu.adaptive_layernorm import (
-    launch_backward,
-    launch_forward,
-    split_programs,
-)
+from cogfast.kernels.gpu.adaptive_layernorm import launch_backward, launch_forward, split_programs
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 EPS = 1e-5

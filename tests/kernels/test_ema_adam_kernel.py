@@ -9,18 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import (
-    AdamStreams,
-    FusedEmaAdam,
-    fused_ema_adam_reference,
-)
+from cogfast.kernels.fused_ema_adam import AdamStreams, FusedEmaAdam, fused_ema_adam_reference
 from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
-from cogfast.kernels.gpu.fused_ema_adam import (
-    BLOCK,
-    TensorTable,
-    blocks_of,
-    launch_ema_adam,
-)
+from cogfast.kernels.gpu.fused_ema_adam import BLOCK, TensorTable, blocks_of, launch_ema_adam
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}

@@ -9,11 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.kernels.fused_ema_adam import (
-    FusedEmaAdam,
-    fused_ema_adam_reference,
-    sum_of_squares,
-)
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, fused_ema_adam_reference, sum_of_squares
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -25,9 +21,7 @@ def without_kernel(monkeypatch):
     monkeypatch.setattr("cogfast.kernels.torch_library.HAS_CPU_KERNELS", False)
 
 
-@pytest.fixture(
-    params=[pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "torch", "triton"],
-)
+@pytest.fixture(params=[pytest.param("cpu", marks=NEEDS_CPU_KERNELS), "torch", "triton"])
 def build(request):
     """Build a FusedEmaAdam that updates CPU tensors by the C++ kernel, by PyTorch's ops, or by the
     interpreted Triton kernels."""

@@ -93,8 +93,7 @@ def prepared(inputs: tuple) -> tuple[tuple, list[Tensor]]:
 
 # add_low_rank has no kernel in C++.
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[] if c == "add_low_rank" else NEEDS_CPU_KERNELS) for c in CASES],
+    "case", [pytest.param(c, marks=[] if c == "add_low_rank" else NEEDS_CPU_KERNELS) for c in CASES]
 )
 def test_ops_have_gradients(case: str) -> None:
     name, inputs, which, reference = CASES[case]

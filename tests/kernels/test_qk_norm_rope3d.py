@@ -12,12 +12,7 @@ from torch import Tensor
 
 from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.gpu.qk_norm_rope3d import launch_backward, launch_forward
-from cogfast.kernels.qk_norm_rope3d import (
-    EPS,
-    Rotation,
-    qk_norm_rope3d,
-    qk_norm_rope3d_reference,
-)
+from cogfast.kernels.qk_norm_rope3d import EPS, Rotation, qk_norm_rope3d, qk_norm_rope3d_reference
 from cogfast.model.embeddings import RotaryPositions
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 

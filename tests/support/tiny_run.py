@@ -272,10 +272,7 @@ def run_program(
 
 
 def wait_for(
-    path_exists: Callable[[], object],
-    process: Started,
-    timeout: float = 120,
-    pause: float = 0.05,
+    path_exists: Callable[[], object], process: Started, timeout: float = 120, pause: float = 0.05
 ) -> None:
     """Wait until `path_exists()`; the process must not end before."""
     end = time.monotonic() + timeout

@@ -16,10 +16,7 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.train.video_size import (
-    check_size,
-    warn_of_pipeline_positions,
-)
+from cogfast.train.video_size import check_size, warn_of_pipeline_positions
 from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run, run_of
