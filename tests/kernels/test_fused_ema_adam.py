@@ -178,21 +178,6 @@ def test_groups_stepped_one_by_one_count_once(build):
     assert_equal_reference(optimizer, params, expected)
 
 
-def test_bf16_parameters_keep_float32_state(build):
-    params, grads = random_case([(40, 5)])
-    p = params[0].detach().bfloat16().requires_grad_()
-    grads = [[g[0].bfloat16()] for g in grads]
-    optimizer = build([p], **HYPER)
-    first = reference(p, [grads[0][0]])
-    run(optimizer, [p], grads[:1])
-    # One unit in the last place: the interpreter truncates.
-    torch.testing.assert_close(p.detach().double(), first["p"], rtol=2**-7, atol=0)
-    state = optimizer.state[p]
-    assert {state[k].dtype for k in ("exp_avg", "exp_avg_sq", "shadow")} == {torch.float32}
-    close(state["exp_avg"], first["exp_avg"])
-    close(state["shadow"], first["shadow"])  # of the float32 result, not the rounded one
-
-
 def test_tensors_that_are_not_contiguous(build):
     base, grads = random_case([(6, 8)])
     p = base[0].detach().t().requires_grad_()
