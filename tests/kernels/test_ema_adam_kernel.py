@@ -21,10 +21,8 @@ def unaligned(x: Tensor, offset: int) -> Tensor:
     """Copy x to an address `offset` elements past a multiple of 16 bytes."""
     storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype, device=x.device)
     skipped = -(storage.data_ptr() // x.element_size()) % 16
-    view = storage[skipped + offset :][: x.numel()] if skipped + offset <= 16 else None
-    if view is None:
-        view = storage[offset:][: x.numel()]
-    return view.copy_(x)
+    start = skipped + offset if skipped + offset <= 16 else offset
+    return storage[start:][: x.numel()].copy_(x)
 
 
 def draw_streams(
