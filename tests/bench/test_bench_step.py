@@ -304,19 +304,3 @@ def test_the_command(tmp_path: Path) -> None:
     modes = [(row["what"], row["mode"], row["num_layers"]) for row in report["rows"]]
     assert modes == [("step", "sft", 1), ("step", "lora", 1)]
     assert all(row["ratio"] > 0 and row["order"] == "pairs" for row in report["rows"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--layers", "9"], "--layers must be 1 to 6 for tiny"),
-        (["--device", "cuda"], "--device cuda: torch sees no GPU"),
-        (["--mode", "dpo"], "invalid choice: 'dpo'"),
-    ],
-    ids=["layers", "no-gpu", "mode"],
-)
-def test_bad_arguments(argv, message, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        step.main(argv)
-    assert message in capsys.readouterr().err

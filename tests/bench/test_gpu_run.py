@@ -170,10 +170,7 @@ write()
     ("end", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "its process ended with status -11"),
-        (
-            "child = subprocess.Popen(['sleep', '60']); write(child=child.pid); time.sleep(60)",
-            "",
-        ),
+        ("child = subprocess.Popen(['sleep', '60']); write(child=child.pid); time.sleep(60)", ""),
         ("write(is_complete=True)", None),
     ],
     ids=["crash", "hang", "well"],
@@ -323,24 +320,6 @@ def test_of_a_cpu(): assert False
     assert slow.startswith("test_slow.py: ") and "timed out after" in slow
     late = run_kernel_tests(replace(TINY, deadline=0.0))
     assert len(late.problems) == len(files) and late.problems[0].endswith("left out, no time")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["short", "--out", "x"], "--device cuda: torch sees no GPU; use --device cpu --tiny"),
-        (["short", "--out", "x", "--device", "cpu"], "take hours on a CPU; add --tiny"),
-        (["second", "--out", "x"], "invalid choice: 'second'"),
-    ],
-    ids=["no-gpu", "full-size", "unknown-part"],
-)
-def test_bad_arguments(argv, message, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu_run.main(argv)
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
 
 
 def scaled_wrongly(q, k, v):

@@ -1,14 +1,18 @@
-"""Every command that docs/benchmarks.md names is run at its smallest case by a test of `make test`."""
+"""Every command that docs/benchmarks.md names is run at its smallest case by a test of `make test`; words that
+commands refuse."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu_run import PIECES
+from tests.support.refusals import Refusal, refusals
 from tests.support.tiny_run import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -61,3 +65,13 @@ def test_that_test_runs_the_command(module: str) -> None:
     test = getattr(importlib.import_module(f"tests.bench.{file}"), name)
     assert "soak" not in {mark.name for mark in getattr(test, "pytestmark", [])}
     assert re.search(r"main\(|short: Path", inspect.getsource(test))
+
+
+@refusals(Path(__file__).with_name("refusals.txt"))
+def test_bad_arguments(refusal: Refusal, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        importlib.import_module(refusal.base).main(refusal.words)
+    assert refusal.line in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

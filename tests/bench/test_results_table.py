@@ -46,29 +46,19 @@ def side(name: str, ms: float) -> dict:
     return {f"{name}_{key}": value for key, value in figures.items()}
 
 
+def row(ours: float, theirs: float | None = None, **changes: object) -> dict:
+    found = {**STEP, **changes, **side("ours", ours)}
+    return found if theirs is None else found | side("diffusers", theirs) | {"ratio": ours / theirs}
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
+    lacks = "checkpointing is one of none, full"
     rows = [
-        {**STEP, **side("ours", 250.0), **side("diffusers", 300.0), "ratio": 250 / 300},
-        {
-            **STEP,
-            "checkpointing": "none",
-            **side("ours", 240.0),
-            "diffusers_does_not_fit": "20 GiB",
-        },
-        {
-            **STEP,
-            "checkpointing": "attention_kept",
-            **side("ours", 245.0),
-            "diffusers_lacks_policy": "checkpointing is one of none, full",
-        },
-        {
-            **STEP,
-            **{"mode": "lora", "num_layers": 42, "disagrees": "1 of the compared tensors"},
-            **side("ours", 200.0),
-            **side("diffusers", 300.0),
-            "ratio": 200 / 300,
-        },
+        row(250.0, 300.0),
+        row(240.0, checkpointing="none", diffusers_does_not_fit="20 GiB"),
+        row(245.0, checkpointing="attention_kept", diffusers_lacks_policy=lacks),
+        row(200.0, 300.0, mode="lora", num_layers=42, disagrees="1 of the compared tensors"),
     ]
     write(tmp_path, "5b", {"rows": rows, "numbers": {}})
     op = {"op": "gelu", "way": "forward", "model": "5b", "status": "ok", "median_ms": 0.2034}

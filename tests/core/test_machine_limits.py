@@ -105,9 +105,8 @@ def test_a_reading_process_that_cannot_send_ends(kind: type[Reads]) -> None:
     """Python's threads would print why and drop the tensors, and the trainer would wait for ever."""
     # The paths of sockets are short, and pytest's folders may be too long for them.
     with tempfile.TemporaryDirectory() as root:
-        inner = (
-            Path(root) / "r"
-        )  # what others write beside it in the folder of temporary files is no fault
+        # Other programs write beside it in the folder of temporary files, which is no fault.
+        inner = Path(root) / "r"
         inner.mkdir()
         outcome = run_case(lambda: read_all(kind()), inner, max_wait=20)
     assert outcome.status == 0 and not faults(outcome), outcome.output

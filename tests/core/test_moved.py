@@ -11,7 +11,7 @@ import pytest
 
 from cogfast.config.components import PLACES, import_target
 from cogfast.moved import MOVED, find, public_module
-from tests.support.tiny_run import ROOT
+from tests.core.structure import NODES
 
 OLD_MODULES = sorted({old.rpartition(".")[0] for old in MOVED})
 
@@ -46,8 +46,8 @@ def test_targets_keep_their_public_names() -> None:
 
 def test_nothing_in_the_package_uses_an_old_name() -> None:
     used = []
-    for path in sorted((ROOT / "cogfast").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, nodes in NODES.items():
+        for node in nodes:
             names: list[str] = []
             if isinstance(node, ast.ImportFrom):
                 names = [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]

@@ -37,9 +37,7 @@ def test_order_of_calls_and_slots_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [rng([0], seed=2), rng([0], step=3), rng([1])],
-    ids=["seed", "step", "slot"],
+    "other", [rng([0], seed=2), rng([0], step=3), rng([1])], ids=["seed", "step", "slot"]
 )
 def test_every_key_changes_every_draw(other):
     one = rng([0])

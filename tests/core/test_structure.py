@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.core import structure
+from tests.core.structure import FILES, PACKAGE, TREES
 from tests.support.tiny_run import ROOT
 
-PACKAGE = ROOT / "cogfast"
-SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+SOURCES = {name: PACKAGE / name for name in FILES}
 
 # From the ground floor up: a part may import its own modules and those of the floors below it.
 # REMAIN has the modules of extensions that the core still imports.
@@ -36,41 +35,18 @@ FLOORS = (
 # Reads whole configurations: parts that are built from one do not read it.
 LOADERS = ("cogfast.config", "cogfast.config.load")
 # {part: parts below it that it may not import}, so that it can be used without them.
-CLOSED = {
-    "kernels": ("core",),
-}
+CLOSED = {"kernels": ("core",)}
 MOST_ENTRIES = 12  # files and folders in a folder of files
 MOST_ROOMS = 20
 ROOMS = ("cogfast", "cogfast/extensions", "tests/extensions")
-OF_TESTS = {
-    "behaviour",
-    "bench",
-    "cuda",
-    "support",
-}  # folders of tests/ beside those of the package's parts
+# Folders of tests/ beside those of the package's parts
+OF_TESTS = {"behaviour", "bench", "cuda", "support"}
 MOST_LINES = 600
 # Packages that are slow to import or that a machine may lack: imported where they are needed.
-LATE = {
-    "diffusers",
-    "transformers",
-    "deepspeed",
-    "decord",
-    "av",
-    "matplotlib",
-    "wandb",
-    "tensorboard",
-    "rich",
-    "PIL",
-    "sentencepiece",
-}
-HOSTS = {
-    "127.0.0.1",
-    "www.apache.org",
-    "download.pytorch.org",
-    "arxiv.org",
-    "github.com",
-    "json-schema.org",
-}
+LATE = {"diffusers", "transformers", "deepspeed", "decord", "av", "matplotlib", "PIL"}
+LATE |= {"wandb", "tensorboard", "rich", "sentencepiece"}
+HOSTS = {"127.0.0.1", "www.apache.org", "download.pytorch.org"}
+HOSTS |= {"arxiv.org", "github.com", "json-schema.org"}
 
 
 def part_of(module: str) -> str:
@@ -310,11 +286,8 @@ def test_language(what: str) -> None:
     wanted = re.compile(pattern, re.MULTILINE)
     assert wanted.search(sample.replace("[", "").replace("]", ""))
     sources = {name: text for name, text in texts() if name.endswith(".py")}
-    assert {
-        "cogfast/core/shapes.py",
-        "bench/ops.py",
-        "tests/core/test_structure.py",
-    } <= sources.keys()
+    roots = {"cogfast/core/shapes.py", "bench/ops.py", "tests/core/test_structure.py"}
+    assert roots <= sources.keys()
     found = [f"{n}: {match[0]}" for n, text in sources.items() for match in wanted.finditer(text)]
     assert not found
 

@@ -6,6 +6,7 @@ A limit is the number that was launched when it was set: a higher one means that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 # Calls in a step with a log line after which the host waits for the device -> their reason. A step
 # without one has no such call.
@@ -106,72 +107,63 @@ _EFFICIENT = "args.attention_backend=efficient"
 _SPARSE = "args.attention=sparse:0.8 args.attention_backend=auto"
 _CUDNN = "args.attention_backend=cudnn"
 
+_2b_sft = partial(Case, model="2b", mode="sft")
+_2b_lora = partial(Case, model="2b", mode="lora")
+_5b_sft = partial(Case, model="5b", mode="sft")
+_5b_lora = partial(Case, model="5b", mode="lora")
+_15_5b_sft = partial(Case, model="1.5_5b", mode="sft")
+_15_5b_lora = partial(Case, model="1.5_5b", mode="lora")
+
 # Every precision, ZeRO stage, policy and key of small cards, layouts of several ranks, and the backends
 # that PyTorch has for a GPU ("math" takes memory that the plan does not count, and is never chosen there).
 CASES = (
-    Case(model="2b", mode="sft", launches=1666),
-    Case(model="2b", mode="sft", stage=0, launches=1666),
-    Case(model="2b", mode="sft", stage=1, policy="attention_kept", launches=1636),
-    Case(model="2b", mode="sft", policy="none", launches=1336),
-    Case(model="2b", mode="sft", policy="pointwise", launches=1486),
-    Case(model="2b", mode="sft", policy="auto", launches=1336),
-    Case(model="2b", mode="sft", precision="fp16", launches=1692),
-    Case(
-        model="2b",
-        mode="sft",
+    _2b_sft(launches=1666),
+    _2b_sft(stage=0, launches=1666),
+    _2b_sft(stage=1, policy="attention_kept", launches=1636),
+    _2b_sft(policy="none", launches=1336),
+    _2b_sft(policy="pointwise", launches=1486),
+    _2b_sft(policy="auto", launches=1336),
+    _2b_sft(precision="fp16", launches=1692),
+    _2b_sft(
         precision="fp32",
         more=_EFFICIENT,
         launches=1811,
         allocations=2,  # more pages for the log line; the cause is not known
     ),
     # Times mean nothing here: auto chooses any of the backends.
-    Case(model="2b", mode="sft", more="args.attention_backend=auto", launches=1760),
-    Case(model="2b", mode="sft", more="args.compile=true", launches=1666),
-    Case(model="2b", mode="sft", more=_ACCUMULATED, launches=3295),
-    Case(
-        model="2b",
-        mode="sft",
-        more="deepspeed.optimizer.type=AdamW",
-        waits=_DEEPSPEED_WAITS,
-        launches=2862,
-    ),
-    Case(model="2b", mode="sft", stage=3, waits=_ZERO_3_WAITS, launches=2856),
-    Case(model="2b", mode="lora", precision="fp16", launches=1863),
-    Case(model="2b", mode="lora", precision="fp16", stage=1, policy="none", launches=1383),
-    Case(model="5b", mode="sft", launches=2304),
-    Case(model="5b", mode="sft", policy="attention_kept", launches=2262),
-    Case(model="5b", mode="sft", more=_SMALL_STATE, streams=True, launches=2655),
-    Case(model="5b", mode="lora", policy="none", launches=1859),
-    Case(model="5b", mode="lora", policy="pointwise", launches=2195),
-    Case(model="5b", mode="lora", policy="attention_kept", launches=2489),
-    Case(model="5b", mode="lora", precision="fp32", more=_EFFICIENT, launches=2610),
-    Case(model="5b", mode="lora", more=_CUDNN, launches=2447),
-    Case(model="5b", mode="lora", more="args.quantize_base=int8", launches=3118),
-    Case(model="5b", mode="lora", more="args.quantize_base=fp8", launches=3452),
-    Case(model="5b", mode="lora", more="args.offload_blocks=42", streams=True, launches=2531),
-    Case(model="5b", mode="lora", more=_OFFLOADED, launches=2531),
-    Case(model="5b", mode="lora", more=_LADDER, streams=True, launches=3118),
-    Case(
-        model="5b",
-        mode="lora",
+    _2b_sft(more="args.attention_backend=auto", launches=1760),
+    _2b_sft(more="args.compile=true", launches=1666),
+    _2b_sft(more=_ACCUMULATED, launches=3295),
+    _2b_sft(more="deepspeed.optimizer.type=AdamW", waits=_DEEPSPEED_WAITS, launches=2862),
+    _2b_sft(stage=3, waits=_ZERO_3_WAITS, launches=2856),
+    _2b_lora(precision="fp16", launches=1863),
+    _2b_lora(precision="fp16", stage=1, policy="none", launches=1383),
+    _5b_sft(launches=2304),
+    _5b_sft(policy="attention_kept", launches=2262),
+    _5b_sft(more=_SMALL_STATE, streams=True, launches=2655),
+    _5b_lora(policy="none", launches=1859),
+    _5b_lora(policy="pointwise", launches=2195),
+    _5b_lora(policy="attention_kept", launches=2489),
+    _5b_lora(precision="fp32", more=_EFFICIENT, launches=2610),
+    _5b_lora(more=_CUDNN, launches=2447),
+    _5b_lora(more="args.quantize_base=int8", launches=3118),
+    _5b_lora(more="args.quantize_base=fp8", launches=3452),
+    _5b_lora(more="args.offload_blocks=42", streams=True, launches=2531),
+    _5b_lora(more=_OFFLOADED, launches=2531),
+    _5b_lora(more=_LADDER, streams=True, launches=3118),
+    _5b_lora(
         policy="none",
         more=_SPARSE,
         allocations=21,  # in step 4 alone; the cause is not known
         launches=1988,
     ),
-    Case(model="5b", mode="lora", policy="attention_kept", more=_SPARSE, launches=2744),
-    Case(model="5b", mode="lora", more=f"{_SPARSE} {_OFFLOADED}", launches=2786),
-    Case(model="2b", mode="sft", more=f"{_SPARSE} args.compile=true", launches=1820),
+    _5b_lora(policy="attention_kept", more=_SPARSE, launches=2744),
+    _5b_lora(more=f"{_SPARSE} {_OFFLOADED}", launches=2786),
+    _2b_sft(more=f"{_SPARSE} args.compile=true", launches=1820),
     Case(model="5b_i2v", mode="lora", launches=2536),
-    Case(model="5b", mode="lora", more=" ".join(CONDITIONED), launches=2540),
-    Case(model="1.5_5b", mode="lora", launches=2531),
-    Case(
-        model="1.5_5b",
-        mode="sft",
-        more=f"{_SMALL_STATE} {_OFFLOADED}",
-        streams=True,
-        launches=2655,
-    ),
+    _5b_lora(more=" ".join(CONDITIONED), launches=2540),
+    _15_5b_lora(launches=2531),
+    _15_5b_sft(more=f"{_SMALL_STATE} {_OFFLOADED}", streams=True, launches=2655),
     Case(
         model="1.5_5b_i2v",
         mode="lora",
@@ -180,33 +172,27 @@ CASES = (
         excess=0.012,  # the plan is 1.1% low
         launches=3137,
     ),
-    Case(model="2b", mode="sft", stage=1, ranks=2, streams=True, launches=1680),
-    Case(model="2b", mode="sft", policy="pointwise", ranks=2, streams=True, launches=1500),
-    Case(model="2b", mode="sft", more=_ACCUMULATED, ranks=2, streams=True, launches=3322),
-    Case(
-        model="2b",
-        mode="sft",
+    _2b_sft(stage=1, ranks=2, streams=True, launches=1680),
+    _2b_sft(policy="pointwise", ranks=2, streams=True, launches=1500),
+    _2b_sft(more=_ACCUMULATED, ranks=2, streams=True, launches=3322),
+    _2b_sft(
         stage=3,
         ranks=2,
         waits=_ZERO_3_WAITS,
         allocations=2,  # for gathered weights, on two streams
         launches=3533,
     ),
-    Case(model="5b", mode="sft", more=_SMALL_STATE, ranks=2, streams=True, launches=2664),
-    Case(model="5b", mode="sft", more=_TENSOR, ranks=2, launches=3211),
-    Case(model="5b", mode="sft", more=_ROWS, ranks=2, launches=5271),
-    Case(
-        model="5b",
-        mode="lora",
+    _5b_sft(more=_SMALL_STATE, ranks=2, streams=True, launches=2664),
+    _5b_sft(more=_TENSOR, ranks=2, launches=3211),
+    _5b_sft(more=_ROWS, ranks=2, launches=5271),
+    _5b_lora(
         more=_TENSOR_FP8,
         ranks=2,
         excess=0.016,  # the plan is 1.5% low
         launches=4209,
     ),
-    Case(model="1.5_5b", mode="sft", more=_CONTEXT, ranks=2, streams=True, launches=3629),
-    Case(
-        model="1.5_5b",
-        mode="sft",
+    _15_5b_sft(more=_CONTEXT, ranks=2, streams=True, launches=3629),
+    _15_5b_sft(
         more=_BOTH,
         ranks=4,
         streams=True,

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from cogfast.core.slot_random import SlotRandom
-from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
+from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
+from tests.diffusion.parts import Recorded, ours, video_denoiser
 from tests.support.refusals import assert_refused
 
 SHAPE = (4, 3, 2, 4, 4)  # B C T h w
@@ -18,15 +19,9 @@ TEXT = Conditioning(text=torch.zeros(4, 5, 8))
 IDX = torch.tensor([0, 120, 600, 999])
 
 
-def ours(t: torch.Tensor) -> torch.Tensor:
-    """[B, T, C, h, w] of the stored files as [B, C, T, h, w]."""
-    return t.transpose(1, 2).contiguous()
-
-
 def parts(shift: float = 1.0, **options) -> tuple[VideoDiffusionLoss, DiscreteDenoiser]:
     schedule = ZeroSNRDDPMDiscretization(shift_scale=shift)
-    denoiser = DiscreteDenoiser(VideoScaling(), schedule)
-    return VideoDiffusionLoss(DiscreteSampling(schedule), **options), denoiser
+    return VideoDiffusionLoss(DiscreteSampling(schedule), **options), video_denoiser(shift)
 
 
 def draws() -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,18 +54,14 @@ def test_loss_equals_upstream(golden, shift, offset):
     prefix = f"shift{shift}.off{offset}."
     case = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     loss, denoiser = parts(shift, offset_noise_level=offset)
-    seen = {}
-
-    def network(x, timesteps, text, condition_latents=None, ofs=None):
-        seen.update(x=x, t=timesteps)
-        return ours(case["network_output"])
-
+    network = Recorded(lambda *_: ours(case["network_output"]))
     given = Conditioning(text=case["crossattn"])
     x0, noise = ours(case["x0"]), ours(case["noise"])
     per_sample = loss.at(network, denoiser, x0, given, case["idx"], noise, case["offset_noise"])
     torch.testing.assert_close(per_sample, case["loss"], rtol=1e-6, atol=0)
-    torch.testing.assert_close(seen["x"], ours(case["noised_input"]), rtol=0, atol=1e-5)
-    assert torch.equal(seen["t"], case["network_t"])
+    (seen,) = network.calls
+    torch.testing.assert_close(seen.x, ours(case["noised_input"]), rtol=0, atol=1e-5)
+    assert torch.equal(seen.timesteps, case["network_t"])
 
 
 @pytest.mark.parametrize(("kind", "power"), [("l2", 2), ("l1", 1)])
@@ -103,17 +94,13 @@ def test_bf16_network_and_latents_really_get_noise(t):
     x0, noise = draws()
     x0 = x0.bfloat16().float()
     idx = torch.full((4,), t)
-    seen = {}
-
-    def network(x, timesteps, text, condition_latents=None, ofs=None):
-        seen["x"] = x
-        return toy_network(x.bfloat16(), timesteps, text)
-
+    network = Recorded(lambda x, *given: toy_network(x.bfloat16(), *given))
     per_sample = loss.at(network, denoiser, x0.bfloat16(), TEXT, idx, noise)
     exact = float64_loss(x0, noise, idx, loss)
     level = loss.sigma_sampler.table.values[t].double()
-    added = (seen["x"].double() - level * x0.double()).std()
-    assert per_sample.dtype == seen["x"].dtype == torch.float32
+    (seen,) = network.calls
+    added = (seen.x.double() - level * x0.double()).std()
+    assert per_sample.dtype == seen.x.dtype == torch.float32
     torch.testing.assert_close(
         added, (1 - level**2).sqrt() * noise.double().std(), rtol=0.01, atol=0
     )
@@ -147,14 +134,9 @@ def test_fixed_frames_stay_clean_and_do_not_count():
     loss, denoiser = parts(fixed_frames=1)
     plain, _ = parts()
     x0, noise = draws()
-    seen = {}
-
-    def network(x, timesteps, text, condition_latents=None, ofs=None):
-        seen["x"] = x
-        return toy_network(x, timesteps, text)
-
+    network = Recorded(toy_network)
     per_sample = loss.at(network, denoiser, x0, TEXT, IDX, noise)
-    assert torch.equal(seen["x"][:, :, :1], x0[:, :, :1])
+    assert torch.equal(network.calls[0].x[:, :, :1], x0[:, :, :1])
     # The toy network sees every frame alone, so the other frame's loss is that of a clip without it.
     rest = plain.at(toy_network, denoiser, x0[:, :, 1:], TEXT, IDX, noise[:, :, 1:])
     torch.testing.assert_close(per_sample, rest, rtol=1e-6, atol=0)

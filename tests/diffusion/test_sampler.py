@@ -6,28 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, VideoScaling
-from cogfast.diffusion.guidance import DynamicCFG, IdentityGuider, VanillaCFG
+from cogfast.diffusion.denoiser import Conditioning
+from cogfast.diffusion.guidance import DynamicCFG, VanillaCFG
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
-from cogfast.diffusion.sampler import (
-    VideoDDIMSampler,
-    VPODEDPMPP2MSampler,
-    VPSDEDPMPP2MSampler,
-)
+from cogfast.diffusion.sampler import VideoDDIMSampler, VPODEDPMPP2MSampler, VPSDEDPMPP2MSampler
+from tests.diffusion.parts import Recorded, ours, video_denoiser
 from tests.support.refusals import assert_refused
 
 ALL = [VPSDEDPMPP2MSampler, VPODEDPMPP2MSampler, VideoDDIMSampler]
-SCHEDULE = ZeroSNRDDPMDiscretization(shift_scale=3.0)
+SHIFT = 3.0
+SCHEDULE = ZeroSNRDDPMDiscretization(shift_scale=SHIFT)
 TEXT = Conditioning(torch.zeros(1, 2, 3))
-
-
-def ours(t: torch.Tensor) -> torch.Tensor:
-    """[..., T, C, h, w] of the stored files as [..., C, T, h, w]."""
-    return t.transpose(-4, -3).contiguous()
-
-
-def video_denoiser() -> DiscreteDenoiser:
-    return DiscreteDenoiser(VideoScaling(), SCHEDULE)
 
 
 def golden_network(x, timesteps, text, condition_latents=None, ofs=None):
@@ -46,14 +35,9 @@ def golden_network(x, timesteps, text, condition_latents=None, ofs=None):
 def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
     stored = load_file(golden / "diffusion" / "samplers.safetensors")
     key = f"{type(sampler).__name__}.shift3.0.{case}.n10"
-    denoiser, noises = video_denoiser(), iter(ours(stored["noises"]))
-    seen = {"net_in": [], "idx": [], "sigma": [], "denoised": []}
-    denoise = denoiser.denoise
-
-    def network(x, timesteps, text, condition_latents=None, ofs=None):
-        seen["net_in"].append(x[:2])
-        seen["idx"].append(timesteps.float())
-        return golden_network(x, timesteps, text)
+    denoiser, noises = video_denoiser(SHIFT), iter(ours(stored["noises"]))
+    seen = {"sigma": [], "denoised": []}
+    denoise, network = denoiser.denoise, Recorded(golden_network)
 
     def recorded(network, noised, alpha_sqrt, conditioning, idx=None):
         seen["sigma"].append(alpha_sqrt)
@@ -65,10 +49,12 @@ def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
     out = sampler(denoiser, network, ours(stored["x_init"]), cond, uncond, lambda x: next(noises))
 
     torch.testing.assert_close(out, ours(stored[f"{key}.out"]), rtol=0, atol=1e-5)
+    seen["net_in"] = [call.x[:2] for call in network.calls]
     for name in ("net_in", "denoised"):
         expected = ours(stored[f"{key}.{name}"])
         torch.testing.assert_close(torch.stack(seen[name]), expected, rtol=0, atol=1e-5)
-    assert torch.equal(torch.stack(seen["idx"]), stored[f"{key}.idx"])
+    timesteps = torch.stack([call.timesteps.float() for call in network.calls])
+    assert torch.equal(timesteps, stored[f"{key}.idx"])
     torch.testing.assert_close(
         torch.stack(seen["sigma"]), stored[f"{key}.sigma"], rtol=0, atol=1e-7
     )
@@ -78,7 +64,7 @@ def test_trajectory_equals_upstream(golden, sampler, case, num_noises):
 def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
     """arXiv 2211.01095, algorithm 2, in float64: x = (s/s') x - a (e^-h - 1) D."""
     x = torch.randn(1, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    out = VPODEDPMPP2MSampler(SCHEDULE, 10)(video_denoiser(), golden_network, x, TEXT)
+    out = VPODEDPMPP2MSampler(SCHEDULE, 10)(video_denoiser(SHIFT), golden_network, x, TEXT)
 
     levels, timesteps = SCHEDULE.sampling_steps(10)
     alphas, table = levels.flip(0).double(), SCHEDULE.table().double()
@@ -101,58 +87,33 @@ def test_vpode_is_algorithm_2_of_dpm_solver_plus_plus():
     torch.testing.assert_close(out.double(), y, rtol=0, atol=1e-5)
 
 
-def test_identity_guider_is_guidance_at_scale_1():
-    x = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    cond, uncond = Conditioning(torch.ones(2, 3, 4)), Conditioning(torch.zeros(2, 3, 4))
-    noises = lambda: torch.Generator().manual_seed(7)
-    plain = VPSDEDPMPP2MSampler(SCHEDULE, 5, IdentityGuider())
-    guided = VPSDEDPMPP2MSampler(SCHEDULE, 5, VanillaCFG(1.0))
-    denoiser = video_denoiser()
-    one = plain(denoiser, golden_network, x, cond, None, noises())
-    two = guided(denoiser, golden_network, x, cond, uncond, noises())
-    torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("sampler_class", ALL)
 def test_fixed_frames_stay(sampler_class):
     x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    seen = []
-
-    def network(latents, timesteps, text, condition_latents=None, ofs=None):
-        seen.append(latents[:, :, :1])
-        return golden_network(latents, timesteps, text)
-
+    network = Recorded(golden_network)
     sampler = sampler_class(SCHEDULE, 4, fixed_frames=1)
     generator = torch.Generator().manual_seed(0)
-    out = sampler(video_denoiser(), network, x, TEXT, generator=generator)
+    out = sampler(video_denoiser(SHIFT), network, x, TEXT, generator=generator)
     assert torch.equal(out[:, :, :1], x[:, :, :1])
-    assert all(torch.equal(frames, x[:, :, :1]) for frames in seen)
+    assert all(torch.equal(call.x[:, :, :1], x[:, :, :1]) for call in network.calls)
 
 
 def test_sdedit_noises_the_fixed_frames_to_the_level_of_each_step():
     x = torch.randn(1, 2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    seen = []
-
-    def network(latents, timesteps, text, condition_latents=None, ofs=None):
-        seen.append(latents[:, :, :1])
-        return golden_network(latents, timesteps, text)
-
+    network = Recorded(golden_network)
     sampler = VideoDDIMSampler(SCHEDULE, 4, fixed_frames=1, sdedit=True)
-    out = sampler(video_denoiser(), network, x, TEXT, generator=torch.ones_like)
+    out = sampler(video_denoiser(SHIFT), network, x, TEXT, generator=torch.ones_like)
     levels, _ = SCHEDULE.sampling_steps(4)
-    for frames, a in zip(seen, levels.flip(0).tolist(), strict=True):
-        torch.testing.assert_close(frames, a * x[:, :, :1] + (1 - a**2) ** 0.5)
+    for call, a in zip(network.calls, levels.flip(0).tolist(), strict=True):
+        torch.testing.assert_close(call.x[:, :, :1], a * x[:, :, :1] + (1 - a**2) ** 0.5)
     assert torch.equal(out[:, :, :1], x[:, :, :1])
 
 
 def test_with_num_steps_changes_the_guiders_ramp_as_well():
     sampler = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 50), fixed_frames=1, sdedit=True)
     ten = sampler.with_num_steps(10)
-    assert (
-        type(ten) is VPSDEDPMPP2MSampler
-        and ten.steps.timesteps[0] == 999
-        and len(ten.steps.timesteps) == 10
-    )
+    assert type(ten) is VPSDEDPMPP2MSampler
+    assert ten.steps.timesteps[0] == 999 and len(ten.steps.timesteps) == 10
     assert ten.guider.num_steps == 10 and sampler.guider.num_steps == 50
     assert (ten.fixed_frames, ten.sdedit) == (1, True)
     other = VPSDEDPMPP2MSampler(SCHEDULE, 50, DynamicCFG(6, 5, 30)).with_num_steps(10)
@@ -161,8 +122,10 @@ def test_with_num_steps_changes_the_guiders_ramp_as_well():
 
 def test_sampling_makes_no_gradients():
     weight = torch.ones(1, requires_grad=True)
-    network = lambda x, t, text, condition_latents=None, ofs=None: x * weight
-    out = VideoDDIMSampler(SCHEDULE, 2)(video_denoiser(), network, torch.randn(1, 1, 1, 2, 2), TEXT)
+    network = Recorded(lambda x, *_: x * weight)
+    out = VideoDDIMSampler(SCHEDULE, 2)(
+        video_denoiser(SHIFT), network, torch.randn(1, 1, 1, 2, 2), TEXT
+    )
     assert not out.requires_grad
 
 
@@ -190,10 +153,7 @@ def test_a_pipelines_timesteps_give_diffusers_latents(kind, num_steps, spacing, 
     from diffusers.schedulers import scheduling_dpm_cogvideox as dpm
 
     scheduler = {"DDIM": CogVideoXDDIMScheduler, "DPM": CogVideoXDPMScheduler}[kind](
-        prediction_type="v_prediction",
-        rescale_betas_zero_snr=True,
-        snr_shift_scale=3.0,
-        **spacing,
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=3.0, **spacing
     )
     scheduler.set_timesteps(num_steps)
     shape = (1, 2, 3, 4, 4)
@@ -212,7 +172,7 @@ def test_a_pipelines_timesteps_give_diffusers_latents(kind, num_steps, spacing, 
 
     sampler = {"DDIM": VideoDDIMSampler, "DPM": VPSDEDPMPP2MSampler}[kind]
     sampler = sampler(SCHEDULE, 3, **spacing).with_num_steps(num_steps)
-    found = sampler(video_denoiser(), golden_network, start, TEXT, None, lambda _: next(mine))
+    found = sampler(video_denoiser(SHIFT), golden_network, start, TEXT, None, lambda _: next(mine))
     torch.testing.assert_close(found, x, rtol=0, atol=1e-5)
 
 

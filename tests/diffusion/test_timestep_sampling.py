@@ -80,12 +80,6 @@ def test_rounding_up_at_the_top_stays_inside():
     assert sampling.sample(rng).max() == 999
 
 
-def test_index_0_is_clean_and_999_noise():
-    sampling = DiscreteSampling(SCHEDULE)
-    level = sampling.alpha_sqrt(torch.tensor([0, 999]))
-    assert level[0] > 0.999 and level[1] == 0
-
-
 def test_number_of_indices_must_be_the_schedules():
     text = r"num_idx=500 must be the discretization's num_timesteps=1000"
     with pytest.raises(ValueError, match=text):

@@ -16,6 +16,8 @@ from cogfast.train.preflight.check import check_sample, check_train
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 
+TORCH = "args.kernels=torch"
+
 
 def numbers(run: Run) -> list[float]:
     """The numbers of every line of metrics.jsonl, in order."""
@@ -69,7 +71,7 @@ def test_training_is_the_same_on_every_choice(run: Run, tmp_path: Path) -> None:
 
 
 def test_compiling_is_off_by_default_and_kernels_are_chosen(run: Run) -> None:
-    for arguments, gelu in (([], "gelu"), (["args.kernels=torch"], "gelu_reference")):
+    for arguments, gelu in (([], "gelu"), ([TORCH], "gelu_reference")):
         trainer = run.trainer(*arguments)
         blocks = trainer.engine.transformer.blocks
         assert all(block._compiled_call_impl is None for block in blocks)
@@ -109,23 +111,13 @@ def test_compiling_on_a_cpu_needs_a_compiler_and_headers(
     [
         ("clang", True, [], None),
         (None, True, [], "args.kernels=triton needs a compiler, but there is no gcc"),
-        (None, True, ["args.kernels=torch"], None),
+        (None, True, [TORCH], None),
         ("gcc", False, [], "args.kernels=triton needs Triton<...>args.kernels=torch"),
-        (
-            "gcc",
-            False,
-            ["args.kernels=torch", "args.compile=true"],
-            "needs Triton<...>compile=false",
-        ),
+        ("gcc", False, [TORCH, "args.compile=true"], "needs Triton<...>compile=false"),
     ],
 )
 def test_triton_on_a_gpu_needs_a_compiler(
-    check: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    compiler: str | None,
-    has_triton: bool,
-    words: list[str],
-    message: str | None,
+    check, monkeypatch, compiler: str | None, has_triton: bool, words: list, message: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CC", raising=False)

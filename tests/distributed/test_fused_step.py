@@ -94,10 +94,7 @@ CASES = [
 # Gathers are under way when the step returns, or waited for at once: the same numbers.
 EVENTFUL = [Case(2, "bf16", 0.05, 3), Case(1, "fp32", 0.05)]
 # Sums of many micro-batches: what float32 sums are worth.
-LONG_SUMS = [
-    Case(accumulation=8, data_types={"grad_accum_dtype": "fp32"}),
-    Case(accumulation=32),
-]
+LONG_SUMS = [Case(accumulation=8, data_types={"grad_accum_dtype": "fp32"}), Case(accumulation=32)]
 EVALUATED_AT, SAVED_AT = (1, 2, BAD_STEP), 4
 
 

@@ -117,10 +117,10 @@ HELD = 0.05  # seconds
 RUN = """
 import logging, mmap, sys, time
 from contextlib import contextmanager
-from cogfast.config import load_config
 from cogfast.distributed.process_groups import start_processes
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.train.trainer import Trainer
+from tests.support.runs import run_of
 
 held, shared, *bases = sys.argv[1:]
 with open(shared, "r+b") as file:
@@ -152,7 +152,7 @@ def shown():
 if groups.is_main:
     CLOCK.waiting = shown
 for base in bases:
-    Uneven(load_config([base])).train()
+    run_of(base).by(Uneven).train()
 groups.close()
 """
 

@@ -1,5 +1,5 @@
 """Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas, for
-outputs and every gradient; errors of the public functions. tests/model/test_block.py compiles them."""
+outputs and every gradient. tests/model/test_block.py compiles them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import torch_library
 from cogfast.kernels.adaptive_layernorm import Backward
 from cogfast.kernels.gpu import adaptive_layernorm as kernels
-from cogfast.kernels.gpu.adaptive_layernorm import (
-    launch_backward,
-    launch_forward,
-    split_programs,
-)
+from cogfast.kernels.gpu.adaptive_layernorm import launch_backward, launch_forward, split_programs
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 EPS = 1e-5
@@ -438,32 +434,3 @@ def test_opcheck(kind: str, dtype: torch.dtype) -> None:
     for frozen in ((), NAMES[2:]):
         run_backward(record, SHAPES["one"], VARIANTS[kind], frozen=frozen, dtype=dtype)
         torch.library.opcheck(backward_op, calls.pop(), test_utils=tests)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("hidden", torch.zeros(5, 16), r"hidden is \[5, 16\].*must be \[B, S, M\]"),
-        ("branch", torch.zeros(2, 6, 16), r"branch is \[2, 6, 16\].*must be \[2, 5, 16\]"),
-        ("branch", torch.zeros(2, 5, 16).bfloat16(), "branch is .*dtype must be torch.float32"),
-        ("branch_bias", torch.zeros(8), r"branch_bias is \[8\].*must be \[16\]"),
-        ("gate", torch.zeros(1, 2, 16), r"gate is \[1, 2, 16\].*must be \[2, 2, 16\]"),
-        ("weight", torch.zeros(15), r"weight is \[15\].*must be \[16\]"),
-        ("bias", None, "bias is None; weight and bias are both"),
-        ("shift", torch.zeros(2, 16), r"shift is \[2, 16\].*must be \[2, 2, 16\]"),
-        ("shift", torch.zeros(2, 2, 16).half(), "shift is .*dtype must be torch.float32"),
-        ("scale", torch.zeros(2, 3, 16), r"scale is \[2, 3, 16\].*must be \[2, 2, 16\]"),
-    ],
-)
-def test_bad_arguments(name: str, value: object, message: str) -> None:
-    inputs = {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS["whole"]).items()}
-    with pytest.raises(ValueError, match=rf"^residual_adaptive_layernorm: {message}") as error:
-        call(inputs | {name: value}, 1)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("kind", "num_text"), [("whole", -1), ("first", 6), ("last", 6)])
-def test_bad_number_of_text_rows(kind: str, num_text: int) -> None:
-    inputs = {k: single(v) for k, v in make_inputs((2, 1, 4, 16), VARIANTS[kind]).items()}
-    with pytest.raises(ValueError, match=rf"num_text is {num_text}; it must be 0 to 5, the rows"):
-        call(inputs, num_text)

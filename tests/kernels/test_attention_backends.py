@@ -168,20 +168,6 @@ def test_meta_tensors_have_no_score_matrix(backend: str | None) -> None:
     assert len(calls.names) == 1 and calls.most <= 3 * 512 * 2 * 8
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda q: (q[0], q[0], q[0]), r"flash_attention: q is .*\[B, S, H, D\]"),
-        (lambda q: (q, q[:, :3], q), r"flash_attention: k is .* its shape must be \[1, 4, 2"),
-        (lambda q: (q, q, q.double()), "v is .* its dtype must be torch.float32"),
-        (lambda q: (q.half(), q.bfloat16(), q.half()), "k is .* its dtype must be torch.float16"),
-    ],
-)
-def test_bad_tensors(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flash_attention(*make(torch.zeros(1, 4, 2, 8)))
-
-
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
     """Install stand-ins for the packages that compute in plain arithmetic; yield the arguments of
@@ -263,6 +249,7 @@ def test_flash_attn_packages(packages: list[dict], name: str, deterministic: boo
 
 
 H100 = {"capability": (9, 0), "cudnn": 91900, "modules": ()}
+PACKAGES = {"modules": ("flash_attn.cute.interface", "flash_attn_interface")}
 
 
 @pytest.fixture
@@ -294,12 +281,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         (H100, BF16, 36, ["math"]),
         ({**H100, "cudnn": 91400}, BF16, 64, ["flash", "efficient", "math"]),
         ({**H100, "capability": (7, 5)}, FP16, 64, ["efficient", "math"]),
-        (
-            {**H100, "modules": ("flash_attn.cute.interface", "flash_attn_interface")},
-            BF16,
-            64,
-            ["cudnn", "flash", "efficient", "fa3", "fa4", "math"],
-        ),
+        (H100 | PACKAGES, BF16, 64, ["cudnn", "flash", "efficient", "fa3", "fa4", "math"]),
     ],
     ids=["h100", "wide", "fp32", "36", "old-cudnn", "turing", "packages"],
 )
@@ -312,10 +294,8 @@ def test_backends_that_run_on_a_gpu(
 
 def test_reasons_on_a_gpu(gpu) -> None:
     gpu(**{**H100, "capability": (8, 6)})
-    assert (
-        reason_unavailable("fa3", GPU, BF16, 64)
-        == "it needs a GPU of compute capability 9.0, this is 8.6"
-    )
+    wanted = "it needs a GPU of compute capability 9.0, this is 8.6"
+    assert reason_unavailable("fa3", GPU, BF16, 64) == wanted
     assert reason_unavailable("flash", GPU, FP32, 64) == "it takes bfloat16, float16, not float32"
     wanted = "it takes head widths that are multiples of 8 up to 128, not 192"
     assert reason_unavailable("cudnn", GPU, BF16, 192) == wanted

@@ -63,8 +63,7 @@ def test_a_process_that_waits_for_one_that_is_killed_compiles(
     half.mkdir(parents=True)
     lock = shlex.quote(str(file.with_suffix(".lock")))
     holder = subprocess.Popen(
-        ["sh", "-c", f"exec 9> {lock}; flock 9; echo locked; exec sleep 60"],
-        stdout=subprocess.PIPE,
+        ["sh", "-c", f"exec 9> {lock}; flock 9; echo locked; exec sleep 60"], stdout=subprocess.PIPE
     )
     assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
     with ThreadPoolExecutor(1) as pool:

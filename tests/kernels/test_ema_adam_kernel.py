@@ -9,18 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import (
-    AdamStreams,
-    FusedEmaAdam,
-    fused_ema_adam_reference,
-)
+from cogfast.kernels.fused_ema_adam import AdamStreams, FusedEmaAdam, fused_ema_adam_reference
 from cogfast.kernels.gpu import fused_ema_adam as ema_adam_kernel
-from cogfast.kernels.gpu.fused_ema_adam import (
-    BLOCK,
-    TensorTable,
-    blocks_of,
-    launch_ema_adam,
-)
+from cogfast.kernels.gpu.fused_ema_adam import BLOCK, TensorTable, blocks_of, launch_ema_adam
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 OPTIONS = {"bias_correction": True, "adam_w_mode": True, "ema_decay": 0.99, "use_num_updates": True}
@@ -30,10 +21,8 @@ def unaligned(x: Tensor, offset: int) -> Tensor:
     """Copy x to an address `offset` elements past a multiple of 16 bytes."""
     storage = torch.full((x.numel() + offset + 16,), 1234.0, dtype=x.dtype, device=x.device)
     skipped = -(storage.data_ptr() // x.element_size()) % 16
-    view = storage[skipped + offset :][: x.numel()] if skipped + offset <= 16 else None
-    if view is None:
-        view = storage[offset:][: x.numel()]
-    return view.copy_(x)
+    start = skipped + offset if skipped + offset <= 16 else offset
+    return storage[start:][: x.numel()].copy_(x)
 
 
 def draw_streams(

@@ -114,15 +114,7 @@ def test_launches_compile() -> None:
     arguments = [sys.executable, "-m", "tests.support.kernels.triton_on_cpu"]
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {
-        "adaptive_layernorm_fwd_kernel",
-        "adaptive_layernorm_bwd_kernel",
-        "adaptive_layernorm_sum_kernel",
-        "qk_norm_rope3d_fwd_kernel",
-        "qk_norm_rope3d_bwd_kernel",
-        "gelu_fwd_kernel",
-        "gelu_bwd_kernel",
-        "gelu_dbias_kernel",
-        "ema_adam_factors_kernel",
-        "ema_adam_kernel",
-    }
+    kernels = {f"adaptive_layernorm_{part}_kernel" for part in ("fwd", "bwd", "sum")}
+    kernels |= {"qk_norm_rope3d_fwd_kernel", "qk_norm_rope3d_bwd_kernel"}
+    kernels |= {f"gelu_{part}_kernel" for part in ("fwd", "bwd", "dbias")}
+    assert set(done.stdout.split()) == kernels | {"ema_adam_factors_kernel", "ema_adam_kernel"}

@@ -10,12 +10,7 @@ import torch
 from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.initialization import initialize
-from cogfast.model.lora import (
-    DEFAULT_TARGETS,
-    TARGETS,
-    LoraLinear,
-    is_lora_parameter,
-)
+from cogfast.model.lora import DEFAULT_TARGETS, TARGETS, LoraLinear, is_lora_parameter
 from cogfast.model.transformer import assemble_transformer, build_transformer, freeze
 from cogfast.model.weights.load import load_transformer
 from tests.support.refusals import assert_refused

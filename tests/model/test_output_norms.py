@@ -15,14 +15,18 @@ from cogfast.core.shapes import TokenGrid
 from cogfast.kernels.adaptive_layernorm import Backward, layernorm
 from cogfast.kernels.gpu.adaptive_layernorm import launch_backward, launch_forward
 from cogfast.model.transformer import DiffusionTransformer
+from tests.kernels.test_adaptive_layernorm import (
+    NAMES,
+    VARIANTS,
+    close,
+    draw,
+    expected,
+    make_inputs,
+    single,
+)
 from tests.support.tiny_transformers import tiny
 
 NORMS = ("final_norm.weight", "final_norm.bias", "output_norm.weight", "output_norm.bias")
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def gradients(
@@ -67,36 +71,23 @@ def test_layernorm_is_that_of_pytorch_in_fp32(has_affine: bool) -> None:
 def test_kernels_take_video_rows_alone_with_one_modulation() -> None:
     """Give the kernels what unembed gives them on a GPU: no text rows, and a modulation whose entry
     for text is the video's, by a stride of 0."""
-    num_batches, width = 2, 48
-    rows, weight, bias = (
-        draw(num_batches, 9, width, seed=0),
-        draw(width, seed=1),
-        draw(width, seed=2),
-    )
-    vectors = draw(num_batches, 2, 1, width, seed=3)
-    exact_vectors = vectors.clone().requires_grad_()
-    exact = [x.clone().requires_grad_() for x in (rows, weight, bias)]
-    normed = F.layer_norm(exact[0], (width,), *exact[1:], 1e-5)
-    shift, scale = exact_vectors.unbind(1)
-    want = shift + normed * (1 + scale)
-    cotangent = draw(*rows.shape, seed=4)
-    want.backward(cotangent)
-
-    rows, weight, bias, vectors, cotangent = (
-        x.float() for x in (rows, weight, bias, vectors, cotangent)
-    )
-    shift, scale = vectors.expand(-1, -1, 2, -1).unbind(1)
-    assert shift.stride(1) == 0
+    inputs = make_inputs((2, 0, 9, 48), VARIANTS["first"])
+    of_video = {name: inputs[name][:, :1] for name in ("shift", "scale")}
+    inputs |= {name: x.expand(-1, 2, -1) for name, x in of_video.items()}
+    (_, n), want, (_, dn) = expected(inputs, 0, has_dout=False)
+    given = {name: single(x) for name, x in inputs.items()}
+    given |= {name: x.float().expand(-1, 2, -1) for name, x in of_video.items()}
+    assert given["shift"].stride(1) == 0
+    _, got_n, mean, rstd = launch_forward(*given.values(), 0, 1e-5)
+    close(got_n, n, "n", 1e-5)
+    norm = (given["hidden"], mean, rstd, given["weight"], given["bias"], given["scale"])
     nothing = (None, None, None)
-    _, n, mean, rstd = launch_forward(rows, *nothing, weight, bias, shift, scale, 0, 1e-5)
-    close = lambda got, want: torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-    close(n, want.detach())
-    norm = (rows, mean, rstd, weight, bias, scale)
-    found = launch_backward(Backward(cotangent, None, *norm, *nothing, 0, True, False))
-    dhidden, _, _, _, dweight, dbias, dshift, dscale = found
-    for got, leaf in zip((dhidden, dweight, dbias), exact, strict=True):
-        close(got, leaf.grad)
-    close(torch.stack([dshift, dscale], 1).sum(2, keepdim=True), exact_vectors.grad)
+    found = launch_backward(Backward(dn.float(), None, *norm, *nothing, 0, True, False))
+    for name, got in zip(NAMES, found, strict=True):
+        if name in of_video:
+            close(got.sum(1), want[name].sum(1), name, 1e-5)
+        elif inputs[name] is not None:
+            close(got, want[name], name, 1e-5)
 
 
 def test_compiled_unembed_has_one_node_for_each_norm() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from cogfast.core.shapes import TokenGrid
 from cogfast.model.embeddings import PositionTable, RotaryPositions, sincos_table
+from tests.support.refusals import assert_refused
 from tests.support.tiny_transformers import inputs, tiny
 
 GRID = TokenGrid(3, 4, 5)
@@ -60,13 +61,12 @@ def test_casting_the_model_leaves_angles_exact() -> None:
 
 @pytest.mark.parametrize("grid", [TokenGrid(4, 4, 5), TokenGrid(3, 5, 5), TokenGrid(3, 4, 6)])
 def test_a_larger_video_is_refused(grid: TokenGrid) -> None:
-    message = "the position table holds up to 3 frames of at most 4x5; set num_frames"
-    with pytest.raises(ValueError, match=message):
-        RotaryPositions(GRID, 64, theta=10000.0)(grid)
+    line = "the position table holds up to 3 frames of at most 4x5; set num_frames"
+    assert_refused(lambda: RotaryPositions(GRID, 64, theta=10000.0)(grid), line)
     if grid.t > GRID.t:
         # Rows and columns are rescaled, frames are not.
-        with pytest.raises(ValueError, match="holds up to 3 frames"):
-            RotaryPositions(GRID, 64, theta=10000.0, is_rescaled=True)(grid)
+        rescaled = RotaryPositions(GRID, 64, theta=10000.0, is_rescaled=True)
+        assert_refused(lambda: rescaled(grid), "holds up to 3 frames")
 
 
 def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
@@ -75,24 +75,19 @@ def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
         table.weight.copy_(torch.arange(2 + 60.0)[:, None].expand(62, 32))
     added = table(torch.zeros(1, 2 + 40, 32), 2, TokenGrid(2, 4, 5))
     assert torch.equal(added[0, :, 0], torch.arange(42.0))  # fewer frames: the first rows
-    with pytest.raises(ValueError, match="up to 3 frames of exactly 4x5"):
-        table(torch.zeros(1, 2 + 48, 32), 2, TokenGrid(3, 4, 4))
-    with pytest.raises(ValueError, match="3 text tokens: .* text_length=2"):
-        table(torch.zeros(1, 3 + 60, 32), 3, GRID)
+    given = torch.zeros(1, 2 + 48, 32), 2, TokenGrid(3, 4, 4)
+    assert_refused(lambda: table(*given), "up to 3 frames of exactly 4x5")
+    more_text = torch.zeros(1, 3 + 60, 32), 3, GRID
+    assert_refused(lambda: table(*more_text), "3 text tokens: <...> text_length=2")
 
 
-def test_missing_image_latents_are_named() -> None:
-    given = inputs("5b_i2v")
-    del given["condition_latents"]
-    with pytest.raises(ValueError, match="have 16 channels together, .* in_channels=32; an I2V"):
-        tiny("5b_i2v")(**given)
-
-
-def test_frames_that_do_not_divide_are_named() -> None:
-    given = inputs("1.5_5b")
-    given["latents"] = given["latents"][:, :, :3]
-    with pytest.raises(ValueError, match="3x8x12 .* do not divide into patches of 2x2x2"):
-        tiny("1.5_5b")(**given)
+def test_inputs_that_do_not_fit_are_named() -> None:
+    given = inputs("5b_i2v") | {"condition_latents": None}
+    line = "have 16 channels together, <...> in_channels=32; an I2V"
+    assert_refused(lambda: tiny("5b_i2v")(**given), line)
+    three = inputs("1.5_5b") | {"latents": torch.zeros(2, 16, 3, 8, 12)}
+    line = "3x8x12 <...> do not divide into patches of 2x2x2"
+    assert_refused(lambda: tiny("1.5_5b")(**three), line)
 
 
 BASE = TokenGrid(13, 30, 45)

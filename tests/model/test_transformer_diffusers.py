@@ -11,14 +11,14 @@ from cogfast.model.weights.load import load_transformer
 from tests.support.tiny_transformers import FAMILY, inputs, randomize, tiny
 
 
-def diffusers_model(name: str) -> torch.nn.Module:
+def diffusers_model(name: str, num_heads: int = 2) -> torch.nn.Module:
     from diffusers import CogVideoXTransformer3DModel
 
     config = FAMILY[name]
     is_15 = config.patch_size.t == 2
     model = CogVideoXTransformer3DModel(
-        num_attention_heads=config.num_attention_heads,
-        attention_head_dim=64,
+        num_attention_heads=num_heads,
+        attention_head_dim=config.hidden_size // num_heads,
         in_channels=config.in_channels,
         out_channels=16,
         time_embed_dim=64,

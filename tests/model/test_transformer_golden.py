@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cogfast.config import Config
 from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.embeddings import sinusoid
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
@@ -27,15 +28,20 @@ def to_ours(video: Tensor | None) -> Tensor | None:
     return None if video is None else video.transpose(1, 2)
 
 
+def load_golden(golden: Path, name: str) -> tuple[Config, DiffusionTransformer, dict[str, Tensor]]:
+    """Return a case's configuration, its network with upstream's weights, and the stored numbers."""
+    config = run_of(golden / name / "config.yaml").config()
+    transformer = build_transformer(config.model)
+    report = load_transformer(transformer, golden / CASES[name])
+    assert not report.missing and not report.unexpected, report
+    io = load_file(golden / name / "io.safetensors")
+    sampled = load_file(golden / name / "every_13th.safetensors")
+    return config, transformer, io | {f"every_13th.{key}": x for key, x in sampled.items()}
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request, golden: Path) -> tuple[str, DiffusionTransformer, dict[str, Tensor]]:
-    config = run_of(golden / request.param / "config.yaml").config()
-    transformer = build_transformer(config.model)
-    report = load_transformer(transformer, golden / CASES[request.param])
-    assert not report.missing and not report.unexpected, report
-    io = load_file(golden / request.param / "io.safetensors")
-    sampled = load_file(golden / request.param / "every_13th.safetensors")
-    io |= {f"every_13th.{key}": value for key, value in sampled.items()}
+    _, transformer, io = load_golden(golden, request.param)
 
     def use_stored_sinusoid(_: torch.nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
         # float32 exp rounds by machine, and the gradient of fc1 has its input as a factor; what

@@ -13,19 +13,8 @@ from cogfast.extensions.formats.sat_names import from_sat_name, merge_model_para
 from cogfast.model.transformer import build_transformer
 from tests.support.runs import run_of
 
-CONFIGS = [
-    f"cogvideox{name}"
-    for name in (
-        "_2b",
-        "_2b_lora",
-        "_5b",
-        "_5b_lora",
-        "_5b_i2v",
-        "_5b_i2v_lora",
-        "1.5_5b",
-        "1.5_5b_i2v",
-    )
-]
+NAMES = "_2b _2b_lora _5b _5b_lora _5b_i2v _5b_i2v_lora 1.5_5b 1.5_5b_i2v"
+CONFIGS = [f"cogvideox{name}" for name in NAMES.split()]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -17,21 +17,14 @@ import pytest
 from cogfast.extensions.stores.store import CACHE_VARIABLE
 
 _NUMBERS = count()
-_LINES = {
-    301: "301 Moved Permanently",
-    400: "400 Bad Request",
-    403: "403 Forbidden",
-    429: "429 Too Many Requests",
-    501: "501 Not Implemented",
-    503: "503 Service Unavailable",
-}
-_CODES = {
-    301: "PermanentRedirect",
-    400: "ExpiredToken",
-    403: "SignatureDoesNotMatch",
-    429: "SlowDown",
-    501: "NotImplemented",
-    503: "SlowDown",
+# {status: (the line of the answer, S3's code)}
+_ERRORS = {
+    301: ("301 Moved Permanently", "PermanentRedirect"),
+    400: ("400 Bad Request", "ExpiredToken"),
+    403: ("403 Forbidden", "SignatureDoesNotMatch"),
+    429: ("429 Too Many Requests", "SlowDown"),
+    501: ("501 Not Implemented", "NotImplemented"),
+    503: ("503 Service Unavailable", "SlowDown"),
 }
 
 
@@ -39,7 +32,7 @@ _CODES = {
 class Fault:
     """A fault of the server in the answers to requests of `method` whose path matches `path`.
 
-    kind: a status of _LINES; "cut": closes the connection within the answer; "slow": answers after
+    kind: a status of _ERRORS; "cut": closes the connection within the answer; "slow": answers after
     `seconds`; "no ranges": ignores the header Range. times: how often; None: always.
     """
 
@@ -99,10 +92,11 @@ class S3Server:
         kind = None if fault is None else fault.kind
         if isinstance(kind, int):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            text = f"<Error><Code>{_CODES[kind]}</Code><Message>planted</Message></Error>"
+            line, code = _ERRORS[kind]
+            text = f"<Error><Code>{code}</Code><Message>planted</Message></Error>"
             headers = [("Content-Type", "application/xml")]
             headers += [("x-amz-bucket-region", "eu-west-1")] * (kind == 301)
-            start_response(_LINES[kind], headers)
+            start_response(line, headers)
             return [b"" if method == "HEAD" else text.encode()]
         if kind == "slow":
             assert fault is not None

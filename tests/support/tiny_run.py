@@ -57,42 +57,33 @@ def write_clips_with_vae(folder: Path, num_clips: int, latent_channels: int) -> 
     return folder
 
 
+def part(target: str, **params: object) -> dict:
+    return {"target": target, "params": params} if params else {"target": target}
+
+
 def schedule() -> dict:
-    return {
-        "target": "sgm.modules.diffusionmodules.discretizer.ZeroSNRDDPMDiscretization",
-        "params": {"shift_scale": 1.0},
-    }
+    discretizer = "sgm.modules.diffusionmodules.discretizer"
+    return part(f"{discretizer}.ZeroSNRDDPMDiscretization", shift_scale=1.0)
 
 
 def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict:
     """A member of the family with width 32, 2 layers, 2 heads, in SAT's own keys."""
     is_15, is_i2v = family.startswith("1.5"), family.endswith("i2v")
-    position = {
-        "target": "dit_video_concat.Rotary3DPositionEmbeddingMixin",
-        "params": {"hidden_size_head": 16, "text_length": 8},
-    }
+    mixins, diffusion = "dit_video_concat", "sgm.modules.diffusionmodules"
+    rotary = f"{mixins}.Rotary3DPositionEmbeddingMixin"
+    position = part(rotary, hidden_size_head=16, text_length=8)
     if family == "2b":
-        position = {
-            "target": "dit_video_concat.Basic3DPositionEmbeddingMixin",
-            "params": {"text_length": 8},
-        }
+        position = part(f"{mixins}.Basic3DPositionEmbeddingMixin", text_length=8)
     if family == "5b_i2v":
         position["params"]["learnable_pos_embed"] = True
     modules = {
         "pos_embed_config": position,
-        "patch_embed_config": {
-            "target": "dit_video_concat.ImagePatchEmbeddingMixin",
-            "params": {"text_hidden_size": 16},
-        },
-        "adaln_layer_config": {
-            "target": "dit_video_concat.AdaLNMixin",
-            "params": {"qk_ln": True},
-        },
-        "final_layer_config": {"target": "dit_video_concat.FinalLayerMixin"},
+        "patch_embed_config": part(f"{mixins}.ImagePatchEmbeddingMixin", text_hidden_size=16),
+        "adaln_layer_config": part(f"{mixins}.AdaLNMixin", qk_ln=True),
+        "final_layer_config": part(f"{mixins}.FinalLayerMixin"),
     }
     if lora_rank is not None:
-        lora = {"target": "sat.model.finetune.lora2.LoraMixin", "params": {"r": lora_rank}}
-        modules["lora_config"] = lora
+        modules["lora_config"] = part("sat.model.finetune.lora2.LoraMixin", r=lora_rank)
     network = {
         "num_frames": 17 if is_15 else 9,
         "time_compressed_rate": 4,
@@ -111,60 +102,38 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
     }
     if family == "1.5_5b_i2v":
         network["ofs_embed_dim"] = 16
-    diffusion = "sgm.modules.diffusionmodules"
+    encoder = {"is_trainable": False, "input_key": "txt", "ucg_rate": 0.1}
+    encoder |= part(
+        "cogfast.model.text_encoder.ByteTextEncoder",
+        **{"max_length": 8, "d_model": 16, "d_ff": 32, "num_layers": 1},
+    )
     section = {
         "scale_factor": 0.7,
-        "denoiser_config": {
-            "target": f"{diffusion}.denoiser.DiscreteDenoiser",
-            "params": {
-                "num_idx": 1000,
-                "scaling_config": {"target": f"{diffusion}.denoiser_scaling.VideoScaling"},
-                "discretization_config": schedule(),
-            },
-        },
-        "network_config": {"target": "dit_video_concat.DiffusionTransformer", "params": network},
-        "conditioner_config": {
-            "target": "sgm.modules.GeneralConditioner",
-            "params": {
-                "emb_models": [
-                    {
-                        "is_trainable": False,
-                        "input_key": "txt",
-                        "ucg_rate": 0.1,
-                        "target": "cogfast.model.text_encoder.ByteTextEncoder",
-                        "params": {"max_length": 8, "d_model": 16, "d_ff": 32, "num_layers": 1},
-                    }
-                ]
-            },
-        },
-        "first_stage_config": {
-            "target": "cogfast.model.wavelet_autoencoder.WaveletAutoencoder",
-            "params": {"ckpt_path": str(data / "wavelet.safetensors")},
-        },
-        "loss_fn_config": {
-            "target": f"{diffusion}.loss.VideoDiffusionLoss",
-            "params": {
-                "sigma_sampler_config": {
-                    "target": f"{diffusion}.sigma_sampling.DiscreteSampling",
-                    "params": {
-                        "uniform_sampling": True,
-                        "num_idx": 1000,
-                        "discretization_config": schedule(),
-                    },
-                }
-            },
-        },
-        "sampler_config": {
-            "target": f"{diffusion}.sampling.VPSDEDPMPP2MSampler",
-            "params": {
-                "num_steps": 4,
-                "discretization_config": schedule(),
-                "guider_config": {
-                    "target": f"{diffusion}.guiders.VanillaCFG",
-                    "params": {"scale": 3.0},
-                },
-            },
-        },
+        "denoiser_config": part(
+            f"{diffusion}.denoiser.DiscreteDenoiser",
+            num_idx=1000,
+            scaling_config=part(f"{diffusion}.denoiser_scaling.VideoScaling"),
+            discretization_config=schedule(),
+        ),
+        "network_config": part(f"{mixins}.DiffusionTransformer", **network),
+        "conditioner_config": part("sgm.modules.GeneralConditioner", emb_models=[encoder]),
+        "first_stage_config": part(
+            "cogfast.model.wavelet_autoencoder.WaveletAutoencoder",
+            ckpt_path=str(data / "wavelet.safetensors"),
+        ),
+        "loss_fn_config": part(
+            f"{diffusion}.loss.VideoDiffusionLoss",
+            sigma_sampler_config=part(
+                f"{diffusion}.sigma_sampling.DiscreteSampling",
+                **{"uniform_sampling": True, "num_idx": 1000, "discretization_config": schedule()},
+            ),
+        ),
+        "sampler_config": part(
+            f"{diffusion}.sampling.VPSDEDPMPP2MSampler",
+            num_steps=4,
+            discretization_config=schedule(),
+            guider_config=part(f"{diffusion}.guiders.VanillaCFG", scale=3.0),
+        ),
     }
     if is_i2v:
         section |= {"noised_image_input": True, "noised_image_dropout": 0.3}
@@ -190,9 +159,8 @@ def write_config(
     """
     model = model_section(family, data, lora_rank)
     if has_vae:
-        vae = {"path": str(data / "vae")}
         target = "cogfast.model.autoencoder.VideoAutoencoder"
-        model["first_stage_config"] = {"target": target, "params": vae}
+        model["first_stage_config"] = part(target, path=str(data / "vae"))
     sections = {
         "model": model,
         "args": {
@@ -209,14 +177,12 @@ def write_config(
             **args,
         },
         "data": dataset
-        or {
-            "target": "data_video.SFTDataset",
-            "params": {
-                "video_size": [SIDE, SIDE],
-                "fps": 8,
-                "max_num_frames": 17 if family.startswith("1.5") else 9,
-            },
-        },
+        or part(
+            "data_video.SFTDataset",
+            video_size=[SIDE, SIDE],
+            fps=8,
+            max_num_frames=17 if family.startswith("1.5") else 9,
+        ),
         "deepspeed": {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 1.0,
@@ -306,10 +272,7 @@ def run_program(
 
 
 def wait_for(
-    path_exists: Callable[[], object],
-    process: Started,
-    timeout: float = 120,
-    pause: float = 0.05,
+    path_exists: Callable[[], object], process: Started, timeout: float = 120, pause: float = 0.05
 ) -> None:
     """Wait until `path_exists()`; the process must not end before."""
     end = time.monotonic() + timeout

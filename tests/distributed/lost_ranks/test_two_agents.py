@@ -26,16 +26,8 @@ PAIRS = ["deepspeed.train_micro_batch_size_per_gpu=2", "args.model_parallel_size
 def meeting_point(how: str, machine: int, port: int) -> list[str]:
     """Return the arguments of docs/launch.md's two kinds of rendezvous, with this host and a free port."""
     return {
-        "static": [
-            f"--node_rank={machine}",
-            "--master_addr=127.0.0.1",
-            f"--master_port={port}",
-        ],
-        "c10d": [
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint=127.0.0.1:{port}",
-            "--rdzv_id=my-run",
-        ],
+        "static": [f"--node_rank={machine}", "--master_addr=127.0.0.1", f"--master_port={port}"],
+        "c10d": ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=my-run"],
     }[how]
 
 

@@ -16,16 +16,16 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
-from cogfast.train.video_size import (
-    check_size,
-    warn_of_pipeline_positions,
-)
+from cogfast.train.video_size import check_size, warn_of_pipeline_positions
 from tests.model.weights.test_weights_load import seal, write_run
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run, run_of
 from tests.support.tiny_transformers import inputs, tiny
 
-POSITION = "model.network_config.params.modules.pos_embed_config.params"
+NETWORK = "model.network_config.params"
+POSITION = f"{NETWORK}.modules.pos_embed_config.params"
+LONGER = f"{NETWORK}.num_frames=17"
+LARGER = (f"{NETWORK}.latent_height=8", f"{NETWORK}.latent_width=8")
 TRAINED = [9, 4, 8]  # frames, latent rows and columns; the network's own are 13, 8 and 12
 
 
@@ -105,30 +105,18 @@ def test_without_one_trained_size_the_networks_own_is_written(
 
 
 def test_a_run_notes_its_size(run: Run) -> None:
-    arguments = [f"model.network_config.params.latent_{side}=8" for side in ("height", "width")]
-    arguments.append(f"{POSITION}.positions=pipeline")
-    run = run.train(*arguments, steps=1)
+    run = run.train(*LARGER, f"{POSITION}.positions=pipeline", steps=1)
     assert run.last.engine.transformer.rotary.is_rescaled
     source = open_source(run.path)
     assert source.facts["trained_size"] == (9, 4, 4)
     assert source.facts["rotary_positions"] == "pipeline"
 
 
-LARGER = (
-    "model.network_config.params.latent_height=8",
-    "model.network_config.params.latent_width=8",
-)
-
-
 @pytest.mark.parametrize(
     ("family", "arguments", "text"),
     [
         ("5b", LARGER, "videos of 32x32 are trained with integer positions"),
-        (
-            "5b_i2v",
-            ("model.network_config.params.num_frames=17",),
-            "9 frames use a part of the learned position table",
-        ),
+        ("5b_i2v", (LONGER,), "9 frames use a part of the learned position table"),
         ("5b", (*LARGER, f"{POSITION}.positions=pipeline"), None),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import getattr_static
 from pathlib import Path
 from unittest.mock import patch
@@ -22,7 +23,6 @@ from cogfast.extensions.sample.generate import VideoMaker
 from cogfast.train.checkpoint import write as checkpoint_writer
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.encode import Encoder
-from cogfast.train.trainer import Trainer
 from tests.support.runs import run_of
 
 FAULTS: dict[str, tuple[object, str]] = {
@@ -64,22 +64,15 @@ def main() -> None:
         name, _, arguments = run.partition(":")
         overrides = [f"args.save={Path(save) / str(number)}", *arguments.split(",")]
         overrides = [argument for argument in overrides if argument]
-        if name in FATAL:
+        planted: AbstractContextManager = nullcontext()
+        if name != "none" and rank == (0 if name in ON_RANK_0 else 1):
             owner, attribute = FAULTS[name]
-            call = (
-                failing(name, getattr_static(owner, attribute))
-                if rank == 1
-                else getattr_static(owner, attribute)
-            )
-            with patch.object(owner, attribute, call):
+            call = failing(name, getattr_static(owner, attribute))
+            planted = patch.object(owner, attribute, call)
+        with planted:
+            if name in FATAL:
                 sys.exit(cogfast(["train", "--base", base, *overrides]))
-        config = run_of(base).config(*overrides)
-        if name == "none" or rank != (0 if name in ON_RANK_0 else 1):
-            Trainer(config).train()
-            continue
-        owner, attribute = FAULTS[name]
-        with patch.object(owner, attribute, failing(name, getattr_static(owner, attribute))):
-            Trainer(config).train()
+            run_of(base).train(*overrides)
     groups.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -54,14 +55,15 @@ class Case:
         freeze(transformer, ["all"] if self.trains_lora_only else [], is_lora_only=False)
 
 
+_FROZEN = partial(Case, "5b", 4, trains_lora_only=True)
 CASES = {
     **{family: Case(family) for family in FAMILY},
     "lora": Case("5b", lora_rank=4),  # everything trains: the adapters' input has a gradient
-    "frozen": Case("5b", lora_rank=4, trains_lora_only=True),
-    "two targets": Case("5b", 4, ("to_q", "to_v"), trains_lora_only=True),
+    "frozen": _FROZEN(),
+    "two targets": _FROZEN(("to_q", "to_v")),
     "one target": Case("5b", 4, ("to_out.0",)),
     "mlp": Case("5b", 4, ("to_v", "ff.net.0.proj", "ff.net.2")),  # everything trains
-    "frozen mlp": Case("5b", 4, ("ff.net.0.proj", "ff.net.2"), trains_lora_only=True),
+    "frozen mlp": _FROZEN(("ff.net.0.proj", "ff.net.2")),
     "norms without weights": Case("5b", has_affine_norms=False),
     "bf16": Case("5b", lora_rank=4, dtype=torch.bfloat16),
     "compiled": Case("5b", is_compiled=True),
@@ -69,25 +71,15 @@ CASES = {
     "attention_kept": Case("5b", policy="attention_kept"),
     "long text": Case("5b", text_length=60),
     "compiled lora": Case("5b", lora_rank=4, is_compiled=True),
-    "int8": Case("5b", 4, trains_lora_only=True, quantization="int8"),
-    "int8 and offloaded mlp": Case(
-        "5b",
-        4,
+    "int8": _FROZEN(quantization="int8"),
+    "int8 and offloaded mlp": _FROZEN(
         ("to_q", "ff.net.0.proj", "ff.net.2"),
-        trains_lora_only=True,
         policy="pointwise",
         quantization="int8",
         num_offloaded=2,
     ),
-    "offloaded": Case("5b", 4, trains_lora_only=True, num_offloaded=1),
-    "compiled int8": Case(
-        "5b",
-        4,
-        trains_lora_only=True,
-        is_compiled=True,
-        quantization="int8",
-        num_offloaded=1,
-    ),
+    "offloaded": _FROZEN(num_offloaded=1),
+    "compiled int8": _FROZEN(is_compiled=True, quantization="int8", num_offloaded=1),
 }
 # 156 tokens, or 108: four processes have 39, or 27, of which the second has text and video
 CASES |= {
