@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import resource
@@ -60,13 +61,25 @@ LONG = (
 )
 
 
+def _soaked_seconds() -> dict[Path, int]:
+    """Return how long each file took in the last `make soak`."""
+    result = ROOT / "docs" / "soak.json"
+    found = json.loads(result.read_text()) if result.is_file() else {"seconds_of_files": {}}
+    return {ROOT / name: seconds for name, seconds in found["seconds_of_files"].items()}
+
+
+@pytest.hookimpl(trylast=True)  # behind the choice of -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that fork first, before any test leaves threads; then the long ones and those with
     slow tests, so that no long file is the last."""
     long = {
         item.path for item in items if item.get_closest_marker("slow") or item.path.name in LONG
     }
-    items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in long))
+    if all(item.get_closest_marker("soak") for item in items):
+        seconds = _soaked_seconds()
+        items.sort(key=lambda item: -seconds.get(item.path, 0))
+    else:
+        items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in long))
 
 
 def pytest_collection_finish() -> None:

@@ -568,9 +568,9 @@ def kill_at(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(0, 20, 5))
+@pytest.mark.parametrize("first", range(0, 10, 5))
 def test_kills_within_uploads_change_nothing(server, stored, tmp_path, monkeypatch, first):
-    """SIGKILL of two ranks at the n-th PUT of a checkpoint's files, 5 times in a run; 20 in all."""
+    """SIGKILL of two ranks at the n-th PUT of a checkpoint's files, 5 times in a run; 10 in all."""
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.delenv(store.CACHE_VARIABLE)
     rng = random.Random(first)

@@ -17,8 +17,8 @@ from tests.support.tiny_run import run as launch
 
 pytestmark = pytest.mark.soak
 
-STEPS = 2000
-NUM_KILLS = 20
+STEPS = 1200
+NUM_KILLS = 12
 LAYOUTS = {
     "dp 2": ["deepspeed.train_micro_batch_size_per_gpu=2"],
     "tp 2": ["args.model_parallel_size=2"],
@@ -37,7 +37,7 @@ def test_many_kills_change_nothing(run: Run, tmp_path: Path, layout: str) -> Non
     kills = draw_kills(seed=list(LAYOUTS).index(layout), count=NUM_KILLS, last_step=STEPS // 2)
     assert {kill.when for kill in kills} == {"start", "step", "save"}
     was_in_save = run_with_kills(run.into(cut).command(), cut, kills)
-    assert sum(was_in_save) >= 3, "hardly any kill met a save"
+    assert sum(was_in_save) >= 2, "hardly any kill met a save"
     assert_same_run(whole, cut, STEPS)
 
 
