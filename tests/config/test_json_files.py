@@ -10,14 +10,7 @@ from typing import Any, Literal, NotRequired
 
 import pytest
 
-from cogfast.config.json_files import (
-    InsideName,
-    Size,
-    check,
-    keys,
-    read_json,
-    read_limited,
-)
+from cogfast.config.json_files import InsideName, Size, check, keys, read_json, read_limited
 from cogfast.config.yaml_files import read_yaml
 from tests.support.refusals import Refusal, assert_refused, refusals
 

@@ -23,12 +23,7 @@ UPSTREAM_ZERO2 = {
     "bf16": {"enabled": True},
     "optimizer": {
         "type": "AdamW",
-        "params": {
-            "lr": "auto",
-            "weight_decay": "auto",
-            "torch_adam": True,
-            "adam_w_mode": True,
-        },
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
     },
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}},
     "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},

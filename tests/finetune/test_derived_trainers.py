@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    CogVideoXDPMScheduler,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from PIL import Image
 from torch import Tensor

@@ -382,13 +382,7 @@ def check_folder(out: Path, training: str) -> None:
 
 @pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
 def test_a_script_of_upstream_trains(
-    family,
-    training,
-    pipelines,
-    data,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    family, training, pipelines, data, tmp_path, capsys, monkeypatch
 ):
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
     assert main(["finetune", *words, *ADDED]) == 0
@@ -420,16 +414,9 @@ def test_a_script_of_upstream_trains(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("family", "training"),
-    [("5b_i2v", "lora"), ("1.5_5b", "sft")],
-)
+@pytest.mark.parametrize(("family", "training"), [("5b_i2v", "lora"), ("1.5_5b", "sft")])
 def test_every_script_of_upstream_trains_on_two_processes(
-    family,
-    training,
-    pipelines,
-    data,
-    tmp_path,
+    family, training, pipelines, data, tmp_path
 ):
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
     done = run(["finetune", *words, *ADDED], processes=2)

@@ -101,11 +101,7 @@ def diffusers_rates(name: str, lr: float, warmup_steps: int, num_steps: int, **o
     """Return the rate of each step as a training loop with torch's optimizer uses it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        num_training_steps=num_steps,
-        **options,
+        name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=num_steps, **options
     )
     rates = [optimizer.param_groups[0]["lr"]]
     # One step less: after the last, "polynomial" divides by zero where all steps warm up.

@@ -207,10 +207,7 @@ NON_FINITE = (  # every pair of values, and what trains by default
 )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stage", "precision"),
-    NON_FINITE,
-)
+@pytest.mark.parametrize(("optimizer", "stage", "precision"), NON_FINITE)
 def test_non_finite_step_changes_nothing(
     run: Run, optimizer: str, stage: int, precision: str
 ) -> None:

@@ -192,10 +192,7 @@ def command_line(seed: int, model: Path, start: Path, root: Path) -> tuple[str, 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(12, 132), marks=pytest.mark.soak)])
 def test_random_command_lines(
-    seeds: range,
-    start: Path,
-    pipelines: Pipelines,
-    tmp_path: Path,
+    seeds: range, start: Path, pipelines: Pipelines, tmp_path: Path
 ) -> None:
     model = pipelines.path("5b")
     outcomes = examine(seeds, tmp_path, lambda seed, root: command_line(seed, model, start, root))

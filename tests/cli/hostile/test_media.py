@@ -130,7 +130,7 @@ MANIFESTS: dict[str, tuple[str, str | None]] = {
 }
 # Kind of a tar shard -> its members beside four good samples
 TARS: dict[str, list[tuple[str, bytes]]] = {
-    "names of escapes": [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")],
+    "names of escapes": [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")]
 }
 
 

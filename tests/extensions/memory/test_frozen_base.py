@@ -16,11 +16,7 @@ from cogfast.distributed.parallelize import allocate
 from cogfast.extensions.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.memory.quantized_linear import DTYPES, Quantization, quantize_rows
-from cogfast.model.transformer import (
-    DiffusionTransformer,
-    assemble_transformer,
-    freeze,
-)
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy, apply_policies
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run

@@ -122,11 +122,7 @@ class Browser:
 
     def _send(self, method: str, **parameters: object) -> dict[str, Any]:
         self._number += 1
-        message: dict[str, object] = {
-            "id": self._number,
-            "method": method,
-            "params": parameters,
-        }
+        message: dict[str, object] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")

@@ -31,11 +31,7 @@ from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import ROOT
 
-VAE = {
-    "_class_name": "AutoencoderKLCogVideoX",
-    "latent_channels": 16,
-    "scaling_factor": 0.7,
-}
+VAE = {"_class_name": "AutoencoderKLCogVideoX", "latent_channels": 16, "scaling_factor": 0.7}
 SCHEDULER = {
     "_class_name": "CogVideoXDDIMScheduler",
     "prediction_type": "v_prediction",

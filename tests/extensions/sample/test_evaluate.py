@@ -333,10 +333,7 @@ def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(run: Run, tmp_p
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [
-        (Evaluator, "_encoded", "the held-out loss"),
-        (VideoMaker, "frames", "sampling"),
-    ],
+    [(Evaluator, "_encoded", "the held-out loss"), (VideoMaker, "frames", "sampling")],
 )
 def test_a_failure_is_logged_and_training_continues(
     run: Run,

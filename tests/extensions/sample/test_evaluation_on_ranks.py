@@ -39,8 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name != "tp 2")) for name in LAYOUTS],
+    "layout", [pytest.param(name, marks=[pytest.mark.soak] * (name != "tp 2")) for name in LAYOUTS]
 )
 @pytest.mark.slow
 def test_ranks_stop_and_fail_together(layout: str, base: Path, tmp_path: Path) -> None:

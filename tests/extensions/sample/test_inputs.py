@@ -20,13 +20,7 @@ from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
 from tests.support.refusals import assert_command_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import (
-    CHANNELS,
-    SIDE,
-    run_folder,
-    write_clips,
-    write_clips_with_vae,
-)
+from tests.support.tiny_run import CHANNELS, SIDE, run_folder, write_clips, write_clips_with_vae
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
 SHAPE = "args.sampling_num_frames=3", "--size", "32x48"

@@ -19,10 +19,7 @@ from cogfast.extensions.sample.lora_overlay import LoraOverlay, open_loras
 from cogfast.extensions.sample.sizes import read_image
 from tests.support.refusals import assert_command_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import (
-    CHANNELS,
-    launch_ranks,
-)
+from tests.support.tiny_run import CHANNELS, launch_ranks
 
 LATENTS = "args.only_save_latents=true"
 TENSOR = "args.model_parallel_size=2"

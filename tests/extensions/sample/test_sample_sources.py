@@ -10,10 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from diffusers.pipelines.cogvideo import pipeline_cogvideox_image2video
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image

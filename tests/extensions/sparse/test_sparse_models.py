@@ -68,10 +68,7 @@ def test_all_policies_have_the_same_gradients() -> None:
 
 
 def test_a_run_resumes_samples_and_fine_tunes_sparse(
-    run: Run,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO)
     run = run.with_words(*WORDS)
