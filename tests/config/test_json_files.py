@@ -114,16 +114,6 @@ def test_names_of_files_stay_inside(refusal: Refusal) -> None:
 
 
 def test_names_inside_are_kept() -> None:
-    for name in (
-        "a",
-        "x" * 240,
-        "ä" * 120,
-        "a.safetensors",
-        "..a",
-        "a/b",
-        "a..b",
-        "./a",
-        "1:2",
-        "ä b",
-    ):
+    texts = ["a", "a.safetensors", "..a", "a/b", "a..b", "./a", "1:2", "ä b"]
+    for name in (*texts, "x" * 240, "ä" * 120):
         assert check(name, InsideName, "index") == name
