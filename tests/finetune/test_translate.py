@@ -169,13 +169,12 @@ def test_the_printed_configuration_is_the_one_of_cogfast_train(options, capsys, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_that_continues_a_run_has_the_options_of_this_command(options, caplog):
-    caplog.set_level("INFO", logger="cogfast")
+def test_the_command_that_continues_a_run_has_the_options_of_this_command(options, log):
     for given, words in (({"train_steps": 7}, "--train_steps 14"), ({}, "--train_epochs 20")):
-        caplog.clear()
+        log.clear()
         log_commands(translate(Args(**options(**given))), "a run", 7, is_lora=True, shows_ema=False)
-        assert caplog.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {words}")
-        assert caplog.messages[-2].endswith(" --to peft")
+        assert log.messages[-1].endswith(f"--resume_from_checkpoint 'a run' {words}")
+        assert log.messages[-2].endswith(" --to peft")
     # --resume_from_checkpoint takes no address.
     stored = translate(Args(**options(), overrides=["args.run_folder=s3://b/run"]))
     assert resume_words(stored, "s3://b/run") == "args.resume=s3://b/run"

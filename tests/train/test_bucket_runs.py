@@ -59,23 +59,20 @@ def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> Non
     assert largest_clips(config, TrainArguments.from_config(config)) == expected
 
 
-def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, caplog) -> None:
-    caplog.set_level("INFO")
+def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None:
     run = run.with_words("args.train_iters=9")
     whole = run.into(tmp_path / "a").train()
     straight = whole.last
-    assert (
-        "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
-    )
+    assert "9x32x32                  6" in log.text and "left out                 1" in log.text
     pattern = r"cannot use 1 of 5 held-out videos, first: .*broken.mp4: not a readable video"
-    assert re.search(pattern, caplog.text)
+    assert re.search(pattern, log.text)
     (line,) = (whole.path / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")
 
     run.train("args.exit_interval=4")
     part = run.resume()
     assert part.losses == whole.losses and len(part.losses) == 9
-    assert "the data set has changed" not in caplog.text
+    assert "the data set has changed" not in log.text
 
     # Tokens and FLOPs of a line are those of the bucket of its step.
     order, model = straight.order, straight.engine.transformer.config
@@ -94,8 +91,8 @@ def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, caplog) -> N
         f"args.resume={part.path}", "args.train_data_weights=[2]", "args.accept_changes=true"
     )
     assert (
-        "17 samples, with different weights" in caplog.text
-        or "different weights or buckets" in caplog.text
+        "17 samples, with different weights" in log.text
+        or "different weights or buckets" in log.text
     )
 
 

@@ -177,14 +177,13 @@ def test_folders_without_one_metadata_file(tmp_path):
         VideoManifest([str(tmp_path)], **CLIP)
 
 
-def test_a_columns_own_name_goes_first_and_unused_ones_are_logged(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_columns_own_name_goes_first_and_unused_ones_are_logged(tmp_path, log):
     row = {"path": "a.mp4", "video": "b.mp4", "caption": "", "text": "other", "extra": 1}
     data = VideoManifest(
         _csv(tmp_path, json.dumps(row), "clips.jsonl"), **CLIP, allow_empty_captions=True
     )
     assert data.paths[0].endswith("a.mp4") and list(data.captions) == [""]
-    assert "unused columns: extra" in caplog.text
+    assert "unused columns: extra" in log.text
 
 
 @pytest.mark.parametrize("layout", [VideoFolder, VideoList])

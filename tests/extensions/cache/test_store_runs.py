@@ -32,16 +32,15 @@ def objects(url: str) -> dict[str, bytes]:
 
 
 def test_a_cache_in_a_store_is_that_of_a_folder(
-    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: S3Server, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """Entries and losses bit for bit; no request for a sample whose entries are in the local cache."""
-    caplog.set_level("INFO", logger="cogfast")
     url = f"{server.url}/runs/cache"
     run = Run(write_clips(tmp_path / "data", 4), tmp_path).with_args(train_iters=2)
     stored = run.cached_in(url)
     cache_latents(run.cached_in(tmp_path / "cache").config())
     cache_latents(stored.config(), price=7200.0)
-    assert "GPU hours ($" in caplog.text and f"{url}: 4 samples, 0 bad" in caplog.text
+    assert "GPU hours ($" in log.text and f"{url}: 4 samples, 0 bad" in log.text
     assert objects(url) == contents(tmp_path / "cache") and len(objects(url)) == 8
 
     found, asked = {}, {}
@@ -61,7 +60,7 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     config = stored.config()
     assert_refused(stored.trainer, f"args.latent_cache={url}: <...>3 of 4 usable")
     cache_latents(config)
-    assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in caplog.text
+    assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in log.text
     assert objects(url) == contents(tmp_path / "cache")
 
     # Errors are one line, and what was written counts.

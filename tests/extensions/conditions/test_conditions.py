@@ -275,15 +275,14 @@ def test_conditions_that_do_not_fit_the_network_are_refused(run: Run, refusal: R
 
 
 def test_a_model_without_control_reads_none(
-    run: Run, folder: Path, caplog: pytest.LogCaptureFixture
+    run: Run, folder: Path, log: pytest.LogCaptureFixture
 ) -> None:
     words = [f"args.train_data=[{folder}]", "data.target=cogfast.data.datasets.VideoList"]
     words += [f"data.params.{key}={value}" for key, value in CLIP.items()] + ["args.split='1'"]
     run = run.of_files(*FILES).with_words(*words)
     plain, taking = run.config(), run.config("model.conditions=[control]")
-    caplog.set_level("INFO")
     found = assemble_datasets(plain, TrainArguments.from_config(plain)).train
-    assert "control" not in found[0] and "control videos are not read" in caplog.text
+    assert "control" not in found[0] and "control videos are not read" in log.text
     args = TrainArguments.from_config(taking)
     found = assemble_datasets(taking, args).train
     assert isinstance(found, CaptionedVideos) and "control" in found[0]

@@ -338,13 +338,12 @@ def test_a_cache_is_made_by_dali(tmp_path):
             assert torch.equal(tensor, other)
 
 
-def test_auto_says_why_pyav_reads(caplog, monkeypatch):
+def test_auto_says_why_pyav_reads(log, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # with a GPU, auto may take DALI
     dali_reader._reader.cache_clear()
-    with caplog.at_level(logging.INFO, logger="cogfast"):
-        for _ in range(2):
-            assert dali_reader.dali_of_this_process("auto") is None
-    assert caplog.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
+    for _ in range(2):
+        assert dali_reader.dali_of_this_process("auto") is None
+    assert log.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
 
 
 @pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")

@@ -124,12 +124,11 @@ def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, tiny: Run) -> None:
     assert whole.writer._snapshot.partitions["exp_avg", 0].dtype == torch.uint8
 
 
-def test_a_run_resumes_with_the_other_moments(tiny: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_resumes_with_the_other_moments(tiny: Run, log: pytest.LogCaptureFixture) -> None:
     plain = tiny.train(steps=2).last
     before = [plain.engine.view(s, "exp_avg_sq").clone() for s in plain.engine.slices]
-    caplog.set_level("INFO")
     coded = tiny.trainer(EIGHT, "args.resume=latest")
-    assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in caplog.text
+    assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in log.text
     # Half the distance of two codes, or the smallest code of a block.
     smallest = max(x.max() for x in before) * 2**-31
     for s, want in zip(coded.engine.slices, before, strict=True):
@@ -137,7 +136,7 @@ def test_a_run_resumes_with_the_other_moments(tiny: Run, caplog: pytest.LogCaptu
         assert ((got - want).abs() <= want / 16 + smallest).all()
     coded.train()
     back = tiny.trainer("args.resume=latest")
-    assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in caplog.text
+    assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in log.text
     for s in back.engine.slices:
         assert torch.equal(back.engine.view(s, "exp_avg"), coded.engine.view(s, "exp_avg"))
 

@@ -144,10 +144,9 @@ def test_accepted_and_free_changes_resume(
 
 
 def test_the_time_limit_saves_and_ends(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """The limit counts from the start of the process, which here has run other tests."""
-    caplog.set_level("INFO", logger="cogfast")
     seconds = time.time() - psutil.Process().create_time() + 4
     run = run.into(tmp_path).with_words("args.num_workers=0", "args.save_interval=null")
     run.train(f"args.max_hours={seconds / 3600}", steps=100_000)
@@ -155,7 +154,7 @@ def test_the_time_limit_saves_and_ends(
     assert 0 < step < 100_000
     assert len(run.losses) == step
     assert re.search(
-        rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", caplog.text
+        rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", log.text
     )
     line = "args.max_hours=0.0 must be a number from 1e-06"
     assert_refused(lambda: run.train("args.max_hours=0.0"), line)

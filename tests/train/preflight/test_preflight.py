@@ -273,30 +273,28 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         assert line.startswith("command line: ") and len(line) <= 400
 
 
-def test_defaults_that_are_not_sats_are_logged(config, run: Run, caplog, tmp_path):
+def test_defaults_that_are_not_sats_are_logged(config, run: Run, log, tmp_path):
     """SAT's sft.yaml sets nearly all of them; a file without its keys relies on cogfast's."""
-    caplog.set_level("INFO")
     log_unused(config("cogvideox_5b"))
-    assert "no file sets" not in caplog.text
+    assert "no file sets" not in log.text
     base = tmp_path / "short.yaml"
     base.write_text("args: {eval_interval: 10, train_iters: 20000}")
     log_unused(run.of_files(base).config())
-    (line,) = [text for text in caplog.messages if text.startswith("no file sets")]
+    (line,) = [text for text in log.messages if text.startswith("no file sets")]
     assert line == (
         "no file sets args.mode='finetune' (SAT: pretrain), args.batch_size=1 (SAT: 4), "
         "args.zero_stage=2 (SAT: 0), args.log_interval=20 (SAT: 50), args.keep_last=2 (SAT: all), "
         "args.split='1,0,0' (SAT: 1000,1,1)"
     )
-    caplog.clear()
+    log.clear()
     base.write_text("args: {mode: inference, sampling_fps: 16}")
     log_unused(run.of_files(base).config())
-    assert "args.sampling_num_frames=null (SAT: 32)" in caplog.text
-    assert "sampling_fps" not in caplog.text
+    assert "args.sampling_num_frames=null (SAT: 32)" in log.text
+    assert "sampling_fps" not in log.text
 
 
 @pytest.mark.parametrize(("mode", "is_logged"), [("pretrain", True), ("finetune", False)])
-def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, caplog, tmp_path, mode, is_logged):
-    caplog.set_level("INFO")
+def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, log, tmp_path, mode, is_logged):
     (tmp_path / "latest").write_text("300\n")
     log_unused(run.of_files().config(f"args.mode={mode}", f"args.load={tmp_path}"))
-    assert ("is SAT's iteration 300, from" in caplog.text) is is_logged
+    assert ("is SAT's iteration 300, from" in log.text) is is_logged

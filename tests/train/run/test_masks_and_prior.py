@@ -239,7 +239,7 @@ def test_held_out_losses_are_masked(lora: Run, tmp_path: Path, one: Run) -> None
 
 
 def test_what_does_not_fit_is_refused(
-    lora: Run, run: Run, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lora: Run, run: Run, data: Path, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     write_manifest(data, "all.jsonl", [None] * 6, [True] * 6)
     cases = {
@@ -252,7 +252,6 @@ def test_what_does_not_fit_is_refused(
     for (manifest, *words), line in cases.items():
         wrong = on(lora, manifest).into(tmp_path / "runs").with_words(*words)
         assert_refused(wrong.train, line)
-    caplog.set_level("INFO", "cogfast")
     full = run.with_args(dataset=TABLE, train_data=[str(data / "both.jsonl")])
     with pytest.raises(ValueError) as error:
         full.trainer()
@@ -262,8 +261,7 @@ def test_what_does_not_fit_is_refused(
         "column prior"
     )
     assert (
-        "masks are not read; model.conditions: [mask, masked_video] or loss_fn_config"
-        in caplog.text
+        "masks are not read; model.conditions: [mask, masked_video] or loss_fn_config" in log.text
     )
 
 

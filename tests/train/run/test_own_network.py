@@ -4,7 +4,6 @@ ranks, resumed; what is trained, saved, sampled and refused."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 from functools import cached_property
 from pathlib import Path
@@ -86,16 +85,13 @@ def world(data: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_the_first_loss_is_the_base_s_and_only_the_named_modules_train(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, log: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        trained = world.run("own", *OWN).train()
+    trained = world.run("own", *OWN).train()
     plain, own = world.run("plain").train(), trained.last
     assert trained.losses[0] == plain.losses[0]  # bit for bit: the fuser is zero
     assert trained.losses[1] != plain.losses[1]
-    assert (
-        "6 tensors, which start from their own initial values: blocks.*.fuser.bias" in caplog.text
-    )
+    assert "6 tensors, which start from their own initial values: blocks.*.fuser.bias" in log.text
     base, saved = read_run_weights(world.weights), trained.weights()
     assert saved.keys() == NAMES
     torch.manual_seed(0)  # changes nothing

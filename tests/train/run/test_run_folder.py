@@ -105,9 +105,8 @@ def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> 
 
 
 def test_a_run_writes_down_what_it_is(
-    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", "cogfast")
     run = run.with_args(train_iters=2)
     monkeypatch.setattr(sys, "argv", ["/somewhere/cogfast", "train", "--base", "my file.yaml"])
     folder = run.train().path
@@ -121,22 +120,22 @@ def test_a_run_writes_down_what_it_is(
     start, *logged = (folder / "log.txt").read_text().strip().splitlines()
     assert start.endswith("  cogfast train --base 'my file.yaml'")
     # From before the folder was there to the last line
-    assert logged == [line for record in caplog.records for line in record.getMessage().split("\n")]
+    assert logged == [line for record in log.records for line in record.getMessage().split("\n")]
 
     run.resume(steps=3)
     assert written.read_text() == first
     changed = run.of_files(folder / "training_config-from-00000002.yaml").config()
     assert changed.args.train_iters == 3
     assert (folder / "environment-from-00000002.json").is_file()
-    assert "the configuration has changed: args.train_iters: 2 -> 3" in caplog.text
-    caplog.clear()
+    assert "the configuration has changed: args.train_iters: 2 -> 3" in log.text
+    log.clear()
     # The comparison is with the checkpoint, not with the run's first start.
     run.trainer("args.resume=latest", "args.train_iters=3")
-    assert "the configuration" not in caplog.text
+    assert "the configuration" not in log.text
     run.trainer("args.resume=latest")
-    assert "the configuration has changed: args.train_iters: 3 -> 2" in caplog.text
+    assert "the configuration has changed: args.train_iters: 3 -> 2" in log.text
     left = "the checkpoint is at step 3, and the run ends at step 2: nothing is left to train; set"
-    assert left in caplog.text
+    assert left in log.text
 
 
 def test_the_log_of_a_run_has_its_error(run: Run) -> None:

@@ -139,16 +139,15 @@ def run_steps(profiler: Profiler, num_steps: int = 7) -> list[int]:
 
 
 def test_nsys_captures_these_steps_with_nvtx_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log
 ) -> None:
-    caplog.set_level("INFO")
     cuda = Cuda(monkeypatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     assert run_steps(Profiler(tmp_path / "profile", GPU, 2)) == [5]
     steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3, 4)]
     assert cuda.calls == ["synchronize", "start", *sum(steps, []), "synchronize", "stop"]
     assert not (tmp_path / "profile").exists()
-    assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in caplog.text
+    assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in log.text
 
 
 def test_one_rank_of_a_machine_starts_nsys_and_only_rank_0_writes(
