@@ -16,16 +16,10 @@ from cogfast.config.deepspeed_keys import FOLDED
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals
 
-MODELS = (
-    "cogvideox_2b",
-    "cogvideox_2b_lora",
-    "cogvideox_5b",
-    "cogvideox_5b_lora",
-    "cogvideox_5b_i2v",
-    "cogvideox_5b_i2v_lora",
-    "cogvideox1.5_5b",
-    "cogvideox1.5_5b_i2v",
-)
+MODELS = [
+    f"cogvideox_{name}" for name in ("2b", "2b_lora", "5b", "5b_lora", "5b_i2v", "5b_i2v_lora")
+]
+MODELS += ["cogvideox1.5_5b", "cogvideox1.5_5b_i2v"]
 
 
 def values(config: Config) -> dict:
@@ -215,15 +209,12 @@ def test_allow_import_opens_a_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = write(tmp_path, "a.yaml", "data: {target: my_clips.Clips, params: {size: 3}}")
     config = load_config([file], allow_import=["my_clips"])
+    absent = "No module named 'absent'; add the folder <...> PYTHONPATH"
     assert instantiate(config.data, config.allow_import, data_dir="x").size == 3
     for words, allowed, line in (
         ([], [], "a.yaml: data.target=my_clips.Clips<...>--allow-import my"),
         (["data.params={siz: 3}"], ["my_clips"], "unknown key data.params.siz; did you mean size"),
-        (
-            ["data.target=absent.Clips"],
-            ["absent"],
-            "No module named 'absent'; add the folder <...> PY",
-        ),
+        (["data.target=absent.Clips"], ["absent"], absent),
     ):
         assert_refused(lambda given=(words, allowed): load_config([file], *given), line)
 

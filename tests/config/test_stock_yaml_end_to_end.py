@@ -119,40 +119,24 @@ class Files:
 
     def training(self, case: Case, sat_configs: Path, save: Path) -> list[str]:
         clips = self.folder / f"clips-{case.num_frames}"
-        return [
-            "--base",
-            str(sat_configs / f"{case.name}.yaml"),
-            str(sat_configs / "sft.yaml"),
-            "--seed",
-            str(SEED),
-            *self.arguments(case),
-            f"args.train_data=[{clips}]",
-            f"args.valid_data=[{clips}]",
-            f"args.save={save}",
-            "args.num_workers=0",
-            "args.log_interval=1",
-            "args.train_iters=3",
-            "args.eval_interval=2",
-            "args.save_interval=2",
-            f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]",
-            f"data.params.max_num_frames={case.num_frames}",
-            "deepspeed.zero_optimization.reduce_bucket_size=1000000",
-            "deepspeed.zero_optimization.allgather_bucket_size=1000000",
-        ] + ["deepspeed.bf16.enabled=false"] * case.is_fp32
+        files = (sat_configs / f"{case.name}.yaml", sat_configs / "sft.yaml")
+        words = ["--base", *map(str, files), "--seed", str(SEED), *self.arguments(case)]
+        words += [f"args.train_data=[{clips}]", f"args.valid_data=[{clips}]", f"args.save={save}"]
+        words += ["args.train_iters=3", "args.eval_interval=2", "args.save_interval=2"]
+        words += ["args.num_workers=0", "args.log_interval=1"]
+        words += [f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]"]
+        words += [f"data.params.max_num_frames={case.num_frames}"]
+        for kind in ("reduce", "allgather"):
+            words.append(f"deepspeed.zero_optimization.{kind}_bucket_size=1000000")
+        return words + ["deepspeed.bf16.enabled=false"] * case.is_fp32
 
     def sampling(self, case: Case, sat_configs: Path, load: Path, prompts: Path) -> list[str]:
         num_latents = {9: 3, 17: 6}[case.num_frames]  # SAT counts 1.5's padding
-        return [
-            "--base",
-            str(sat_configs / f"{case.name}.yaml"),
-            str(sat_configs / "inference.yaml"),
-            *self.arguments(case),
-            f"args.load={load}",
-            f"args.input_file={prompts}",
-            f"args.output_dir={prompts.parent / 'outputs'}",
-            f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]",
-            f"args.sampling_num_frames={num_latents}",
-        ]
+        files = (sat_configs / f"{case.name}.yaml", sat_configs / "inference.yaml")
+        words = ["--base", *map(str, files), *self.arguments(case), f"args.load={load}"]
+        words += [f"args.input_file={prompts}", f"args.output_dir={prompts.parent / 'outputs'}"]
+        words += [f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]"]
+        return [*words, f"args.sampling_num_frames={num_latents}"]
 
 
 def write_vae(path: Path) -> AutoencoderKLCogVideoX:
@@ -348,12 +332,7 @@ def read_timesteps(case: Case, batch: int) -> Tensor:
     "name", [pytest.param(n, marks=[pytest.mark.soak] * (n != QUICK)) for n in CASES]
 )
 def test_train_evaluate_resume_and_sample(
-    name: str,
-    files: Files,
-    sat_configs: Path,
-    tmp_path: Path,
-    first_step: FirstStep,
-    capsys: pytest.CaptureFixture,
+    name: str, files: Files, sat_configs: Path, tmp_path: Path, first_step: FirstStep, capsys
 ) -> None:
     case = CASES[name]
     arguments = files.training(case, sat_configs, tmp_path / "runs")
