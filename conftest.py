@@ -130,7 +130,7 @@ def shared_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged, with the lines of level INFO."""
+    """Return what is logged, with the lines of level INFO."""
     caplog.set_level("INFO", logger="cogfast")
     return caplog
 

@@ -39,17 +39,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _section(**params: object) -> dict:
-    size = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
-    return {"target": "cogfast.data.datasets.VideoManifest", "params": {**size, **params}}
-
-
 @pytest.fixture
 def run(run: Run) -> Run:
     """A run on buckets of the manifest that lies beside the clips."""
-    manifest = [str(run.data / "data.jsonl")]
-    run = run.with_args(train_data=manifest, max_bad_fraction=0.1)
-    return run.with_args(dataset=_section(buckets=BUCKETS))
+    return run.with_manifest(run.data / "data.jsonl", buckets=BUCKETS).with_args(
+        max_bad_fraction=0.1
+    )
 
 
 def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> None:
@@ -87,13 +82,9 @@ def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None
     setup = straight.parts.memory.setup
     assert setup is not None and setup.size.num_tokens(model) == max(TOKENS)
 
-    run.trainer(
-        f"args.resume={part.path}", "args.train_data_weights=[2]", "args.accept_changes=true"
-    )
-    assert (
-        "17 samples, with different weights" in log.text
-        or "different weights or buckets" in log.text
-    )
+    weighted = run.with_words(f"args.resume={part.path}", "args.train_data_weights=[2]")
+    weighted.trainer("args.accept_changes=true")
+    assert re.search("17 samples, with different weights|different weights or buckets", log.text)
 
 
 def test_buckets_and_weights_from_a_cache(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,12 +11,11 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.extensions.cache.command import cache_latents
 from cogfast.extensions.stores import store
 from tests.extensions.cache.test_cache import contents
-from tests.extensions.cache.test_cache_kills import ALONE, kill, straight
+from tests.extensions.cache.test_cache_kills import check_kills
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.s3_server import Fault, S3Server
-from tests.support.tiny_run import CHANNELS, start, write_clips, write_clips_with_vae
-from tests.support.tiny_run import run as launch
+from tests.support.tiny_run import write_clips
 
 
 @pytest.fixture(autouse=True)
@@ -110,21 +108,7 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
 
 @pytest.mark.soak
 def test_kills_of_two_workers_leave_nothing_half(server: S3Server, tmp_path: Path) -> None:
-    data = write_clips_with_vae(tmp_path / "data", 60, CHANNELS)
-    run, url = Run(data, tmp_path).with_vae().of("5b_i2v"), f"{server.url}/killed"
-    expected = straight(run, tmp_path / "straight")
-    words = run.cached_in(url).command(ALONE, name="cache")
-    draw, in_time = random.Random(0), 0
-    for _ in range(10):
-        workers = [start(words) for _ in range(2)]
-        in_time += kill(
-            workers, lambda: len(store.find(url)), draw.randint(1, 6), draw.uniform(0, 0.3)
-        )
-        assert objects(url).items() <= expected.items()
-    workers = [start(words) for _ in range(2)]
-    outputs = [worker.communicate()[0] for worker in workers]
-    assert [worker.poll() for worker in workers] == [0, 0], outputs
-    assert objects(url) == expected and in_time >= 6
+    assert check_kills(tmp_path, f"{server.url}/killed", objects, num_kills=10) >= 6
 
 
 @pytest.mark.soak
@@ -134,8 +118,7 @@ def test_two_ranks_train_from_a_store_as_from_a_disk(server: S3Server, tmp_path:
     for name, cache in (("disk", tmp_path / "cache"), ("store", f"{server.url}/ranks")):
         cached = run.cached_in(cache).into(tmp_path / name)
         for command in ("cache", "train"):
-            done = launch(cached.command(name=command), 2, timeout=300)
-            assert done.returncode == 0, done.stdout
+            cached.launch(2, name=command)
         found[name] = cached.losses
     assert found["store"] == found["disk"] and len(found["disk"]) == 8
     assert objects(f"{server.url}/ranks") == contents(tmp_path / "cache")

@@ -163,16 +163,12 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
     cache_latents(config)
     warnings = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
     reasons = [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w]
-    assert sorted(reasons) == sorted(
-        [
-            f"{files / '1.safetensors'}: Error while deserializing header: incomplete metadata, file not "
-            "fully covered",
-            f"{files / '2.safetensors'}: encoded_video is [8, 2, 4, 4] torch.float32, not [8, 3, 4, 4] "
-            "torch.float32",
-            f"{of_text[0]}: prompt_embedding is not finite",
-            f"{of_text[1]}: prompt_embedding is [8, 16] torch.bfloat16, not [8, 16] torch.float32",
-        ]
-    )
+    header = "Error while deserializing header: incomplete metadata, file not fully covered"
+    short = "encoded_video is [8, 2, 4, 4] torch.float32, not [8, 3, 4, 4] torch.float32"
+    rounded = "prompt_embedding is [8, 16] torch.bfloat16, not [8, 16] torch.float32"
+    wanted = {files / "1.safetensors": header, files / "2.safetensors": short}
+    wanted |= {of_text[0]: "prompt_embedding is not finite", of_text[1]: rounded}
+    assert sorted(reasons) == sorted(f"{file}: {reason}" for file, reason in wanted.items())
     assert f"args.trusted_cache={folder}: took 2 files" in log.messages
     # One clip of theirs beside three with a variance, which are those of a cache without theirs.
     mixed = latents_of(batch_of(config))

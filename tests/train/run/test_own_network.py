@@ -17,7 +17,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import Refusal, assert_command_refused, assert_refused, refusals
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, ROOT, SIDE, launch_ranks, read_run_weights
+from tests.support.tiny_run import CHANNELS, ROOT, assert_same, launch_ranks, read_run_weights
 from tests.train.run.test_extending import EXAMPLES, example
 
 DOCS = ROOT / "docs" / "extending.md"
@@ -51,11 +51,8 @@ class World:
                 row[name] = f"{name}{i}.npy"
             rows.append(row)
         (folder / "clips.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        params = {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9, "tensors": SHAPES}
-        dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
-        manifest = [str(folder / "clips.jsonl")]
-        run = Run(data, folder).with_args(dataset=dataset, train_data=manifest, eval_iters=1)
-        self.plain = run.by(Trainer, "mymodel")
+        run = Run(data, folder).with_manifest(folder / "clips.jsonl", tensors=SHAPES)
+        self.plain = run.with_args(eval_iters=1).by(Trainer, "mymodel")
 
     @cached_property
     def weights(self) -> Path:
@@ -137,9 +134,8 @@ def test_resumed_bit_for_bit(world: World, processes: int) -> None:
     assert len(parts.losses) == 2
     world.warped(processes, f"parts{processes}", f"args.resume={parts.path}")
     assert parts.losses == whole.losses
-    weights = [parts.weights(), whole.weights()]
-    assert weights[0].keys() == NAMES
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in NAMES)
+    assert_same(parts.weights(), whole.weights())
+    assert parts.weights().keys() == NAMES
     if processes == 2:
         assert whole.losses == pytest.approx(world.run("whole1").losses, rel=1e-5)
 

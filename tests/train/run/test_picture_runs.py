@@ -22,7 +22,6 @@ from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
 
 BUCKETS = [[9, 32, 32], [1, 32, 32]]
-SIZE = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +39,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(run: Run, data: Path) -> Run:
-    params = {**SIZE, "buckets": BUCKETS, "bucket_batch": [1, 3]}
-    dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
-    return run.with_args(train_iters=6, dataset=dataset, train_data=[str(data / "data.jsonl")])
+    run = run.with_manifest(data / "data.jsonl", buckets=BUCKETS, bucket_batch=[1, 3])
+    return run.with_args(train_iters=6)
 
 
 class Noted(Trainer):
@@ -50,10 +48,8 @@ class Noted(Trainer):
 
     def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
         losses = super().losses(batch, noised, conditioning)
-        self.noted = [
-            *getattr(self, "noted", []),
-            (self.step, batch, noised, conditioning, losses.detach()),
-        ]
+        one = (self.step, batch, noised, conditioning, losses.detach())
+        self.noted = [*getattr(self, "noted", []), one]
         return losses
 
 

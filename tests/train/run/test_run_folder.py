@@ -28,6 +28,7 @@ from cogfast.train.run.folder import (
 from cogfast.train.run.run_log import RunLog
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
+from tests.support.tiny_run import assert_same
 
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 
@@ -270,13 +271,8 @@ def test_w_and_b_tells_two_run_folders_of_one_name_apart(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def finetune(shared_run: Run) -> tuple[Run, Run]:
     """A run with the other layout, and one that stopped and resumed."""
-    run = shared_run.with_args(
-        train_iters=5,
-        save_interval=2,
-        folder_layout="finetune",
-        eval_prompts=["A bar, it moves!", "a second one"],
-        eval_interval=4,
-    )
+    run = shared_run.with_args(train_iters=5, save_interval=2, folder_layout="finetune")
+    run = run.with_args(eval_prompts=["A bar, it moves!", "a second one"], eval_interval=4)
     whole = run.with_words(f"args.run_folder={run.folder / 'whole'}").train()
     cut = run.with_words(f"args.run_folder={run.folder / 'cut'}")
     stopped = cut.train("args.exit_interval=3").path
@@ -300,8 +296,7 @@ def test_the_finetune_layout_has_the_other_trainers_names(finetune: tuple) -> No
 def test_a_run_resumes_bit_for_bit_in_the_finetune_layout(finetune: tuple) -> None:
     whole, cut = finetune
     assert whole.losses == cut.losses and len(whole.losses) == 5
-    one, other = whole.weights(), cut.weights()
-    assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+    assert_same(cut.weights(), whole.weights())
     line = "command line: args.run_folder=<...> has a run of 5 steps"
     assert_refused(whole.trainer, line)
 

@@ -203,16 +203,14 @@ def test_tables_of_a_gpu_count_kernels() -> None:
         return average
 
     cpu, gpu = DeviceType.CPU, DeviceType.CUDA
-    text = tables(
-        [
-            event("aten::mm", cpu, False, 900, 6000, 6),
-            event("forward", gpu, True, 0, 7000, 3),
-            event("forward", cpu, True, 2000, 0, 3),
-            event("gemm", gpu, False, 0, 6000, 6),
-            event("norm" * 30, gpu, False, 0, 2000, 2),
-        ],
-        3,
-    )
+    events = [
+        event("aten::mm", cpu, False, 900, 6000, 6),
+        event("forward", gpu, True, 0, 7000, 3),
+        event("forward", cpu, True, 2000, 0, 3),
+        event("gemm", gpu, False, 0, 6000, 6),
+        event("norm" * 30, gpu, False, 0, 2000, 2),
+    ]
+    text = tables(events, 3)
     assert text.startswith("times are totals over 3 steps\n")
     of_ranges, of_kernels = rows_of(text)
     assert of_ranges[0][6:9] == ["Self CUDA", "Self CUDA %", "CUDA total"]
