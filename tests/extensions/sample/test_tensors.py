@@ -75,16 +75,8 @@ class Sampled(World):
         given = [f"flow={self.folder}/flow-{i}.npy" for i in flows]
         given = [f"noise={self.folder}/noise-0.npy", *given] if words is None else words
         prompts = ["--prompt", "a bar", "--prompt", "another bar", "--steps", "2"]
-        sample = [
-            "sample",
-            str(self.trainer.folder),
-            *prompts,
-            "--guidance",
-            "6",
-            "--out",
-            str(out),
-        ]
-        sample += ["--allow-import", "mymodel", LATENTS["latents"]]
+        sample = ["sample", str(self.trainer.folder), *prompts, "--guidance", "6"]
+        sample += ["--out", str(out), "--allow-import", "mymodel", LATENTS["latents"]]
         return [*sample, *(word for value in given for word in ("--tensor", value))]
 
 
