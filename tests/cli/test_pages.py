@@ -85,12 +85,8 @@ def test_every_command_has_a_row() -> None:
 
 
 # Pages whose commands run one after the other, and the tiny model that is in place of the published one.
-TUTORIALS = {
-    "first_lora": {"CogVideoX-5b": "5b"},
-    "all_weights": {"CogVideoX-5b": "5b"},
-    "image_to_video": {"CogVideoX-5b-I2V": "5b_i2v"},
-    "troubleshooting": {},
-}
+TUTORIALS = {"first_lora": {"CogVideoX-5b": "5b"}, "all_weights": {"CogVideoX-5b": "5b"}}
+TUTORIALS |= {"image_to_video": {"CogVideoX-5b-I2V": "5b_i2v"}, "troubleshooting": {}}
 BLOCK = re.compile(r"^(?:<!-- (needs .+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The tests add this to the commands, as the pages say.
 ADDED = {

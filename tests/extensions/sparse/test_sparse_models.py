@@ -137,11 +137,7 @@ def test_rows_of_a_subclass_are_refused() -> None:
     ],
 )
 def test_a_gpu_that_gains_nothing_is_refused(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict,
-    capability: tuple[int, int],
-    message: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, changes: dict, capability: tuple, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
