@@ -32,20 +32,10 @@ NODES = {  # place -> its dotted key in a configuration
     "emb_models": "model.conditioner_config.params.emb_models[0]",
     "data": "data",
 }
-HOSTILE = [
-    "torch.os.system",
-    "torch.__loader__.load_module",
-    "torch.nn.Linear",
-    "torch.nn.Identity.__class__",
-    "cogfast.train.trainer.Trainer",
-    "cogfast.train.run.folder.subprocess.run",
-    "cogfast.model.transformer.DiffusionTransformer.__init__",
-    "os.system",
-    "this.x",
-    "data_video.SFTDataset.find",
-    "a..b",
-    "x.",
-]
+HOSTILE = ["torch.os.system", "torch.__loader__.load_module", "torch.nn.Linear", "os.system"]
+HOSTILE += ["torch.nn.Identity.__class__", "cogfast.train.trainer.Trainer", "this.x", "a..b", "x."]
+HOSTILE += ["cogfast.train.run.folder.subprocess.run", "data_video.SFTDataset.find"]
+HOSTILE += ["cogfast.model.transformer.DiffusionTransformer.__init__"]
 
 
 @pytest.mark.parametrize("path", HOSTILE)

@@ -245,31 +245,21 @@ def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_
     network, frames = "model.network_config.params", 17 if "1.5" in model else 9
     modules = f"{network}.modules"
     emb = "model.conditioner_config.params.emb_models[0]"
-    small = {
-        f"{network}.num_layers": 1,
-        f"{network}.num_attention_heads": 1,
-        f"{network}.hidden_size": 64,
-        f"{network}.time_embed_dim": 32,
-        f"{modules}.patch_embed_config.params.text_hidden_size": 64,
-        f"{modules}.pos_embed_config.params.text_length": 8,
-        f"{emb}.target": "cogfast.model.text_encoder.ByteTextEncoder",
-        f"{emb}.params": "{max_length: 8}",
-        "model.first_stage_config": "{target: cogfast.model.autoencoder.VideoAutoencoder, "
-        f"params: {{path: {clips / 'vae'}}}}}",
-        "args.mode": "pretrain",
-        "args.load": "null",
-        "args.save": tmp_path / "runs",
-        "args.train_data": f"[{clips}]",
-        "args.split": "'1'",
-        "args.train_iters": 1,
-        "args.warmup_steps": 1,
-        "args.num_workers": 0,
-        "data.target": "cogfast.data.datasets.VideoManifest",
-        "data.params.video_size": f"[{SIDE},{SIDE}]",
-        "data.params.max_num_frames": frames,
-        "deepspeed.bf16.enabled": "false",
-        "deepspeed.fp16.enabled": "false",
-    }
+    vae = (
+        f"{{target: cogfast.model.autoencoder.VideoAutoencoder, params: {{path: {clips / 'vae'}}}}}"
+    )
+    small = {f"{network}.num_layers": 1, f"{network}.num_attention_heads": 1}
+    small |= {f"{network}.hidden_size": 64, f"{network}.time_embed_dim": 32}
+    small |= {f"{modules}.patch_embed_config.params.text_hidden_size": 64}
+    small |= {f"{modules}.pos_embed_config.params.text_length": 8}
+    small |= {f"{emb}.target": "cogfast.model.text_encoder.ByteTextEncoder"}
+    small |= {f"{emb}.params": "{max_length: 8}", "model.first_stage_config": vae}
+    small |= {"args.mode": "pretrain", "args.load": "null", "args.save": tmp_path / "runs"}
+    small |= {"args.train_data": f"[{clips}]", "args.split": "'1'", "args.train_iters": 1}
+    small |= {"args.warmup_steps": 1, "args.num_workers": 0}
+    small |= {"data.target": "cogfast.data.datasets.VideoManifest"}
+    small |= {"data.params.video_size": f"[{SIDE},{SIDE}]", "data.params.max_num_frames": frames}
+    small |= {"deepspeed.bf16.enabled": "false", "deepspeed.fp16.enabled": "false"}
     if "1.5" not in model:
         small |= {f"{network}.{name}": SIDE // 8 for name in ("latent_height", "latent_width")}
         small[f"{network}.num_frames"] = frames

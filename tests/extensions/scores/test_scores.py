@@ -210,9 +210,8 @@ def test_the_command_of_a_file_never_runs(
     run = run.with_args(train_iters=1, eval_command=command)
     folder = run.train().path
     assert not mark.exists()
-    line = (
-        "args.eval_command: base.yaml sets it, but a command runs only if the command line gives it"
-    )
+    line = "base.yaml sets it, but a command runs only if the command line gives it"
+    line = f"args.eval_command: {line}"
     assert [r.getMessage() for r in caplog.records if "eval_command" in r.getMessage()] == [line]
     resumed = run.with_words(f"args.resume={folder}")
     (folder / "training_config.yaml").write_text(run.base.read_text())
@@ -224,6 +223,5 @@ def test_the_command_of_a_file_never_runs(
 
 
 def test_a_held_out_loss_may_keep_a_checkpoint(run: Run) -> None:
-    check_train(
-        run.config("args.keep_best=-valid_loss", "args.valid_data=[]", "args.split='9,1,0'")
-    )
+    words = ["args.keep_best=-valid_loss", "args.valid_data=[]", "args.split='9,1,0'"]
+    check_train(run.config(*words))
