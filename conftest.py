@@ -141,6 +141,13 @@ def shared_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(data, tmp_path_factory.mktemp("run"))
 
 
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Return what is logged, with the lines of level INFO."""
+    caplog.set_level("INFO", logger="cogfast")
+    return caplog
+
+
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory: pytest.TempPathFactory):
     """A tiny pipeline of diffusers for each family; tests only read them."""

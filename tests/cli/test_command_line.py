@@ -22,18 +22,13 @@ from tests.support.tiny_run import ROOT
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        list(map(str, arguments)), env=env, capture_output=True, text=True, cwd=ROOT
-    )
+    words = list(map(str, arguments))
+    return subprocess.run(words, env=env, capture_output=True, text=True, cwd=ROOT)
 
 
 def train_arguments(sat_configs: Path, *arguments: str) -> list[str]:
-    return [
-        "--base",
-        str(sat_configs / "cogvideox_2b.yaml"),
-        str(sat_configs / "sft.yaml"),
-        *arguments,
-    ]
+    files = [str(sat_configs / f"{name}.yaml") for name in ("cogvideox_2b", "sft")]
+    return ["--base", *files, *arguments]
 
 
 def test_sats_flags_become_overrides(sat_configs):
@@ -162,14 +157,12 @@ def test_exit_status_and_one_line_from_rank_0_only(capsys, monkeypatch):
     arguments = [sys.executable, "-m", "cogfast", "train", "--base", "nothing.yaml"]
     alone = run(*arguments, RANK="0", WORLD_SIZE="2")
     assert alone.returncode == 2
-    assert (
-        alone.stderr == "cogfast: --base nothing.yaml: no such file; give the path of a YAML file\n"
-    )
+    text = "--base nothing.yaml: no such file; give the path of a YAML file"
+    assert alone.stderr == f"cogfast: {text}\n"
     waited = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("cogfast.__main__.time.sleep", waited.append)
-    line = "^cogfast: rank 1: --base nothing.yaml: no such file; give the path of a YAML file$"
-    assert_command_refused(capsys, arguments[3:], line)
+    assert_command_refused(capsys, arguments[3:], f"^cogfast: rank 1: {text}$")
     assert waited == [3]
 
 
@@ -202,13 +195,12 @@ def test_the_finetune_scripts_pass_arguments_on(tmp_path, sat_configs):
     path = f"{tmp_path}:{os.environ['PATH']}"
     given = {"BASE": base, "NPROC": "3", "SEED": "5", "PATH": path}
     passed = f"train_video.py --base {base} --seed 5 args.train_iters=77\n"
-    many = run(ROOT / "scripts/finetune_multi_gpus.sh", "args.train_iters=77", **given)
-    assert "600 --standalone --nproc_per_node=3 --signals-to-handle=SIGTERM" in many.stdout
-    assert passed in many.stdout
-    assert (
-        passed
-        in run(ROOT / "scripts/finetune_single_gpu.sh", "args.train_iters=77", **given).stdout
+    many, one = (
+        run(ROOT / f"scripts/finetune_{name}.sh", "args.train_iters=77", **given)
+        for name in ("multi_gpus", "single_gpu")
     )
+    assert "600 --standalone --nproc_per_node=3 --signals-to-handle=SIGTERM" in many.stdout
+    assert passed in many.stdout and passed in one.stdout
 
 
 def make_run(folder: Path) -> Path:
@@ -273,14 +265,12 @@ def test_prompts_from_arguments_files_and_the_terminal(tmp_path, monkeypatch):
     both = ["--prompt", "x", "--prompt", "y", "--image", str(image)]
     assert asked(*both) == (["x", "y"], [image, image])
     file.write_text("\n\n")
+    given = f"--prompt-file={tmp_path}"
     for words, line in (
         ((*both, "--image", str(image), "--prompt", "z"), "--image names 2 files for 3 prompts"),
         (("--prompt", "x", "--image", "none.png"), "--image none.png: no such file"),
         (("--prompt-file", "none.txt"), "--prompt-file=none.txt: no such file"),
-        (
-            ("--prompt-file", str(tmp_path)),
-            f"--prompt-file={tmp_path}: is a folder; give --prompt TEXT or",
-        ),
+        (("--prompt-file", str(tmp_path)), f"{given}: is a folder; give --prompt TEXT or"),
         (("--prompt-file", str(file)), f"--prompt-file={file}: there is no prompt; give"),
     ):
         assert_refused(lambda words=words: asked(*words), line)

@@ -16,10 +16,8 @@ from cogfast.data.datasets import ListedVideos
 from scripts.write_options import FILE, SCHEMA, yaml_schema
 from tests.support.tiny_run import ROOT
 
-FILES = [
-    *sorted((ROOT / "configs").glob("*.yaml")),
-    *sorted((ROOT / "tests/golden/sat_configs").glob("*.yaml")),
-]
+FOLDERS = [ROOT / "configs", ROOT / "tests/golden/sat_configs"]
+FILES = [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +55,15 @@ def test_our_files_name_the_schema():
 def test_every_key_has_a_line_with_type_default_and_meaning(table):
     rows = {option.key: option for group in table for option in group.options}
     assert not [key for key, option in rows.items() if not option.meaning]
-    for where, schema in (
-        ("args", TrainArguments),
-        ("model", ModelArguments),
-        ("data.params", ListedVideos),
-    ):
+    schemas = {"args": TrainArguments, "model": ModelArguments, "data.params": ListedVideos}
+    for where, schema in schemas.items():
         assert {f"{where}.{one.name}" for one in dataclasses.fields(schema)} <= rows.keys()
     assert {"hidden_size", "lora_alpha"} <= rows.keys()
     text = render(table)
     assert "- `args.keep_last` (a whole number >= 0; default `2`): number of latest" in text
     assert "- `args.epochs` (a whole number >= 1 or null; default `null`): " in text
-    assert (
-        "- `hidden_size_head` (a whole number from 1 to 65536; required): width of a head" in text
-    )
+    row = "- `hidden_size_head` (a whole number from 1 to 65536; required): width of a head"
+    assert row in text
 
 
 def test_a_parameter_without_a_comment_has_no_meaning(tmp_path, monkeypatch):

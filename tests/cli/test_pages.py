@@ -53,12 +53,8 @@ def test_links_point_to_what_exists() -> None:
 
 def test_a_broken_link_is_found() -> None:
     text = "[a](data.md#layouts) [b](data.md#no) [c](no.md) `[d](no.md)` [e](../README.md) [f](#no)"
-    assert [*broken_links(DOCS / "convert.md", text)] == [
-        "data.md#no",
-        "no.md",
-        "../README.md",
-        "#no",
-    ]
+    wrong = ["data.md#no", "no.md", "../README.md", "#no"]
+    assert [*broken_links(DOCS / "convert.md", text)] == wrong
 
 
 def named(entry: object) -> Iterator[str]:
@@ -85,12 +81,8 @@ def test_every_command_has_a_row() -> None:
 
 
 # Pages whose commands run one after the other, and the tiny model that is in place of the published one.
-TUTORIALS = {
-    "first_lora": {"CogVideoX-5b": "5b"},
-    "all_weights": {"CogVideoX-5b": "5b"},
-    "image_to_video": {"CogVideoX-5b-I2V": "5b_i2v"},
-    "troubleshooting": {},
-}
+TUTORIALS = {"first_lora": {"CogVideoX-5b": "5b"}, "all_weights": {"CogVideoX-5b": "5b"}}
+TUTORIALS |= {"image_to_video": {"CogVideoX-5b-I2V": "5b_i2v"}, "troubleshooting": {}}
 BLOCK = re.compile(r"^(?:<!-- (needs .+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The tests add this to the commands, as the pages say.
 ADDED = {
@@ -111,21 +103,19 @@ def commands(page: Path) -> Iterator[str]:
 def program(text: str) -> str:
     """Python that does what a command or program of a page does."""
     if "\n" in text:
-        return text.replace('"cuda"', '"cpu"').replace(
-            '").frames', '", num_inference_steps=2).frames'
-        )
+        text = text.replace('"cuda"', '"cpu"')
+        return text.replace('").frames', '", num_inference_steps=2).frames')
     name, command, *words = shlex.split(text, comments=True)
     assert name == "cogfast", text
     argv = [command, *words, *ADDED.get(command, [])]
     return f"import sys\nfrom cogfast.__main__ import main\nsys.exit(main({argv}))"
 
 
+SOAKED = ("first_lora", "all_weights")
+
+
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.soak] * (page in ("first_lora", "all_weights")))
-        for page in TUTORIALS
-    ],
+    "page", [pytest.param(page, marks=[pytest.mark.soak] * (page in SOAKED)) for page in TUTORIALS]
 )
 def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, monkeypatch) -> None:
     for name, family in TUTORIALS[page].items():

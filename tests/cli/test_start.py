@@ -16,17 +16,8 @@ import pytest
 from tests.support.tiny_run import ROOT, write_clips, write_config
 
 # For torch.compile, for sharded tensors and for other text encoders and first stages.
-NEVER = {
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.distributed.tensor",
-    "sympy",
-    "networkx",
-    "transformers",
-    "diffusers",
-    "scipy",
-    "matplotlib",
-}
+NEVER = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "networkx"}
+NEVER |= {"transformers", "diffusers", "scipy", "matplotlib"}
 # The first launch of a kernel imports Triton, and so does DeepSpeed. DeepSpeed's models check its
 # section of a configuration; ops on the meta device, by which a plan traces the network, import sympy.
 UNUSED = {

@@ -16,16 +16,10 @@ from cogfast.config.deepspeed_keys import FOLDED
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals
 
-MODELS = (
-    "cogvideox_2b",
-    "cogvideox_2b_lora",
-    "cogvideox_5b",
-    "cogvideox_5b_lora",
-    "cogvideox_5b_i2v",
-    "cogvideox_5b_i2v_lora",
-    "cogvideox1.5_5b",
-    "cogvideox1.5_5b_i2v",
-)
+MODELS = [
+    f"cogvideox_{name}" for name in ("2b", "2b_lora", "5b", "5b_lora", "5b_i2v", "5b_i2v_lora")
+]
+MODELS += ["cogvideox1.5_5b", "cogvideox1.5_5b_i2v"]
 
 
 def values(config: Config) -> dict:
@@ -41,6 +35,7 @@ def leaves(node: object, key: str = "") -> dict[str, object]:
 
 def write(folder: Path, name: str, text: str) -> Path:
     file = folder / name
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text)
     return file
 
@@ -99,9 +94,8 @@ def test_later_file_wins_and_the_command_line_over_all(tmp_path):
 
 
 def test_an_empty_section_keeps_that_of_the_files_below(tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("args: {train_data: [a], lr: 0.5}\n")
-    second.write_text("args:\n  # lr: 0.1\n")
+    first = write(tmp_path, "first.yaml", "args: {train_data: [a], lr: 0.5}\n")
+    second = write(tmp_path, "second.yaml", "args:\n  # lr: 0.1\n")
     assert load_config([first, second], ["args.seed=3"]).args.lr == 0.5
 
 
@@ -126,8 +120,6 @@ def test_override_values_are_yaml_or_else_text():
 
 
 def test_files_with_one_name_are_distinguished(tmp_path):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
     one = write(tmp_path / "one", "c.yaml", "args: {seed: 1}")
     two = write(tmp_path / "two", "c.yaml", "args: {train_iters: 1}")
     config = load_config([one, two])
@@ -158,23 +150,13 @@ def test_cpu_offload_becomes_what_deepspeed_replaced_it_by(tmp_path):
     assert config.origins["deepspeed.zero_optimization.offload_optimizer.device"] == "a.yaml"
 
 
-def test_checkpoint_activations_of_args_replaces_the_networks(sat_configs):
-    file = sat_configs / "cogvideox_2b.yaml"
-    policy = lambda *words: TrainArguments.from_config(load_config([file], words))
-    assert policy().activation_checkpointing == "auto"
-    assert policy("args.checkpoint_activations=false").activation_checkpointing == "none"
-
-
 def test_deepspeed_section_sets_args(sat_configs):
     config = load_config([sat_configs / "cogvideox_2b.yaml", sat_configs / "sft.yaml"])
     args = TrainArguments.from_config(config)
     assert (args.batch_size, args.gradient_accumulation_steps, args.zero_stage) == (2, 1, 2)
     assert (args.lr, args.weight_decay, args.precision) == (1e-5, 1e-4, "bf16")
-    assert (args.train_iters, args.eval_interval, args.experiment_name) == (
-        1000,
-        100,
-        "lora-disney",
-    )
+    assert (args.train_iters, args.eval_interval) == (1000, 100)
+    assert args.experiment_name == "lora-disney"
     alone = TrainArguments.from_config(load_config([], ["args.batch_size=9", "args.fp16=true"]))
     assert (alone.batch_size, alone.precision, alone.train_iters) == (9, "fp16", 10000)
     by_epochs = TrainArguments.from_config(load_config([], ["args.epochs=3"]))
@@ -222,23 +204,17 @@ def test_resolve_gives_the_callable_and_unbuilt_parts(sat_configs):
 
 
 def test_allow_import_opens_a_package(tmp_path, monkeypatch):
-    write(
-        tmp_path,
-        "my_clips.py",
-        "class Clips:\n    def __init__(self, data_dir, size: int): self.size = size\n",
-    )
+    text = "class Clips:\n    def __init__(self, data_dir, size: int): self.size = size\n"
+    write(tmp_path, "my_clips.py", text)
     monkeypatch.syspath_prepend(tmp_path)
     file = write(tmp_path, "a.yaml", "data: {target: my_clips.Clips, params: {size: 3}}")
     config = load_config([file], allow_import=["my_clips"])
+    absent = "No module named 'absent'; add the folder <...> PYTHONPATH"
     assert instantiate(config.data, config.allow_import, data_dir="x").size == 3
     for words, allowed, line in (
         ([], [], "a.yaml: data.target=my_clips.Clips<...>--allow-import my"),
         (["data.params={siz: 3}"], ["my_clips"], "unknown key data.params.siz; did you mean size"),
-        (
-            ["data.target=absent.Clips"],
-            ["absent"],
-            "No module named 'absent'; add the folder <...> PYTHONPATH",
-        ),
+        (["data.target=absent.Clips"], ["absent"], absent),
     ):
         assert_refused(lambda given=(words, allowed): load_config([file], *given), line)
 

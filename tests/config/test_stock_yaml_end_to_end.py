@@ -31,21 +31,14 @@ from cogfast.extensions.formats.vae import to_sat
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.train.encode import Encoder
+from tests.support.pipelines import CAPTIONS, SIZE, WIDTH, transformer_of
 from tests.support.ranks.forked import run_forked
 from tests.support.runs import run_of
 from tests.support.tiny_run import losses, read_run_weights, run_folder
-from tests.support.tiny_transformers import randomize, write_t5
+from tests.support.tiny_transformers import write_t5
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
-SIZE = (32, 48)  # rows and columns of clips: 4x6 latents
 SEED = 3  # drops the caption of the first sample of step 1 and keeps the second
-WIDTH = 32  # of the text embeddings
-CAPTIONS = [
-    "a red block moves right over grey",
-    "a block of red goes to the right",
-    "grey, and a red block that moves",
-    "the red block moves over a grey wall",
-]
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,10 @@ class Case:
         return 2e-6 if self.is_fp32 else 5e-3
 
     @property
+    def family(self) -> str:
+        return self.name.removeprefix("cogvideox").removeprefix("_").removesuffix("_lora")
+
+    @property
     def is_15(self) -> bool:
         return "1.5" in self.name
 
@@ -73,11 +70,12 @@ class Case:
         return 17 if self.is_15 else 9
 
 
+QUICK = "cogvideox_5b_i2v_lora"  # the others are a soak
 CASES = {
     case.name: case
     for case in (
         Case("cogvideox_2b_lora"),
-        Case("cogvideox_5b_i2v_lora"),
+        Case(QUICK),
         Case("cogvideox1.5_5b_i2v", is_fp32=True),
     )
 }
@@ -121,40 +119,24 @@ class Files:
 
     def training(self, case: Case, sat_configs: Path, save: Path) -> list[str]:
         clips = self.folder / f"clips-{case.num_frames}"
-        return [
-            "--base",
-            str(sat_configs / f"{case.name}.yaml"),
-            str(sat_configs / "sft.yaml"),
-            "--seed",
-            str(SEED),
-            *self.arguments(case),
-            f"args.train_data=[{clips}]",
-            f"args.valid_data=[{clips}]",
-            f"args.save={save}",
-            "args.num_workers=0",
-            "args.log_interval=1",
-            "args.train_iters=3",
-            "args.eval_interval=2",
-            "args.save_interval=2",
-            f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]",
-            f"data.params.max_num_frames={case.num_frames}",
-            "deepspeed.zero_optimization.reduce_bucket_size=1000000",
-            "deepspeed.zero_optimization.allgather_bucket_size=1000000",
-        ] + ["deepspeed.bf16.enabled=false"] * case.is_fp32
+        files = (sat_configs / f"{case.name}.yaml", sat_configs / "sft.yaml")
+        words = ["--base", *map(str, files), "--seed", str(SEED), *self.arguments(case)]
+        words += [f"args.train_data=[{clips}]", f"args.valid_data=[{clips}]", f"args.save={save}"]
+        words += ["args.train_iters=3", "args.eval_interval=2", "args.save_interval=2"]
+        words += ["args.num_workers=0", "args.log_interval=1"]
+        words += [f"data.params.video_size=[{SIZE[0]},{SIZE[1]}]"]
+        words += [f"data.params.max_num_frames={case.num_frames}"]
+        for kind in ("reduce", "allgather"):
+            words.append(f"deepspeed.zero_optimization.{kind}_bucket_size=1000000")
+        return words + ["deepspeed.bf16.enabled=false"] * case.is_fp32
 
     def sampling(self, case: Case, sat_configs: Path, load: Path, prompts: Path) -> list[str]:
         num_latents = {9: 3, 17: 6}[case.num_frames]  # SAT counts 1.5's padding
-        return [
-            "--base",
-            str(sat_configs / f"{case.name}.yaml"),
-            str(sat_configs / "inference.yaml"),
-            *self.arguments(case),
-            f"args.load={load}",
-            f"args.input_file={prompts}",
-            f"args.output_dir={prompts.parent / 'outputs'}",
-            f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]",
-            f"args.sampling_num_frames={num_latents}",
-        ]
+        files = (sat_configs / f"{case.name}.yaml", sat_configs / "inference.yaml")
+        words = ["--base", *map(str, files), *self.arguments(case), f"args.load={load}"]
+        words += [f"args.input_file={prompts}", f"args.output_dir={prompts.parent / 'outputs'}"]
+        words += [f"args.sampling_image_size=[{SIZE[0]},{SIZE[1]}]"]
+        return [*words, f"args.sampling_num_frames={num_latents}"]
 
 
 def write_vae(path: Path) -> AutoencoderKLCogVideoX:
@@ -175,29 +157,6 @@ def write_clips(folder: Path, num_frames: int) -> None:
         (folder / "labels" / f"{i}.txt").write_text(caption + "\n")
 
 
-def diffusers_transformer(case: Case) -> CogVideoXTransformer3DModel:
-    is_2b = "2b" in case.name
-    model = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        in_channels=32 if case.is_i2v else 16,
-        out_channels=16,
-        ofs_embed_dim=512 if case.is_15 and case.is_i2v else None,
-        text_embed_dim=WIDTH,
-        num_layers=2,
-        sample_height=SIZE[0] // 8,
-        sample_width=SIZE[1] // 8,
-        sample_frames=case.num_frames,
-        patch_size_t=2 if case.is_15 else None,
-        patch_bias=not case.is_15,
-        max_text_seq_length=224 if case.is_15 else 226,
-        use_rotary_positional_embeddings=not is_2b,
-        use_learned_positional_embeddings=case.is_i2v and not case.is_15,
-    )
-    randomize(model, seed=7)
-    model.norm_out.norm.eps = 1e-6  # SAT's; the class has 1e-5
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, sat_configs: Path) -> Files:
     """The frozen parts, clips, and for every case a SAT checkpoint with diffusers' weights."""
@@ -207,7 +166,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, sat_configs: Path) -> Files:
         write_clips(folder / f"clips-{num_frames}", num_frames)
     found = Files(folder, write_vae(folder / "3d-vae.pt"))
     for case in CASES.values():
-        diffusers_transformer(case).save_pretrained(folder / "diffusers" / case.name)
+        transformer_of(case.family).save_pretrained(folder / "diffusers" / case.name)
         config = run_of(sat_configs / f"{case.name}.yaml").config(*found.arguments(case))
         config.model.network_config.params.modules.pop("lora_config", None)  # the base model's
         transformer = build_transformer(config.model)
@@ -370,21 +329,10 @@ def read_timesteps(case: Case, batch: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.soak] * ("2b" in name or name == "cogvideox1.5_5b_i2v")
-        )
-        for name in CASES
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n != QUICK)) for n in CASES]
 )
 def test_train_evaluate_resume_and_sample(
-    name: str,
-    files: Files,
-    sat_configs: Path,
-    tmp_path: Path,
-    first_step: FirstStep,
-    capsys: pytest.CaptureFixture,
+    name: str, files: Files, sat_configs: Path, tmp_path: Path, first_step: FirstStep, capsys
 ) -> None:
     case = CASES[name]
     arguments = files.training(case, sat_configs, tmp_path / "runs")
@@ -407,9 +355,8 @@ def test_train_evaluate_resume_and_sample(
     checkpoints = run / "checkpoints"
     before = read_run_weights(checkpoints / "00000003")
     # Upstream's command: `python train_video.py --base ... --seed N`
-    resumed = run_forked(
-        ["scripts/train_video.py", *arguments, "--resume", str(checkpoints / "00000002")]
-    )
+    words = [*arguments, "--resume", str(checkpoints / "00000002")]
+    resumed = run_forked(["scripts/train_video.py", *words])
     assert resumed.returncode == 0, resumed.stdout
     assert losses(run) == straight
     after = read_run_weights(checkpoints / "00000003")
@@ -418,7 +365,7 @@ def test_train_evaluate_resume_and_sample(
     is_adapter = [".matrix_" in key for key in after]
     assert all(is_adapter) if "lora" in name else not any(is_adapter)
 
-    if name != "cogvideox_5b_i2v_lora":
+    if name != QUICK:
         check_sampling(case, files, sat_configs, tmp_path, run)
         return
     capsys.readouterr()

@@ -26,28 +26,18 @@ def network(config: Config) -> TransformerConfig:
     return TransformerConfig(**transformer_arguments(config.model.network_config.params))
 
 
+MODULES = ("args.lora_rank=8", "args.lora_alpha=2", "args.lora_modules=[fc2, to_v, q]")
+BOTH_NAMES = ("args.lora_rank=8", f"{LORA_KEY}.r=8", f"{LORA_KEY}.lora_alpha=4")
 # (files, words) -> rank, alpha, targets
 ADAPTERS = {
     "the file": ((PLAIN, SHORT), (), 128, 128, "q k v out"),
     "a rank over the file's": ((PLAIN, SHORT), ("args.lora_rank=64",), 64, 64, "q k v out"),
     "no file": ((PLAIN,), ("args.lora_rank=8",), 8, 8, "q k v out"),
-    "modules": (
-        (PLAIN,),
-        ("args.lora_rank=8", "args.lora_alpha=2", "args.lora_modules=[fc2, to_v, q]"),
-        8,
-        2,
-        "q v fc2",
-    ),
+    "modules": ((PLAIN,), MODULES, 8, 2, "q v fc2"),
     "SAT's file": ((SAT,), (), 128, 1, "q k v out"),
     "a rank over SAT's": ((SAT,), ("args.lora_rank=64",), 64, 1, "q k v out"),
     "the long name over the file's": ((PLAIN, SHORT), (f"{LORA_KEY}.r=16",), 16, 16, "q k v out"),
-    "both names with one value": (
-        (PLAIN,),
-        ("args.lora_rank=8", f"{LORA_KEY}.r=8", f"{LORA_KEY}.lora_alpha=4"),
-        8,
-        4,
-        "q k v out",
-    ),
+    "both names with one value": ((PLAIN,), BOTH_NAMES, 8, 4, "q k v out"),
 }
 
 
@@ -82,16 +72,16 @@ def test_two_files_must_not_contradict_each_other(tmp_path: Path) -> None:
     assert network(load_config([SAT, above])) == network(load_config([SAT]))
 
 
+ZERO = "deepspeed.zero_optimization"
+AUTO = "args: {activation_checkpointing: auto}"
+SCALE_OF_2 = "deepspeed: {fp16: {enabled: true, loss_scale: 2}}"
+NO_OFFLOAD = "deepspeed: {zero_optimization: {offload_optimizer: {device: none}}}"
 # A word of the command line, a file that would count in its place, and the key and value that then count
 OVERRULED = {
     "args.epochs=3": ("args: {train_iters: 9}", "args.train_iters", None),
     "args.train_iters=9": ("args: {epochs: 3}", "args.epochs", None),
     "args.warmup=0.5": ("args: {warmup_steps: 9}", "args.warmup_steps", None),
-    "args.checkpoint_activations=false": (
-        "args: {activation_checkpointing: auto}",
-        "args.activation_checkpointing",
-        None,
-    ),
+    "args.checkpoint_activations=false": (AUTO, "args.activation_checkpointing", None),
     "args.save=there": ("args: {run_folder: here}", "args.run_folder", None),
     "args.split=9,1,0": ("args: {valid_data: [here]}", "args.valid_data", []),
     "args.eval_prompt_file=a.txt": ("args: {eval_prompts: [a]}", "args.eval_prompts", []),
@@ -100,16 +90,8 @@ OVERRULED = {
     "args.fp16=true": ("deepspeed: {bf16: {enabled: true}}", "args.bf16", False),
     "args.bf16=true": ("args: {fp16: true}", "args.fp16", False),
     "model.not_trainable_prefixes=[]": ("model: {lora_train: true}", "model.lora_train", False),
-    "deepspeed.loss_scale=4": (
-        "deepspeed: {fp16: {enabled: true, loss_scale: 2}}",
-        "deepspeed.fp16.loss_scale",
-        4,
-    ),
-    "deepspeed.zero_optimization.cpu_offload=true": (
-        "deepspeed: {zero_optimization: {offload_optimizer: {device: none}}}",
-        "deepspeed.zero_optimization.offload_optimizer.device",
-        "cpu",
-    ),
+    "deepspeed.loss_scale=4": (SCALE_OF_2, "deepspeed.fp16.loss_scale", 4),
+    f"{ZERO}.cpu_offload=true": (NO_OFFLOAD, f"{ZERO}.offload_optimizer.device", "cpu"),
 }
 
 
@@ -125,9 +107,6 @@ def test_the_command_line_beats_a_key_that_a_file_sets_in_its_place(
     config = load_config([file], [word])
     assert OmegaConf.select(OmegaConf.create(config.sections()), key) == wanted
     assert "own.yaml" not in config.origins.get(key, "")
-
-
-ZERO = "deepspeed.zero_optimization"
 
 
 @pytest.mark.parametrize(

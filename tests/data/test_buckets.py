@@ -95,9 +95,8 @@ def test_survey_and_table(folder):
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["9x32x48", "4"], ["9x48x32", "3"], ["5x32x32", "5"], ["17x32x48", "2"]
     ]  # fmt: skip
-    assert (
-        "fewer than a step's 4: each up to 2 times in one" in lines[2] and "fewer" not in lines[1]
-    )
+    assert "fewer than a step's 4: each up to 2 times in one" in lines[2]
+    assert "fewer" not in lines[1]
     assert lines[5].split() == ["left", "out", "3"]
     assert "      2  " in lines[6] and "14.mp4: 3 frames at 8 fps = 0.4 s, need 0.6 s" in lines[6]
     assert "      1  " in lines[7] and "99.mp4: not a readable video" in lines[7]

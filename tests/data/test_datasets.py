@@ -76,9 +76,8 @@ def test_real_clips_by_the_clock(clip):
     settings = ClipSettings(video_size=(64, 96), fps=8, max_num_frames=25)
     frames, selection = read_clip(path, settings)
     times = np.arange(120) / fps
-    nearest = np.abs(times[:, None] - np.arange(25) / 8 + 1e-6).argmin(
-        axis=0
-    )  # in ties the earlier
+    # in ties the earlier
+    nearest = np.abs(times[:, None] - np.arange(25) / 8 + 1e-6).argmin(axis=0)
     assert selection.indices.tolist() == nearest.tolist()
     whole = torch.from_numpy(decode_all(path)[nearest])
     assert torch.equal(frames, resize_and_center_crop(whole, (64, 96)))
@@ -98,15 +97,8 @@ def test_short_clip(selection, short_clips, expected, tmp_path):
     write_clip(tmp_path / "videos/x.mp4", constant_rate(31, 24))
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels/x.txt").write_text("short")
-    data = VideoFolder(
-        tmp_path,
-        video_size=[48, 64],
-        fps=8,
-        max_num_frames=49,
-        skip_frms_num=3,
-        frame_selection=selection,
-        short_clips=short_clips,
-    )
+    given = {"video_size": [48, 64], "fps": 8, "max_num_frames": 49, "skip_frms_num": 3}
+    data = VideoFolder(tmp_path, **given, frame_selection=selection, short_clips=short_clips)
     if isinstance(expected, str):
         with pytest.raises(BadSample, match=expected) as error:
             data[0]

@@ -15,7 +15,7 @@ from cogfast.config.merged_config import find_origin, to_dict
 from cogfast.finetune.deepspeed_file import Launch, deepspeed_settings, read_launch
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import translate
-from tests.finetune.test_translate import options, words  # noqa: F401
+from tests.finetune.conftest import words
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
 
 TABLE = Path(__file__).with_name("refusals.txt")
@@ -23,12 +23,7 @@ UPSTREAM_ZERO2 = {
     "bf16": {"enabled": True},
     "optimizer": {
         "type": "AdamW",
-        "params": {
-            "lr": "auto",
-            "weight_decay": "auto",
-            "torch_adam": True,
-            "adam_w_mode": True,
-        },
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
     },
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}},
     "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},
@@ -42,7 +37,7 @@ UPSTREAM_ZERO2 = {
 
 
 @pytest.mark.parametrize("by", ["option", "accelerate"])
-def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, by):  # noqa: F811
+def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, by):
     file = tmp_path / "zero2.yaml"
     # A key twice, as in two of upstream's files: JSON takes the last.
     text = json.dumps(UPSTREAM_ZERO2).replace('"stage": 2', '"stage": 3, "stage": 2')
@@ -65,7 +60,7 @@ def test_a_deepspeed_file_sets_what_is_not_auto(options, tmp_path, monkeypatch, 
 
 
 @refusals(TABLE, "a DeepSpeed file")
-def test_a_deepspeed_file_that_contradicts_an_option_is_refused(options, tmp_path, refusal):  # noqa: F811
+def test_a_deepspeed_file_that_contradicts_an_option_is_refused(options, tmp_path, refusal):
     option, change = map(json.loads, refusal.words)
     file = tmp_path / "zero2.json"
     file.write_text(json.dumps(UPSTREAM_ZERO2 | change))
@@ -73,7 +68,7 @@ def test_a_deepspeed_file_that_contradicts_an_option_is_refused(options, tmp_pat
     assert_refused(lambda: translate(args), refusal.line)
 
 
-def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     file = tmp_path / "zero2.json"
     file.write_text(json.dumps(UPSTREAM_ZERO2 | {"train_batch_size": 4}))
@@ -138,7 +133,7 @@ def test_launches_that_cannot_be_followed(refusal: Refusal) -> None:
     assert_refused(lambda: read_launch(DESCRIBED | changes), refusal.line)
 
 
-def test_the_command_follows_the_launch(options, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_command_follows_the_launch(options, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO that accelerate's file describes becomes the deepspeed section; contradictions are named."""
     given = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
     build = lambda **changes: Args(**options(**(given | changes)))

@@ -14,39 +14,18 @@ from diffusers import CogVideoXPipeline
 from PIL import Image
 
 from cogfast.finetune import Args, Trainer
+from tests.finetune.conftest import SIZE, words
 from tests.finetune.test_derived_trainers import loss_of_diffusers
-from tests.finetune.test_runs import SIZE, options  # noqa: F401
 from tests.support.derived_trainers import StageTwo, SuperResolutionArgs
-from tests.support.ranks.forked import ROOT, run_forked
-from tests.support.tiny_run import free_port, losses, read_run_weights
-from tests.support.video_files import constant_rate, write_clip
+from tests.support.tiny_run import ROOT, assert_same, launch_ranks, losses, read_run_weights
 
 OF_STAGE = {
     "one": {"training_type": "lora", "rank": 4},
     "two": {"training_type": "sft", "latent_cache": "none"},
 }
 for each in OF_STAGE.values():
-    each |= {
-        "noise_step": 700,
-        "train_steps": 3,
-        "learning_rate": 1e-2,
-        "lr_warmup_steps": 0,
-        "checkpointing_steps": 2,
-    }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs of clips, and a validation set of two prompts with videos."""
-    folder = tmp_path_factory.mktemp("pairs")
-    for i in range(4):
-        for name in ("videos", "low"):
-            write_clip(folder / name / f"{i}.mp4", constant_rate(9 * (i + 1), 8), size=SIZE)
-    (folder / "prompt.txt").write_text("".join(f"a red block, number {i}\n" for i in range(4)))
-    (folder / "videos.txt").write_text("".join(f"videos/{i}.mp4\n" for i in range(4)))
-    (folder / "prompts.txt").write_text("one block\nanother block\n")
-    (folder / "low.txt").write_text("low/1.mp4\nlow/2.mp4\n")
-    return folder
+    each |= {"noise_step": 700, "train_steps": 3, "checkpointing_steps": 2}
+    each |= {"learning_rate": 1e-2, "lr_warmup_steps": 0}
 
 
 def validated(data: Path) -> dict[str, object]:
@@ -54,19 +33,17 @@ def validated(data: Path) -> dict[str, object]:
     return given | {"validation_prompts": "prompts.txt", "validation_videos": "low.txt"}
 
 
-def test_a_resumed_run_of_stage_two_equals_an_uninterrupted_one(options, data, tmp_path):  # noqa: F811
+def test_a_resumed_run_of_stage_two_equals_an_uninterrupted_one(run_options, data, tmp_path):
     """With random draws and a loss in pixels."""
-    given = options("2b", **OF_STAGE["two"] | {"output_dir": tmp_path / "whole"})
+    given = run_options("2b", **OF_STAGE["two"] | {"output_dir": tmp_path / "whole"})
     StageTwo(SuperResolutionArgs(**given)).fit()
     StageTwo(SuperResolutionArgs(**given | resumed(tmp_path))).fit()
     check_equal(tmp_path)
 
 
 def resumed(folder: Path) -> dict[str, object]:
-    return {
-        "output_dir": folder / "parts",
-        "resume_from_checkpoint": folder / "whole" / "checkpoint-2",
-    }
+    start = folder / "whole" / "checkpoint-2"
+    return {"output_dir": folder / "parts", "resume_from_checkpoint": start}
 
 
 def check_equal(folder: Path) -> None:
@@ -74,22 +51,25 @@ def check_equal(folder: Path) -> None:
         read_run_weights(folder / name)
         for name in ("whole/checkpoint-2", "whole/checkpoint-3", "parts/checkpoint-3")
     )
-    for key, tensor in whole.items():
-        assert torch.equal(tensor, parts[key]), key
+    assert_same(parts, whole)
     assert any(not torch.equal(tensor, start[key]) for key, tensor in whole.items())
 
 
+def launch_stage_one(options: dict[str, object]) -> None:
+    """Run the script on two ranks."""
+    given = {name: value for name, value in options.items() if name != "overrides"}
+    script = "tests/support/derived_trainers.py"
+    launch_ranks(2, script, "one", *words(given), *options["overrides"])
+
+
 @pytest.mark.soak
-def test_two_ranks_train_resume_and_validate(options, data, tmp_path):  # noqa: F811
+def test_two_ranks_train_resume_and_validate(run_options, data, tmp_path):
     """A script with options of its own. Each rank makes one of the two videos."""
-    given = options("1.5_5b", **OF_STAGE["one"] | validated(data) | {"train_resolution": "9x32x48"})
-    overrides = given.pop("overrides")
-    script = str(ROOT / "tests" / "support" / "derived_trainers.py")
+    changes = OF_STAGE["one"] | validated(data) | {"train_resolution": "9x32x48"}
+    given = run_options("1.5_5b", **changes)
     videos = []
     for more in ({"output_dir": tmp_path / "whole"}, resumed(tmp_path)):
-        words = [word for k, v in (given | more).items() for word in (f"--{k}", str(v))]
-        done = run_forked([script, "one", *words, *overrides], 2, free_port())
-        assert done.returncode == 0, done.stdout
+        launch_stage_one(given | more)
         found = sorted((more["output_dir"] / "validation_res").glob("*.mp4"))
         videos.append({video.name: video.read_bytes() for video in found})
     check_equal(tmp_path)
@@ -98,31 +78,27 @@ def test_two_ranks_train_resume_and_validate(options, data, tmp_path):  # noqa: 
     assert parts == {name: video for name, video in whole.items() if "-3-" in name[:14]}
 
 
-def test_a_second_clip_that_cannot_be_read_is_a_bad_sample(options, data, tmp_path):  # noqa: F811
+def test_a_second_clip_that_cannot_be_read_is_a_bad_sample(run_options, data, tmp_path):
     """The micro-batch has other samples then, on each rank for itself."""
-    broken = tmp_path / "data"
+    broken = tmp_path / "broken"
     shutil.copytree(data, broken)
     (broken / "low" / "2.mp4").write_bytes(b"no video")
     given = OF_STAGE["one"] | {"data_root": broken, "train_steps": 4, "checkpointing_steps": 4}
-    given = options("5b", **given)
-    overrides = given.pop("overrides")
-    script = str(ROOT / "tests" / "support" / "derived_trainers.py")
-    words = [word for k, v in given.items() for word in (f"--{k}", str(v))]
-    done = run_forked([script, "one", *words, *overrides], 2, free_port())
-    assert done.returncode == 0, done.stdout
+    given = run_options("5b", **given)
+    launch_stage_one(given)
     found = losses(given["output_dir"])
     assert len(found) == 4 and np.isfinite(found).all()
     (line,) = (given["output_dir"] / "bad_samples.jsonl").read_text().splitlines()
     assert "low/2.mp4" in line and "not a readable video" in line
 
 
-def test_the_example_of_the_docs_trains(options, data, pipelines, tmp_path):  # noqa: F811
+def test_the_example_of_the_docs_trains(run_options, data, pipelines, tmp_path):
     """Its loss is that of diffusers' network."""
     text = (ROOT / "docs" / "finetune.md").read_text()
     (code,) = re.findall(r"```python\n([^`]*class .*?)```", text, re.DOTALL)
     names: dict = {"__name__": "example"}
     exec(compile(code, "super_resolution.py", "exec"), names)
-    given = options("5b", train_steps=2, training_type="sft", sr_noise_step=300)
+    given = run_options("5b", train_steps=2, training_type="sft", sr_noise_step=300)
     trainer = names["SuperResolution"](names["SuperResolutionArgs"](**given))
     trainer._prepare()
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +113,7 @@ def test_the_example_of_the_docs_trains(options, data, pipelines, tmp_path):  # 
     assert np.isfinite([first, second]).all() and first != second
 
 
-def test_validation_videos_are_what_validation_step_returns(options, data):  # noqa: F811
+def test_validation_videos_are_what_validation_step_returns(run_options, data):
     seen = []
 
     class Inverted(Trainer):
@@ -145,19 +121,13 @@ def test_validation_videos_are_what_validation_step_returns(options, data):  # n
             assert isinstance(pipe, CogVideoXPipeline)
             frames = np.stack([np.asarray(picture) for picture in eval_data["video"]])
             inverted = 255 - frames
-            seen.append(
-                (
-                    eval_data["prompt"],
-                    frames,
-                    torch.rand(1).item(),
-                    self.state.generator.initial_seed(),
-                )
-            )
+            draws = torch.rand(1).item(), self.state.generator.initial_seed()
+            seen.append((eval_data["prompt"], frames, *draws))
             if len(seen) == 1:
                 return [("video", [Image.fromarray(frame) for frame in inverted])]
             return [("video", torch.from_numpy(inverted).permute(3, 0, 1, 2) / 255)]
 
-    given = options("5b", **validated(data) | {"train_steps": 2, "latent_cache": "none"})
+    given = run_options("5b", **validated(data) | {"train_steps": 2, "latent_cache": "none"})
     trainer = Inverted(Args(**given))
     trainer.fit()
     (one, two), clip = seen, trainer.read_video(data / "low" / "1.mp4")
@@ -166,9 +136,8 @@ def test_validation_videos_are_what_validation_step_returns(options, data):  # n
     pixels = ((clip[0].permute(1, 2, 3, 0) + 1) * 127.5).round().numpy()
     assert np.array_equal(pixels, one[1])
     assert one[2:] != two[2:]  # each prompt has its own draws
-    for (_, frames, *_), file in zip(
-        seen, sorted((given["output_dir"] / "validation_res").glob("*.mp4")), strict=True
-    ):
+    files = sorted((given["output_dir"] / "validation_res").glob("*.mp4"))
+    for (_, frames, *_), file in zip(seen, files, strict=True):
         with av.open(str(file)) as container:
             stored = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
         assert np.abs(stored.astype(int) - (255 - frames)).mean() < 3

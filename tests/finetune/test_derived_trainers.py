@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    CogVideoXDPMScheduler,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from PIL import Image
 from torch import Tensor
 
 from cogfast.finetune import Args, Components, Trainer, get_model_cls
-from tests.finetune.test_runs import SIZE, data, options  # noqa: F401
+from tests.finetune.conftest import SIZE
 from tests.support.derived_trainers import StageOne, SuperResolutionArgs
 from tests.support.pipelines import PROMPT
 from tests.support.refusals import assert_refused, refusals
@@ -55,8 +52,8 @@ def loss_of_diffusers(
     return (found - high.transpose(1, 2)).square().mean()
 
 
-def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(options, pipelines):  # noqa: F811
-    given = options("5b", training_type="sft", noise_step=700, batch_size=2)
+def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(run_options, pipelines):
+    given = run_options("5b", training_type="sft", noise_step=700, batch_size=2)
     trainer = StageOne(SuperResolutionArgs(**given))
     run = trainer._prepare()
     model = network_of(pipelines.path("5b"))
@@ -86,9 +83,9 @@ def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(options, pipe
 
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
-def test_a_pipeline_of_the_components_samples_as_diffusers(family, options, pipelines):  # noqa: F811
+def test_a_pipeline_of_the_components_samples_as_diffusers(family, run_options, pipelines):
     """initialize_pipeline, and the network's call with text, image, rotary tables and ofs."""
-    given = options(family, latent_cache="none")
+    given = run_options(family, latent_cache="none")
     trainer = get_model_cls(given["model_name"], "lora")(Args(**given))
     with pytest.raises(AttributeError, match="transformer/config.json has no patch_size_of_text"):
         _ = trainer.state.transformer_config.patch_size_of_text
@@ -99,40 +96,33 @@ def test_a_pipeline_of_the_components_samples_as_diffusers(family, options, pipe
     stock.scheduler = CogVideoXDPMScheduler.from_config(stock.scheduler.config)
     trainer.components.transformer.config["patch_size_t"] = stock.transformer.config.patch_size_t
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (*SIZE, 3), np.uint8))
+    asked = {"height": SIZE[0], "width": SIZE[1], "num_frames": trainer.state.train_frames}
+    asked |= {"max_sequence_length": stock.transformer.config.max_text_seq_length}
+    asked |= {"num_inference_steps": 3, "output_type": "pt"}
+    asked |= {"image": image} if family.endswith("i2v") else {}
     frames = []
     for pipe in (stock, trainer.initialize_pipeline()):
-        found = pipe(
-            prompt=PROMPT,
-            height=SIZE[0],
-            width=SIZE[1],
-            num_frames=trainer.state.train_frames,
-            num_inference_steps=3,
-            max_sequence_length=stock.transformer.config.max_text_seq_length,
-            output_type="pt",
-            generator=torch.Generator().manual_seed(1),
-            **({"image": image} if family.endswith("i2v") else {}),
-        )
-        frames.append(found.frames)
+        generator = torch.Generator().manual_seed(1)
+        frames.append(pipe(prompt=PROMPT, generator=generator, **asked).frames)
     assert frames[0].shape == frames[1].shape and frames[0].std() > 0.01
     assert (frames[0] - frames[1]).abs().max() < 1e-4
 
 
-def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(options):  # noqa: F811
+def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(run_options):
     """Covers PyTorch, NumPy, Python, and the generator that upstream's methods pass on."""
     draws = []
 
     class Drawing(Trainer):
         def compute_loss(self, batch: dict) -> Tensor:
             own = torch.rand(1, generator=self.state.generator).item()
-            encoded = [
-                self.encode_video(torch.zeros(2, 3, 9, *SIZE)).sum((1, 2, 3, 4)) for _ in "ab"
-            ]
+            video = torch.zeros(2, 3, 9, *SIZE)
+            encoded = [self.encode_video(video).sum((1, 2, 3, 4)) for _ in "ab"]
             numbers = [torch.rand(1).item(), np.random.rand(), random.random(), own]
             draws.append((*numbers, *torch.cat(encoded).tolist()))
             assert batch["paths"] == ["0.mp4"] and batch["txt"] == ["a block"]
             return torch.zeros((), requires_grad=True)
 
-    run = Drawing(Args(**options("5b")))._prepare()
+    run = Drawing(Args(**run_options("5b")))._prepare()
     batch = {"encoded_videos": torch.zeros(1, 16, 3, 4, 6), "paths": ["0.mp4"], "txt": ["a block"]}
     batch["prompt_embedding"] = torch.zeros(1, 226, 32)
     for run.step, slot in ((0, 0), (1, 0), (0, 1), (0, 0)):
@@ -142,8 +132,8 @@ def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(options):  
     assert len(set(draws[0])) == len(draws[0]) == 8
 
 
-def test_what_a_run_cannot_give_is_refused(options):  # noqa: F811
-    trainer = StageOne(SuperResolutionArgs(**options("5b", overrides=["args.log_interval=1"])))
+def test_what_a_run_cannot_give_is_refused(run_options):
+    trainer = StageOne(SuperResolutionArgs(**run_options("5b", overrides=["args.log_interval=1"])))
     trainer._prepare()
     parts = trainer.components
     latents, text, times = torch.zeros(1, 3, 16, 4, 6), torch.zeros(1, 226, 32), torch.tensor([5])
@@ -174,38 +164,31 @@ def other_class(trainer: Trainer) -> Components:
     return Components(vae=torch.nn.Linear(2, 2))
 
 
+def network_too_early(trainer: Trainer, prompt: str) -> object:
+    return trainer.components.transformer
+
+
+def set_vae(trainer: Trainer) -> None:
+    Trainer.load_components(trainer).vae = None
+
+
+TWO_RANKS, VALIDATION = {"overrides": ["args.model_parallel_size=2"]}, {"validation_videos": "v"}
 # Name: the method that a class overrides, by what, and changed options
 METHODS = {
     "other weights": ("load_components", other_weights, {}),
     "another class": ("load_components", other_class, {}),
     "no components": ("load_components", lambda self: None, {}),
-    "the network too early": (
-        "encode_text",
-        lambda self, prompt: self.components.transformer,
-        {"latent_cache": None},
-    ),
+    "the network too early": ("encode_text", network_too_early, {"latent_cache": None}),
     "a pair as loss": ("compute_loss", lambda self, batch: (torch.zeros(()), {}), {}),
-    "a VAE that is set": (
-        "load_components",
-        lambda self: setattr(Trainer.load_components(self), "vae", None),
-        {},
-    ),
-    "components of ranks": (
-        "compute_loss",
-        lambda self, batch: self.components.vae,
-        {"overrides": ["args.model_parallel_size=2"]},
-    ),
-    "validation without a method": (
-        "compute_loss",
-        lambda self, batch: None,
-        {"validation_videos": "v"},
-    ),
+    "a VAE that is set": ("load_components", set_vae, {}),
+    "components of ranks": ("compute_loss", lambda self, batch: self.components.vae, TWO_RANKS),
+    "validation without a method": ("compute_loss", lambda self, batch: None, VALIDATION),
 }
 
 
 @refusals(Path(__file__).with_name("refusals.txt"), "methods that cannot work")
-def test_methods_that_cannot_work_end_the_run_in_one_line(refusal, options):  # noqa: F811
+def test_methods_that_cannot_work_end_the_run_in_one_line(refusal, run_options):
     name, value, more = METHODS[refusal.words[0]]
     mine = type("Mine", (Trainer,), {name: value})
-    given = options("5b", latent_cache="none") | more
+    given = run_options("5b", latent_cache="none") | more
     assert_refused(lambda: mine(Args(**given)).fit(), refusal.line)

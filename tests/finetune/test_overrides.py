@@ -16,23 +16,10 @@ from transformers import AutoTokenizer, T5EncoderModel
 from cogfast.core.slot_random import SlotRandom
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
 from cogfast.finetune.overrides import check_collated, check_encoded, identity, overridden
-from tests.finetune.test_runs import SIZE, options  # noqa: F401
 from tests.support.refusals import assert_refused
 from tests.support.tiny_run import losses
-from tests.support.video_files import constant_rate, write_clip
 
 LENGTH = 226  # rows of text of CogVideoX 1.0
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips of different lengths, of which the chosen frames differ."""
-    folder = tmp_path_factory.mktemp("data")
-    for i in range(4):
-        write_clip(folder / "videos" / f"{i}.mp4", constant_rate(9 * (i + 1), 8), size=SIZE)
-    (folder / "prompt.txt").write_text("".join(f"a red block, number {i}\n" for i in range(4)))
-    (folder / "videos.txt").write_text("".join(f"videos/{i}.mp4\n" for i in range(4)))
-    return folder
 
 
 def clip_of(file: Path) -> Tensor:
@@ -105,12 +92,12 @@ class Changed(Mine):
         return 2 * super().encode_text(prompt)
 
 
-def test_overridden_methods_get_and_give_what_upstreams_do(options, data, pipelines):  # noqa: F811
+def test_overridden_methods_get_and_give_what_upstreams_do(run_options, data, pipelines):
     """Frames, latents and embeddings are those of diffusers' modules on upstream's frames."""
     own = theirs(pipelines.path("5b"))
     clips = [clip_of(data / "videos" / f"{i}.mp4") for i in range(4)]
     captions = [f"a red block, number {i}" for i in range(4)]
-    trainer = Mine(Args(**options("5b", train_steps=2, batch_size=2)))
+    trainer = Mine(Args(**run_options("5b", train_steps=2, batch_size=2)))
     trainer.fit()
     videos = [call for call in trainer.calls if isinstance(call, Tensor)]
     prompts = [call for call in trainer.calls if isinstance(call, str)]
@@ -131,9 +118,9 @@ def test_overridden_methods_get_and_give_what_upstreams_do(options, data, pipeli
     assert sorted(seen) == [0, 1, 2, 3]
 
 
-def test_the_cache_notices_another_method(options, data, tmp_path):  # noqa: F811
+def test_the_cache_notices_another_method(run_options, data, tmp_path):
     """Entries of one class serve its later runs, and neither another class nor cogfast's own."""
-    given = options("5b", latent_cache=str(tmp_path / "cache"))
+    given = run_options("5b", latent_cache=str(tmp_path / "cache"))
     entries = {}
     for name, kind in (("first", Mine), ("changed", Changed)):
         trainer = kind(Args(**given | {"output_dir": tmp_path / name}))
@@ -158,7 +145,7 @@ def test_a_methods_identity_has_the_source_of_its_parents():
     assert len(found) == 2
 
 
-def test_methods_that_call_their_parent_change_nothing(options, tmp_path):  # noqa: F811
+def test_methods_that_call_their_parent_change_nothing(run_options, tmp_path):
     """Losses are those of a class without them, and random operations depend on the step alone.
 
     compute_loss gets upstream's keys.
@@ -186,7 +173,7 @@ def test_methods_that_call_their_parent_change_nothing(options, tmp_path):  # no
             assert batch["images"].shape == (1, 3, 32, 48) and batch["images"].abs().max() <= 1
             return super().compute_loss(batch)
 
-    given = options(
+    given = run_options(
         "1.5_5b_i2v", train_steps=2, learning_rate=1e-2, lr_warmup_steps=0, latent_cache="none"
     )
     trainer(Args(**given)).fit()
@@ -207,13 +194,13 @@ def test_methods_that_call_their_parent_change_nothing(options, tmp_path):  # no
     assert same.encode_text(batch["txt"]).shape == (1, 224, 32)
 
 
-def test_a_wrong_result_ends_the_run_in_one_line(options):  # noqa: F811
+def test_a_wrong_result_ends_the_run_in_one_line(run_options):
     encode = {"encode_video": lambda self, given: torch.zeros(1, 16, 3, 4, 5)}
     mine = type("Mine", (CogVideoXT2VLoraTrainer,), encode)
     line = (
         "Mine.encode_video returned torch.float32 [1, 16, 3, 4, 5]; return floats [1, 16, 3, 4, 6]"
     )
-    assert_refused(lambda: mine(Args(**options("5b", latent_cache="none"))).fit(), line)
+    assert_refused(lambda: mine(Args(**run_options("5b", latent_cache="none"))).fit(), line)
     line = "encode_text returned a NoneType; return floats [1, 2]"
     assert_refused(lambda: check_encoded("Mine.encode_text", None, (1, 2)), line)
     samples = [{"encoded_video": torch.zeros(2), "prompt_embedding": torch.zeros(2)}] * 2
@@ -233,11 +220,11 @@ def test_a_wrong_result_ends_the_run_in_one_line(options):  # noqa: F811
         assert_refused(call, f"Mine.collate_fn {line}")
 
 
-def test_a_method_without_source_is_refused_for_a_cache(options, monkeypatch):  # noqa: F811
+def test_a_method_without_source_is_refused_for_a_cache(run_options, monkeypatch):
     monkeypatch.setattr("cogfast.train.run.parts.start_processes", None)  # checks come before
     source = "class Typed(Base):\n    def encode_text(self, prompt):\n        return None\n"
     names = {"Base": CogVideoXT2VLoraTrainer, "__name__": "typed"}
     exec(compile(source, "<typed>", "exec"), names)
     message = "Typed.encode_text: its source cannot be read, .* or set latent_cache to none"
     with pytest.raises(ValueError, match=message):
-        names["Typed"](Args(**options("5b"))).fit()
+        names["Typed"](Args(**run_options("5b"))).fit()

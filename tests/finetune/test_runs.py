@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,48 +26,10 @@ from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
 from cogfast.finetune.schemas import PLACEHOLDER
 from cogfast.finetune.translate import translate
 from cogfast.train.encode import Encoder
+from tests.finetune.conftest import KINDS, SIZE, SMALL
 from tests.finetune.test_deepspeed_file import UPSTREAM_ZERO2
-from tests.finetune.test_translate import KINDS
-from tests.support.pipelines import Pipelines
-from tests.support.tiny_run import ROOT, free_port, read_run_weights, run
-from tests.support.video_files import constant_rate, write_clip
-
-SIZE = (32, 48)
-WIDTH = 32  # of text embeddings
-# Elements per reduction: the default allocates 0.2 GB, and these models have 0.5 million weights.
-SMALL = "deepspeed.zero_optimization.reduce_bucket_size=100000"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for i in range(4):
-        write_clip(folder / "videos" / f"{i}.mp4", constant_rate(20, 8), size=SIZE)
-    (folder / "prompt.txt").write_text("".join(f"a red block, number {i}\n" for i in range(4)))
-    (folder / "videos.txt").write_text("".join(f"videos/{i}.mp4\n" for i in range(4)))
-    return folder
-
-
-@pytest.fixture
-def options(pipelines: Pipelines, data: Path, tmp_path: Path) -> Callable[..., dict]:
-    def build(family: str, **changes: object) -> dict:
-        name, kind = KINDS[family]
-        return {
-            "model_path": pipelines.path(family),
-            "model_name": name,
-            "model_type": kind,
-            "training_type": "lora",
-            "output_dir": tmp_path / "out",
-            "data_root": data,
-            "caption_column": "prompt.txt",
-            "video_column": "videos.txt",
-            "train_resolution": f"{17 if family.startswith('1.5') else 9}x32x48",
-            "train_steps": 1,
-            "num_workers": 0,
-            "overrides": [SMALL, "args.log_interval=1"],
-        } | changes
-
-    return build
+from tests.support.pipelines import WIDTH
+from tests.support.tiny_run import ROOT, free_port, launch_ranks, read_run_weights
 
 
 class Reference:
@@ -95,14 +56,10 @@ class Reference:
         positions = None
         if config.use_rotary_positional_embeddings:
             grid = tuple(side // config.patch_size for side in clean.shape[-2:])
-            positions = get_3d_rotary_pos_embed(
-                config.attention_head_dim,
-                None,
-                grid,
-                clean.shape[1] // (config.patch_size_t or 1),
-                grid_type="slice",
-                max_size=grid,
-            )
+            frames = clean.shape[1] // (config.patch_size_t or 1)
+            sizes = {"grid_type": "slice", "max_size": grid}
+            width = config.attention_head_dim
+            positions = get_3d_rotary_pos_embed(width, None, grid, frames, **sizes)
         ofs = None if config.ofs_embed_dim is None else torch.full((1,), 2.0)
         v = self.transformer(
             given, text, t, ofs=ofs, image_rotary_emb=positions, return_dict=False
@@ -113,10 +70,10 @@ class Reference:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch, pipelines):
+def test_the_loss_of_an_encoded_batch_is_diffusers(family, run_options, monkeypatch, pipelines):
     """Upstream's keys of a batch, at the first, the last and other timesteps."""
     changes = {"training_type": "sft", "batch_size": 2}
-    args = Args(**options(family, **changes))
+    args = Args(**run_options(family, **changes))
     trainer = get_model_cls(args.model_name, args.training_type)(args)
     run = trainer._prepare()
     reference = Reference(pipelines.path(family))
@@ -149,7 +106,7 @@ def test_the_loss_of_an_encoded_batch_is_diffusers(family, options, monkeypatch,
         assert found.item() == pytest.approx(expected.item(), rel=tolerance), times
 
 
-def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
+def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(run_options, pipelines):
     """alpha 64, r 128, with warm-up and clipping: every loss, and the adapters at the end."""
     steps, warmup = 20, 5
     reference = Reference(pipelines.path("5b"))
@@ -185,7 +142,7 @@ def test_20_steps_are_those_of_adamw_on_diffusers_with_peft(options, pipelines):
             seen.append((loss.item(), expected.item()))
             return loss
 
-    args = options(
+    args = run_options(
         "5b", train_steps=steps, lr_warmup_steps=warmup, learning_rate=1e-3, max_grad_norm=0.5
     )
     trainer = Both(Args(**args))
@@ -305,11 +262,11 @@ printf '%s\\n' "${{MODEL_ARGS[@]}}" "${{OUTPUT_ARGS[@]}}" "${{DATA_ARGS[@]}}" "$
 ADDED = ["--train_steps", "4", "--num_workers", "0", SMALL, "args.log_interval=1"]
 
 
-def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, monkeypatch):
+def test_a_run_trains_from_the_cache_of_their_trainer(run_options, data, tmp_path, monkeypatch):
     """data_root/cache at its place, with captions as the list has them; no caption is encoded."""
-    root = tmp_path / "data"
+    root = tmp_path / "clips"
     shutil.copytree(data, root, ignore=shutil.ignore_patterns("cache"))
-    args = options("2b", data_root=root, trust_cache=True, rank=4)
+    args = run_options("2b", data_root=root, trust_cache=True, rank=4)
     config = translate(Args(**args))
     network = config.model.network_config.params
     latents = root / "cache" / "video_latent" / "cogvideox-t2v" / "9x32x48"
@@ -337,30 +294,23 @@ def test_a_run_trains_from_the_cache_of_their_trainer(options, data, tmp_path, m
     assert any(torch.allclose(found[0], latent, rtol=1e-6, atol=0) for latent in stored)
 
 
-def test_a_loss_without_a_gradient_names_the_fix(options) -> None:
+def test_a_loss_without_a_gradient_names_the_fix(run_options) -> None:
     class Detached(CogVideoXT2VLoraTrainer):
         def compute_loss(self, batch: dict) -> Tensor:
             return super().compute_loss(batch).detach()
 
     with pytest.raises(ValueError, match=r"a loss without a gradient; .* without \.item\(\)"):
-        Detached(Args(**options("5b", train_steps=1))).fit()
+        Detached(Args(**run_options("5b", train_steps=1))).fit()
 
 
 def script_words(folder: Path, family: str, training: str, data: Path, out: Path) -> list[str]:
     """The arguments that bash passes in the script: train_ddp_*.sh for LoRA, train_zero_*.sh for sft."""
     name, kind = KINDS[family]
     resume = f'--resume_from_checkpoint "{PLACEHOLDER}"' if training == "lora" else ""
-    text = SCRIPT.format(
-        model=folder,
-        name=name,
-        kind=kind,
-        training=training,
-        out=out,
-        data=data,
-        size=f"{17 if family.startswith('1.5') else 9}x32x48",
-        resume=resume,
-        images='--validation_images "images.txt"' if kind == "i2v" else "",
-    )
+    images = '--validation_images "images.txt"' if kind == "i2v" else ""
+    given = {"model": folder, "name": name, "kind": kind, "out": out, "data": data}
+    given |= {"training": training, "resume": resume, "images": images}
+    text = SCRIPT.format(size=f"{17 if family.startswith('1.5') else 9}x32x48", **given)
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
@@ -382,13 +332,7 @@ def check_folder(out: Path, training: str) -> None:
 
 @pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
 def test_a_script_of_upstream_trains(
-    family,
-    training,
-    pipelines,
-    data,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    family, training, pipelines, data, tmp_path, capsys, monkeypatch
 ):
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
     assert main(["finetune", *words, *ADDED]) == 0
@@ -420,20 +364,12 @@ def test_a_script_of_upstream_trains(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("family", "training"),
-    [("5b_i2v", "lora"), ("1.5_5b", "sft")],
-)
+@pytest.mark.parametrize(("family", "training"), [("5b_i2v", "lora"), ("1.5_5b", "sft")])
 def test_every_script_of_upstream_trains_on_two_processes(
-    family,
-    training,
-    pipelines,
-    data,
-    tmp_path,
+    family, training, pipelines, data, tmp_path
 ):
     words = script_words(pipelines.path(family), family, training, data, tmp_path / "out")
-    done = run(["finetune", *words, *ADDED], processes=2)
-    assert done.returncode == 0, done.stdout
+    launch_ranks(2, "-m", "cogfast", "finetune", *words, *ADDED)
     check_folder(tmp_path / "out", training)
 
 

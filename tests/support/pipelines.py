@@ -18,11 +18,17 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
 from cogfast.core.slot_random import SlotRandom
-from tests.config.test_stock_yaml_end_to_end import CAPTIONS, WIDTH
 from tests.support.tiny_run import FAMILIES
 from tests.support.tiny_transformers import randomize, write_t5
 
-SIZE = (32, 48)
+SIZE = (32, 48)  # rows and columns of clips: 4x6 latents
+WIDTH = 32  # of the text embeddings
+CAPTIONS = [
+    "a red block moves right over grey",
+    "a block of red goes to the right",
+    "grey, and a red block that moves",
+    "the red block moves over a grey wall",
+]
 PROMPT = "a red block moves right over grey"
 STEPS, SCALE, SEED = 10, 3.0, 7
 

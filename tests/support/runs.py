@@ -17,7 +17,7 @@ import torch
 from cogfast.config import Config, load_config
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
 from cogfast.train.trainer import Trainer
-from tests.support.tiny_run import read_run_weights, run_folder, write_config
+from tests.support.tiny_run import SIDE, launch_ranks, read_run_weights, run_folder, write_config
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class Run:
     def with_args(self, **options: object) -> Run:
         """Change what the YAML file says: keys of `args`, or dataset, optimizer, lora_rank."""
         return replace(self, options={**self.options, **options})
+
+    def with_manifest(self, file: Path, **params: object) -> Run:
+        """Return a run on the clips that a table lists. params: of its data set."""
+        params = {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9, **params}
+        dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
+        return self.with_args(dataset=dataset, train_data=[str(file)])
 
     def with_words(self, *words: str) -> Run:
         return replace(self, words=(*self.words, *words))
@@ -111,6 +117,12 @@ class Run:
     def resume(self, *words: str, steps: int | None = None) -> Run:
         """Train from the newest checkpoint."""
         return self.train("args.resume=latest", *words, steps=steps)
+
+    # --- running it in other processes ---
+
+    def launch(self, processes: int, *words: str, name: str = "train") -> str:
+        """Run the command in so many processes; it must succeed. Return what they print."""
+        return launch_ranks(processes, "-m", "cogfast", *self.command(*words, name=name))
 
     # --- what it left ---
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -298,3 +298,10 @@ def read_run_weights(checkpoint: Path | str, ema: bool = False) -> dict[str, tor
     """Return every parameter of a run's checkpoint, whole and in float32."""
     source = open_run(Path(checkpoint), ema)
     return {name: source.read(name, None) for name in source.shapes}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Both have tensors of the same names, which are equal bit for bit."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name

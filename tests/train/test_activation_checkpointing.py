@@ -62,9 +62,8 @@ class Calls(TorchDispatchMode):
         self.counts[op._opname] += 1
         if op._opname in ("mm", "addmm"):
             a, b = args[-2:]
-            self.counts[
-                "low-rank" if 4 * a.shape[1] < min(a.shape[0], b.shape[1]) else "matmul"
-            ] += 1
+            is_low = 4 * a.shape[1] < min(a.shape[0], b.shape[1])
+            self.counts["low-rank" if is_low else "matmul"] += 1
         return op(*args, **(kwargs or {}))
 
 
@@ -149,11 +148,8 @@ def test_policies_hold_in_compiled_blocks() -> None:
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             gradients("5b", transformer)
         ran[policy] = {event.key: event.count for event in trace.key_averages()}
-    for policy, attention, products in (
-        ("pointwise", 0, 0),
-        ("attention_kept", 0, 5),
-        ("full", 1, 5),
-    ):
+    wanted_again = (("pointwise", 0, 0), ("attention_kept", 0, 5), ("full", 1, 5))
+    for policy, attention, products in wanted_again:
         again = lambda op, policy=policy: ran[policy].get(op, 0) - ran["none"].get(op, 0)
         assert again("aten::_scaled_dot_product_flash_attention_for_cpu") == 3 * attention, policy
         assert again("aten::mm") + again("aten::addmm") == 3 * products, policy

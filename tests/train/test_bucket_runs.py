@@ -39,17 +39,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _section(**params: object) -> dict:
-    size = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
-    return {"target": "cogfast.data.datasets.VideoManifest", "params": {**size, **params}}
-
-
 @pytest.fixture
 def run(run: Run) -> Run:
     """A run on buckets of the manifest that lies beside the clips."""
-    manifest = [str(run.data / "data.jsonl")]
-    run = run.with_args(train_data=manifest, max_bad_fraction=0.1)
-    return run.with_args(dataset=_section(buckets=BUCKETS))
+    return run.with_manifest(run.data / "data.jsonl", buckets=BUCKETS).with_args(
+        max_bad_fraction=0.1
+    )
 
 
 def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> None:
@@ -59,23 +54,20 @@ def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> Non
     assert largest_clips(config, TrainArguments.from_config(config)) == expected
 
 
-def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, caplog) -> None:
-    caplog.set_level("INFO")
+def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None:
     run = run.with_words("args.train_iters=9")
     whole = run.into(tmp_path / "a").train()
     straight = whole.last
-    assert (
-        "9x32x32                  6" in caplog.text and "left out                 1" in caplog.text
-    )
+    assert "9x32x32                  6" in log.text and "left out                 1" in log.text
     pattern = r"cannot use 1 of 5 held-out videos, first: .*broken.mp4: not a readable video"
-    assert re.search(pattern, caplog.text)
+    assert re.search(pattern, log.text)
     (line,) = (whole.path / "bad_samples.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("broken.mp4")
 
     run.train("args.exit_interval=4")
     part = run.resume()
     assert part.losses == whole.losses and len(part.losses) == 9
-    assert "the data set has changed" not in caplog.text
+    assert "the data set has changed" not in log.text
 
     # Tokens and FLOPs of a line are those of the bucket of its step.
     order, model = straight.order, straight.engine.transformer.config
@@ -90,13 +82,9 @@ def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, caplog) -> N
     setup = straight.parts.memory.setup
     assert setup is not None and setup.size.num_tokens(model) == max(TOKENS)
 
-    run.trainer(
-        f"args.resume={part.path}", "args.train_data_weights=[2]", "args.accept_changes=true"
-    )
-    assert (
-        "17 samples, with different weights" in caplog.text
-        or "different weights or buckets" in caplog.text
-    )
+    weighted = run.with_words(f"args.resume={part.path}", "args.train_data_weights=[2]")
+    weighted.trainer("args.accept_changes=true")
+    assert re.search("17 samples, with different weights|different weights or buckets", log.text)
 
 
 def test_buckets_and_weights_from_a_cache(run: Run, tmp_path: Path) -> None:

@@ -92,10 +92,8 @@ def test_first_stage_in_bf16_leaves_the_sample_in_float32() -> None:
 
 @pytest.mark.parametrize("at_a_time", [None, 1, 3], ids=["all", "one", "three"])
 def test_samples_at_a_time_change_no_number(at_a_time: int | None) -> None:
-    whole, split = (
-        encoder(conditions=("image",)),
-        encoder(conditions=("image",), samples_at_a_time=at_a_time),
-    )
+    whole = encoder(conditions=("image",))
+    split = encoder(conditions=("image",), samples_at_a_time=at_a_time)
     expected, found = whole(clips(), RNG), split(clips(), RNG)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1].condition_latents, expected[1].condition_latents)
@@ -211,13 +209,9 @@ def test_noised_images_are_those_of_their_keys(std: float | None) -> None:
     images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     keys = ["one", "two", "one"]
     moments = encoder(std).encode_noised(images, keys, 4)
-    frames = torch.stack(
-        [
-            torch.stack([noised_by_hand(image, key, variant) for variant in range(4)])
-            for image, key in zip(images, keys, strict=True)
-        ]
-    )
-    wanted = pooled(frames.flatten(0, 1)).unflatten(0, (3, 4))  # [B, N, C, 1, h, w]
+    pairs = zip(images, keys, strict=True)
+    frames = [noised_by_hand(*pair, variant) for pair in pairs for variant in range(4)]
+    wanted = pooled(torch.stack(frames)).unflatten(0, (3, 4))  # [B, N, C, 1, h, w]
     torch.testing.assert_close(moments.mean, wanted, rtol=0, atol=1e-6)
     assert (moments.logvar is None) == (std is None)
     assert std is None or moments.logvar.shape == moments.mean.shape
@@ -237,14 +231,8 @@ def test_each_step_draws_one_of_the_noised_images(std: float | None) -> None:
     }
     if std is not None:
         batch["noised_image_logvar"] = torch.full_like(mean, 2 * math.log(std))
-    built = Encoder(
-        pytest.fail,
-        pytest.fail,
-        scale_factor=SCALE,
-        patch=DEEP,
-        conditions=("image",),
-        image_dropout=0.2,
-    )
+    given = {"scale_factor": SCALE, "patch": DEEP, "conditions": ("image",), "image_dropout": 0.2}
+    built = Encoder(pytest.fail, pytest.fail, **given)
     counts, num_steps = torch.zeros(4, 3), 300
     for step in range(num_steps):
         rng = SlotRandom(3, step, [0, 1, 2, 3], 4)

@@ -15,15 +15,9 @@ from cogfast.train.optimizer import build_learning_rate, warn_of_rate
 from tests.support.runs import Run
 from tests.support.tiny_run import ROOT
 
-CASES = [
-    "finetune_linear_1000",
-    "finetune_linear_50",
-    "finetune_cosine_1000",
-    "finetune_constant_300",
-    "finetune_exponential_300",
-    "pretrain_linear_300_from0",
-    "finetune_linear_5000_warmup5pct",
-]
+CASES = ["finetune_linear_1000", "finetune_linear_50", "finetune_cosine_1000"]
+CASES += ["finetune_constant_300", "finetune_exponential_300", "pretrain_linear_300_from0"]
+CASES += ["finetune_linear_5000_warmup5pct"]
 
 
 # SAT warms up again after a resume. A run of cogfast resumes its schedule.
@@ -101,11 +95,7 @@ def diffusers_rates(name: str, lr: float, warmup_steps: int, num_steps: int, **o
     """Return the rate of each step as a training loop with torch's optimizer uses it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        num_training_steps=num_steps,
-        **options,
+        name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=num_steps, **options
     )
     rates = [optimizer.param_groups[0]["lr"]]
     # One step less: after the last, "polynomial" divides by zero where all steps warm up.
@@ -122,9 +112,8 @@ def test_rates_with_first_step_0_equal_diffusers(name, options, warmup_steps):
     for lr in (2e-5, 0.3):
         expected = diffusers_rates(name, lr, warmup_steps, 200, **options)
         ours = {f"lr_{key}": value for key, value in options.items()}
-        rate = build(
-            200, lr=lr, lr_schedule=name, lr_first_step=0, warmup_steps=warmup_steps, **ours
-        )
+        ours |= {"lr_schedule": name, "lr_first_step": 0, "warmup_steps": warmup_steps}
+        rate = build(200, lr=lr, **ours)
         assert [rate(step) for step in range(200)] == expected
 
 
@@ -142,20 +131,12 @@ def test_first_step_changes_the_warm_up_alone(name, options):
 
 
 def test_min_lr_ratio_of_the_new_schedules():
-    restarts = build(
-        100,
-        lr=2.0,
-        lr_schedule="cosine_with_restarts",
-        lr_num_cycles=2,
-        min_lr_ratio=0.1,
-        warmup_steps=0,
-    )
+    given = {"lr": 2.0, "min_lr_ratio": 0.1, "warmup_steps": 0}
+    restarts = build(100, lr_schedule="cosine_with_restarts", lr_num_cycles=2, **given)
     halfway = 1.1
     expected = [2.0, halfway, 2.0, halfway, 0.2, 0.2]
     assert [restarts(i) for i in (0, 25, 50, 75, 100, 500)] == pytest.approx(expected)
-    power = build(
-        100, lr=2.0, lr_schedule="polynomial", lr_power=2, min_lr_ratio=0.1, warmup_steps=0
-    )
+    power = build(100, lr_schedule="polynomial", lr_power=2, **given)
     assert [power(i) for i in (0, 50, 100, 500)] == pytest.approx([2.0, 0.65, 0.2, 0.2])
 
 

@@ -26,12 +26,8 @@ SFT = {  # sft.yaml's section
 
 @pytest.mark.parametrize(
     ("case", "family", "lora_rank"),
-    [
-        ("t2v_2b", "2b", None),
-        ("t2v_5b", "5b", None),
-        ("i2v_5b", "5b_i2v", None),
-        ("t2v_2b_lora", "2b", 4),
-    ],
+    [("t2v_2b", "2b", None), ("t2v_5b", "5b", None), ("i2v_5b", "5b_i2v", None)]
+    + [("t2v_2b_lora", "2b", 4)],
 )
 def test_groups_equal_upstream(golden, case, family, lora_rank):
     from cogfast.extensions.formats.sat_names import sat_name
@@ -144,11 +140,12 @@ def test_kernels_reach_our_own_optimizer(kernels: str) -> None:
     build_optimizer({"type": "AdamW"}, groups(), kernels)
 
 
+FAST = SFT | {"params": {**SFT["params"], "lr": 0.01}}
+
+
 def _plain_run() -> tuple[nn.Module, FusedEmaAdam]:
     model = _network()
-    optimizer = build_optimizer(
-        SFT | {"params": {**SFT["params"], "lr": 0.01}}, parameter_groups(model)
-    )
+    optimizer = build_optimizer(FAST, parameter_groups(model))
     for x in _batches():
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -167,9 +164,7 @@ def _zero2_run() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = _network()
-    optimizer = build_optimizer(
-        SFT | {"params": {**SFT["params"], "lr": 0.01}}, parameter_groups(model)
-    )
+    optimizer = build_optimizer(FAST, parameter_groups(model))
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": 2},

@@ -26,22 +26,24 @@ ENCODED = "tests.train.test_trainer.EncodedSamples"
 
 
 class EncodedSamples(Dataset):
-    """Latents and embeddings made elsewhere; sample `bad_sample` has a NaN in it."""
+    """Latents, embeddings and image latents made elsewhere; sample `bad_sample` has a NaN in it."""
 
-    def __init__(self, data_dir: list[str], bad_sample: int = -1, num_bad: int = 1) -> None:
+    def __init__(self, data_dir, bad_sample=-1, num_bad=1, num_samples=8, num_frames=3) -> None:
         self.bad = range(bad_sample, bad_sample + num_bad) if bad_sample >= 0 else ()
+        self.num_samples, self.num_frames = num_samples, num_frames
 
     def __len__(self) -> int:
-        return 8
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict:
-        generator = torch.Generator().manual_seed(index)
-        latents = torch.randn(CHANNELS, 3, 4, 4, generator=generator)
+        draw = torch.Generator().manual_seed(index)
+        latents = torch.randn(CHANNELS, self.num_frames, 4, 4, generator=draw)
         if index in self.bad:
             latents[0, 0, 0, 0] = float("nan")
         return {
             "encoded_videos": latents,
-            "prompt_embedding": torch.randn(8, 16, generator=generator),
+            "prompt_embedding": torch.randn(8, 16, generator=draw),
+            "image_latents": torch.randn(CHANNELS, 1, 4, 4, generator=draw),
         }
 
 
@@ -76,12 +78,11 @@ def test_every_family_learns_full_and_lora(run: Run, tmp_path: Path, family: str
     assert lora.weights().keys() == changed  # megabytes, not the base again
 
 
-def test_start_and_end_are_a_fact_a_line(run: Run, tmp_path: Path, data: Path, caplog) -> None:
+def test_start_and_end_are_a_fact_a_line(run: Run, tmp_path: Path, data: Path, log) -> None:
     """The commands at the end are ones that run: the model is converted, and training resumes."""
-    caplog.set_level("INFO", logger="cogfast")
     tiny = run.with_args(train_iters=1, eval_at_end=True)
     done = tiny.train(f"args.valid_data=[{data}]", "args.eval_sampling_steps=1")
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in log.records]
     run = done.path
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines if re.search(r"\w  +", line))
     assert facts["run folder"] == str(run)
@@ -207,10 +208,7 @@ NON_FINITE = (  # every pair of values, and what trains by default
 )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stage", "precision"),
-    NON_FINITE,
-)
+@pytest.mark.parametrize(("optimizer", "stage", "precision"), NON_FINITE)
 def test_non_finite_step_changes_nothing(
     run: Run, optimizer: str, stage: int, precision: str
 ) -> None:

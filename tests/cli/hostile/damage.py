@@ -13,24 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-ODD = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    3,
-    2**31,
-    2**63,
-    10**30,
-    0.5,
-    1e300,
-    "",
-    "x",
-    float("nan"),
-    "a" * 5000,
-    "\0",
-]
+ODD = [None, True, 0, -1, 1, 3, 2**31, 2**63, 10**30, 0.5, 1e300]
+ODD += ["", "x", float("nan"), "a" * 5000, "\0"]
 ODD += ["../../etc/passwd", "/etc/passwd", "\x1b[2J\n", "${oc.env:HOME}", [], {}, [1], [[]]]
 ODD += [[1] * 1000, {"a": 1}, {"target": "torch.os.system"}, "${args.lr}", "???", "2026-13-45"]
 DEEP = "[" * 50_000 + "]" * 50_000

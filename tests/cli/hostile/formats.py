@@ -146,20 +146,16 @@ _RUN_READS = (
     ("cache", *_BASE, "args.latent_cache=out"),
     ("report", "in/run"),
 )
+_diffusers = partial(_from_sat, family="5b", to="diffusers")
+_peft = partial(_from_sat, family="5b", to="peft", lora_rank=4)
+_sat_lora = lambda folder: save_as_sat(tiny("5b", lora_rank=4, **SMALL), folder)
 WEIGHTS = {
     "sat": Format(_sat, (_TO["diffusers"], _TO["sat"], SAMPLE, _LOAD_2B)),
-    "diffusers": Format(
-        partial(_from_sat, family="5b", to="diffusers"), (_TO["sat"], SAMPLE, _LOAD_5B)
-    ),
+    "diffusers": Format(_diffusers, (_TO["sat"], SAMPLE, _LOAD_5B)),
     "diffusers in shards": Format(_sharded, (_TO["sat"], SAMPLE, _LOAD_15)),
     "pipeline": Format(_pipeline, (SAMPLE, _TO["sat"], _LOAD_5B)),
-    "peft": Format(
-        partial(_from_sat, family="5b", to="peft", lora_rank=4), (_TO["peft"], _add_lora)
-    ),
-    "sat lora": Format(
-        lambda folder: save_as_sat(tiny("5b", lora_rank=4, **SMALL), folder),
-        (_TO["peft"], (*_TO["diffusers"], "--merge-lora"), _add_lora),
-    ),
+    "peft": Format(_peft, (_TO["peft"], _add_lora)),
+    "sat lora": Format(_sat_lora, (_TO["peft"], (*_TO["diffusers"], "--merge-lora"), _add_lora)),
     "vae": Format(_vae, (_TO["sat"],)),
     "sat vae": Format(_vae_sat, (("convert", "in/3d-vae.pt", "out", "--to", "diffusers"),)),
     "t5": Format(_t5, (_encode,)),

@@ -161,20 +161,10 @@ def command_line(seed: int, model: Path, start: Path, root: Path) -> tuple[str, 
     """Options of a run that works, with some changed, and one or two more."""
     rng = random.Random(f"command line {seed}")
     data = Path(shutil.copytree(start / "commands", root / "data"))  # a run writes its cache there
-    options = {
-        "model_path": model,
-        "model_name": "cogvideox-t2v",
-        "model_type": "t2v",
-        "training_type": "lora",
-        "output_dir": data.parent / "out",
-        "data_root": data,
-        "caption_column": "prompts.txt",
-        "video_column": "videos.txt",
-        "train_resolution": "9x32x48",
-        "rank": "4",
-        "num_workers": "0",
-        "train_steps": "1",
-    }
+    options = {"model_path": model, "output_dir": data.parent / "out", "data_root": data}
+    options |= {"model_name": "cogvideox-t2v", "model_type": "t2v", "training_type": "lora"}
+    options |= {"caption_column": "prompts.txt", "video_column": "videos.txt"}
+    options |= {"train_resolution": "9x32x48", "rank": "4", "num_workers": "0", "train_steps": "1"}
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
         options[rng.choice([*SHELL, *OWN])] = rng.choice(WORDS)
     if rng.random() < 0.2:
@@ -192,10 +182,7 @@ def command_line(seed: int, model: Path, start: Path, root: Path) -> tuple[str, 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(12, 132), marks=pytest.mark.soak)])
 def test_random_command_lines(
-    seeds: range,
-    start: Path,
-    pipelines: Pipelines,
-    tmp_path: Path,
+    seeds: range, start: Path, pipelines: Pipelines, tmp_path: Path
 ) -> None:
     model = pipelines.path("5b")
     outcomes = examine(seeds, tmp_path, lambda seed, root: command_line(seed, model, start, root))

@@ -55,17 +55,9 @@ def _folder(root: Path, good: Path) -> Path:
 
 def _config(root: Path, good: Path, source: str | Path, target: str, number: int, **data) -> Path:
     section = {"target": target, "params": {**CLIP, **data}}
-    path = write_config(
-        root / "config.yaml",
-        good,
-        dataset=section,
-        train_data=[str(source)],
-        train_iters=2,
-        max_bad_fraction=1.0,
-        save_interval=None,
-        decode_timeout=20.0,
-        latent_cache=None,
-    )
+    args = {"train_data": [str(source)], "train_iters": 2, "save_interval": None}
+    args |= {"max_bad_fraction": 1.0, "decode_timeout": 20.0, "latent_cache": None}
+    path = write_config(root / "config.yaml", good, dataset=section, **args)
     # A batch holds all samples, so two steps read every sample twice.
     text = path.read_text().replace("per_gpu: 4", f"per_gpu: {number}")
     path.write_text(text)
@@ -130,7 +122,7 @@ MANIFESTS: dict[str, tuple[str, str | None]] = {
 }
 # Kind of a tar shard -> its members beside four good samples
 TARS: dict[str, list[tuple[str, bytes]]] = {
-    "names of escapes": [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")],
+    "names of escapes": [("\x1b[31m\n.mp4", b"no video"), ("\x1b[31m\n.txt", b"a")]
 }
 
 

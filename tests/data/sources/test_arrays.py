@@ -99,12 +99,7 @@ def test_other_layouts_have_none(data: Path) -> None:
 
 
 def test_a_latent_cache_does_not_hold_them(manifest: Path, run: Run, tmp_path: Path) -> None:
-    section = {
-        "target": "cogfast.data.datasets.VideoManifest",
-        "params": {**CLIP, "tensors": {"flow": SHAPE}},
-    }
-    run = run.with_args(dataset=section, train_data=[str(manifest)])
-    run = run.with_words(f"args.latent_cache={tmp_path / 'cache'}")
+    run = run.with_manifest(manifest, tensors={"flow": SHAPE}).cached_in(tmp_path / "cache")
     seen = []
 
     class Recorded(Trainer):

@@ -68,10 +68,8 @@ def test_frames_by_time_skip_and_count_short_clips(tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\nc\n")
     data = VideoList(tmp_path, **CLIP, frame_selection="timestamp", short_clips="skip")
     found = survey(data)
-    assert (
-        list(found.reasons) == [1]
-        and "9 frames at 24 fps = 0.4 s, need 1.1 s" in (found.reasons[1])
-    )
+    assert list(found.reasons) == [1]
+    assert "9 frames at 24 fps = 0.4 s, need 1.1 s" in found.reasons[1]
     frames = decode_all(tmp_path / "0.mp4")[:25:3]
     assert torch.equal(data[0]["video"], torch.from_numpy(frames).permute(0, 3, 1, 2))
 

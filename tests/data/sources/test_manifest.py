@@ -119,6 +119,9 @@ def test_another_encoding_is_refused_by_line(tmp_path):
 
 
 HUGGING_FACE = '{"file_name": "a.mp4", "text": "one"}\n{"file_name": "b.mp4", "text": "two"}\n'
+OF_A_SPLIT = "file_name,text\na.mp4,one\nb.mp4,two\n"
+FINETRAINERS = "file_name,caption,id\nvideos/a.mp4,one,7\nvideos/b.mp4,two,9\n"
+COGKIT = '{"file_name": "b.mp4", "prompt": "two"}\n{"media_path": "a.mp4", "prompt": "one"}\n'
 VIDEOX_FUN = [
     {"file_path": "train/b.mp4", "text": "two", "type": "video", "width": 48, "height": 32},
     {"file_path": "train/0.jpg", "text": "a picture", "type": "image", "width": 48, "height": 32},
@@ -127,25 +130,10 @@ VIDEOX_FUN = [
 # {trainer: (folder of the clips, metadata file, its text, captions)}
 SOURCES = {
     "Hugging Face": ("", "metadata.jsonl", HUGGING_FACE, "one two"),
-    "Hugging Face, a split": (
-        "train",
-        "train/metadata.csv",
-        "file_name,text\na.mp4,one\nb.mp4,two\n",
-        "one two",
-    ),
-    "finetrainers": (
-        "videos",
-        "metadata.csv",
-        "file_name,caption,id\nvideos/a.mp4,one,7\nvideos/b.mp4,two,9\n",
-        "one two",
-    ),
+    "Hugging Face, a split": ("train", "train/metadata.csv", OF_A_SPLIT, "one two"),
+    "finetrainers": ("videos", "metadata.csv", FINETRAINERS, "one two"),
     "VideoX-Fun": ("train", "metadata.json", json.dumps(VIDEOX_FUN, indent=2), "two one"),
-    "CogKit": (
-        "train",
-        "train/metadata.jsonl",
-        '{"file_name": "b.mp4", "prompt": "two"}\n{"media_path": "a.mp4", "prompt": "one"}\n',
-        "two one",
-    ),
+    "CogKit": ("train", "train/metadata.jsonl", COGKIT, "two one"),
 }
 
 
@@ -177,14 +165,13 @@ def test_folders_without_one_metadata_file(tmp_path):
         VideoManifest([str(tmp_path)], **CLIP)
 
 
-def test_a_columns_own_name_goes_first_and_unused_ones_are_logged(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_columns_own_name_goes_first_and_unused_ones_are_logged(tmp_path, log):
     row = {"path": "a.mp4", "video": "b.mp4", "caption": "", "text": "other", "extra": 1}
     data = VideoManifest(
         _csv(tmp_path, json.dumps(row), "clips.jsonl"), **CLIP, allow_empty_captions=True
     )
     assert data.paths[0].endswith("a.mp4") and list(data.captions) == [""]
-    assert "unused columns: extra" in caplog.text
+    assert "unused columns: extra" in log.text
 
 
 @pytest.mark.parametrize("layout", [VideoFolder, VideoList])

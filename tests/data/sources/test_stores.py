@@ -25,15 +25,10 @@ from cogfast.train.assembly import Datasets
 from cogfast.train.preflight.header_scan import survey_datasets
 from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
+from tests.support.runs import Run
 from tests.support.s3_server import Fault, s3_server
-from tests.support.tiny_run import (
-    losses,
-    read_run_weights,
-    run,
-    run_folder,
-    write_clips,
-    write_config,
-)
+from tests.support.tiny_run import assert_same, write_clips
+from tests.support.tiny_run import run as launch
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
@@ -151,17 +146,13 @@ def test_workers_read_batches_from_a_store_that_fails_at_times(bucket, monkeypat
     monkeypatch.setattr(store, "_PATIENCE", 10.0)
     folder, server = bucket
     local, remote = (VideoFolder([n], **CLIP) for n in (f"{folder}/sat", f"{server.url}/sat"))
-    server.faults = [
-        Fault(503, method="GET", times=2),
-        Fault("cut", method="GET", times=1),
-        Fault(403, path="b/videos/01"),
-    ]
+    server.faults = [Fault(503, method="GET", times=2), Fault("cut", method="GET", times=1)]
+    server.faults.append(Fault(403, path="b/videos/01"))
     batches = {}
     for data in (local, remote):
         order = data.order(0, 2)
-        with BatchLoader(
-            data, order, micro_batch=2, num_steps=3, num_workers=2, max_bad_fraction=0.5
-        ) as loader:
+        given = {"micro_batch": 2, "num_steps": 3, "num_workers": 2, "max_bad_fraction": 0.5}
+        with BatchLoader(data, order, **given) as loader:
             batches[data] = list(loader)
             bad = loader.bad_samples.reasons
     (name,) = bad
@@ -258,34 +249,24 @@ def test_a_run_of_two_ranks_is_that_of_a_disk(bucket, tmp_path):
     folder = write_clips(tmp_path / "clips", 6)
     for file in folder.rglob("*.*"):
         store.upload(file, f"{server.url}/run/{file.relative_to(folder)}")
-    params = {"train_iters": 4, "num_workers": 2, "split": "5,1,0"}
-    base = write_config(tmp_path / "c.yaml", folder, **params)
-    found, words = {}, ["train", "--base", str(base), f"args.local_cache={tmp_path}/c:1GB"]
-    for kind, source in (
-        ("disk", folder),
-        ("cold", f"{server.url}/run"),
-        ("warm", f"{server.url}/run"),
-    ):
+    run = Run(folder, tmp_path).with_args(train_iters=4, num_workers=2, split="5,1,0")
+    run, found = run.with_words(f"args.local_cache={tmp_path}/c:1GB"), {}
+    for kind in ("disk", "cold", "warm"):
         server.requests.clear()
-        given = [f"args.train_data=[{source}]", f"args.save={tmp_path / kind}"]
-        ended = run([*words, *given, "deepspeed.train_micro_batch_size_per_gpu=2"], processes=2)
-        assert ended.returncode == 0, ended.stdout
-        found[kind] = run_folder(tmp_path / kind)
+        source = folder if kind == "disk" else f"{server.url}/run"
+        found[kind] = run.into(tmp_path / kind).with_words(f"args.train_data=[{source}]")
+        found[kind].launch(2, "deepspeed.train_micro_batch_size_per_gpu=2")
         gets = [path for method, path in server.requests if method == "GET"]
         assert any(path.endswith(".mp4") for path in gets) == (kind == "cold")
-    weights = {
-        kind: read_run_weights(each / "checkpoints/00000004") for kind, each in found.items()
-    }
     for kind in ("cold", "warm"):
-        assert losses(found[kind]) == losses(found["disk"])
-        assert all(torch.equal(weights[kind][name], w) for name, w in weights["disk"].items())
+        assert found[kind].losses == found["disk"].losses
+        assert_same(found[kind].weights(), found["disk"].weights())
     store.write(f"{server.url}/run/labels/0.txt", b"changed")
     server.faults = [Fault(403, path="labels/")]
-    ended = run([*words, *given], processes=2)
+    ended = launch(found["warm"].command(), processes=2)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("cogfast: command")]
-    assert (
-        len({*lines}) == 1 and "args.train_data=s3://" in lines[0] and "access denied" in lines[0]
-    )
+    assert len({*lines}) == 1
+    assert "args.train_data=s3://" in lines[0] and "access denied" in lines[0]
 
 
 def test_an_index_of_headers_lies_beside_the_data(bucket, monkeypatch, tmp_path):
@@ -305,14 +286,10 @@ def test_an_index_of_headers_lies_beside_the_data(bucket, monkeypatch, tmp_path)
 
 def test_labels_beside_a_folder_of_videos_are_found(bucket):
     _, server = bucket
-    for name in (
-        "videos/sub/1.mp4",
-        "labels/sub/1.txt",
-        "x/videos/sub/2.mp4",
-        "x/labels/sub/2.txt",
-    ):
+    videos = ("videos/sub/1.mp4", "x/videos/sub/2.mp4")
+    for name in (*videos, "labels/sub/1.txt", "x/labels/sub/2.txt"):
         store.write(f"{server.url}/deep/{name}", name.encode())
-    for name in ("videos/sub/1.mp4", "x/videos/sub/2.mp4"):
+    for name in videos:
         data = VideoFolder([store.parent(f"{server.url}/deep/{name}")], **CLIP)
         label = name.replace("videos", "labels").replace("mp4", "txt")
         assert [*data.captions] == [label]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,12 +56,10 @@ PICTURES: dict[str, tuple[Image.Image, dict]] = {
     "grey.bmp": (GREY, {}),
     "still.gif": (GREY, {}),
     "cmyk.tif": (RGB.convert("CMYK"), {}),
-    **{
-        f"turned{n}.{kind}": (RGB, {"exif": turned(n)})
-        for n, kind in ((3, "png"), (6, "png"), (8, "webp"), (2, "tiff"), (6, "tiff"))
-    },
-    **{f"turned{n}.jpg": (RGB, {"exif": turned(n)}) for n in range(1, 9)},
 }
+TURNED = [(3, "png"), (6, "png"), (8, "webp"), (2, "tiff"), (6, "tiff")]
+TURNED += [(n, "jpg") for n in range(1, 9)]
+PICTURES |= {f"turned{n}.{kind}": (RGB, {"exif": turned(n)}) for n, kind in TURNED}
 
 
 def manifest(folder: Path, rows: list[dict], **params: object) -> CaptionedVideos:
@@ -185,14 +182,8 @@ def test_what_is_no_still_picture_is_named_before_training(tmp_path: Path, what:
     name, spoil, columns, reason = BAD[what]
     RGB.save(tmp_path / "good.png")
     spoil(tmp_path / name)
-    (tmp_path / "metadata.json").write_text(
-        json.dumps(
-            [
-                {"path": name, "text": "", **columns},
-                {"path": "good.png", "text": "", "type": "image"},
-            ]
-        )
-    )
+    rows = [{"path": name, **columns}, {"path": "good.png", "type": "image"}]
+    (tmp_path / "metadata.json").write_text(json.dumps([{"text": "", **row} for row in rows]))
     data = VideoManifest(str(tmp_path), **CLIP, buckets=BUCKETS, allow_empty_captions=True)
     found = survey(data)
     assert list(found.reasons) == [0] and reason in found.reasons[0]
@@ -234,14 +225,10 @@ def test_controls_of_pictures_are_pictures(tmp_path: Path) -> None:
     rows = [{"file_path": "a.png", "control_file_path": c, "type": "image"} for c in controls]
     data = manifest(tmp_path, rows)
     reasons = survey(data).reasons
-    patterns = (
-        "clip.mp4 is a video, and the file is a picture; give a picture",
-        "square.png is 48x48, the clip 32x48",
-        "a.png is the clip itself",
-    )
     assert list(reasons) == [1, 2, 3]
-    for pattern, reason in zip(patterns, reasons.values(), strict=True):
-        assert re.search(pattern, reason), reason
+    assert "clip.mp4 is a video, and the file is a picture; give a picture" in reasons[1]
+    assert "square.png is 48x48, the clip 32x48" in reasons[2]
+    assert "a.png is the clip itself" in reasons[3]
     control = data[0]["control"]
     assert control.shape == (1, 3, *SIZE)
     assert torch.equal(control[0].permute(1, 2, 0), read_pixels(str(tmp_path / "a_edges.png")))

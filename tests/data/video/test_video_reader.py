@@ -26,6 +26,7 @@ from tests.support.video_files import (
     write_clip,
 )
 
+_LAYERS = "b-adapt=0:keyint=24:log-level=none"
 _OPEN = "open-gop=1:keyint=24:scenecut=0"
 READERS = pytest.mark.parametrize("reader", ["decord", "pyav"])
 
@@ -119,11 +120,7 @@ _CODED = {
     "mkv": (".mkv", "libx264", {"g": "24"}),
     "interlaced": (".mp4", "libx264", {"x264-params": "interlaced=1:keyint=24"}),
     "HEVC": (".mp4", "libx265", {"x265-params": f"{_OPEN}:bframes=4:log-level=none"}),
-    "HEVC, layers": (
-        ".mp4",
-        "libx265",
-        {"x265-params": "temporal-layers=3:bframes=7:b-adapt=0:keyint=24:log-level=none"},
-    ),
+    "HEVC, layers": (".mp4", "libx265", {"x265-params": f"temporal-layers=3:bframes=7:{_LAYERS}"}),
     "VP9": (".webm", "libvpx-vp9", {"g": "24", "auto-alt-ref": "1", "cpu-used": "8"}),
     "MPEG-4": (".mp4", "mpeg4", {"g": "24", "bf": "2"}),
     "intra refresh": (".mp4", "libx264", {"x264-params": "intra-refresh=1:keyint=24"}),

@@ -31,7 +31,7 @@ from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, write_clips, write_clips_with_vae
+from tests.support.tiny_run import CHANNELS, assert_same, write_clips, write_clips_with_vae
 from tests.support.tiny_run import run as launch
 from tests.train.test_encode import noised_by_hand
 
@@ -142,18 +142,12 @@ def test_training_from_the_cache_is_training_from_pixels(
         assert len(found) == (3 if has_condition else 2)
         for tensor, other in zip(found, expected, strict=True):
             assert torch.equal(tensor, other)
-    folders = [trained[name].path for name in ("cache", "pixels")]
     assert trained["cache"].losses == trained["pixels"].losses
-    found, expected = (
-        [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "valid" in line]
-        for folder in folders
-    )
-    assert found == expected and len(found) == 1
-    found, expected = (
-        [path.read_bytes() for path in (folder / "samples" / "step-00000003").glob("*.mp4")]
-        for folder in folders
-    )
-    assert found == expected and len(found) == 1
+    held_out = [[line for line in run.lines if "valid_loss" in line] for run in trained.values()]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 1
+    videos = [[*run.path.glob("samples/step-00000003/*.mp4")] for run in trained.values()]
+    (one,), (other,) = videos
+    assert one.read_bytes() == other.read_bytes()
     # Steps build the VAE for first and given frames alone, the text encoder never.
     assert (runs["cache"].built[0] is None) == (not has_condition)
     assert runs["cache"].encoder._text_encoder is None
@@ -178,14 +172,13 @@ def videos_in(folder: Path) -> list[str]:
 
 
 def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
-    few: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    few: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """8 frames at a time where whole clips do not fit: latents are diffusers' own, training from the
     cache and from pixels agree, a later run with more memory keeps the way of the cache, and a
     resumed run that of its checkpoint."""
     from diffusers import AutoencoderKLCogVideoX
 
-    caplog.set_level("INFO", logger="cogfast")
     run = few.with_vae().of("1.5_5b").with_args(train_iters=1).by(Recorder)
     vae = VideoAutoencoder(few.data / "vae")
     one = vae.limit_encode_memory(1 << 40, (1, 17, 32, 32)).num_bytes
@@ -194,7 +187,7 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     limits = {n: f"args.vae_memory_gib={num_bytes / 2**30!r}" for n, (num_bytes, _) in ways.items()}
     for name, (_, way) in ways.items():
         cache_latents(run.cached_in(tmp_path / name).config(limits[name]))
-        assert f"clips of 17x32x32 are encoded {way}" in caplog.text
+        assert f"clips of 17x32x32 are encoded {way}" in log.text
         (file,) = (tmp_path / name).glob("video-*/spec.json")
         assert json.loads(file.read_text())["encode_chunks"] == name
     before, cached = contents(tmp_path / "frames"), run.cached_in(tmp_path / "frames")
@@ -221,9 +214,9 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     line = "cache made by encode_chunks frames, the config has tiles"
     assert_refused(lambda: datasets_of(tiles), line)
 
-    caplog.clear()
+    log.clear()
     run.by(Trainer).train(f"args.resume={pixels.path}", steps=2)
-    assert "clips of 17x32x32 are encoded 8 frames at a time" in caplog.text
+    assert "clips of 17x32x32 are encoded 8 frames at a time" in log.text
 
 
 def test_encoding_first_trains_as_from_a_cache_that_was_there(
@@ -252,9 +245,7 @@ def test_encoding_first_trains_as_from_a_cache_that_was_there(
         assert signals.kept == "; nothing"
     assert contents(tmp_path / "first") == contents(tmp_path / "before")
     assert done.last.encoder._first_stage is None and done.last.encoder._text_encoder is None
-    found = done.weights()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same(done.weights(), expected)
 
     with patch.object(cache_module, "assemble_encoder", side_effect=AssertionError):
         first.trainer()
@@ -280,8 +271,7 @@ def test_ranks_that_share_samples_encode_first(few: Run, tmp_path: Path) -> None
     run = few.with_args(train_iters=1)
     cache_latents(run.cached_in(tmp_path / "before").config())
     words = ["args.encode_first=true", "args.context_parallel_size=2"]
-    done = launch(run.cached_in(tmp_path / "first").command(*words), 2, timeout=120)
-    assert done.returncode == 0, done.stdout
+    run.cached_in(tmp_path / "first").launch(2, *words)
     assert contents(tmp_path / "first") == contents(tmp_path / "before")
 
 
@@ -338,9 +328,8 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
 
 
 def test_only_changed_clips_are_encoded_again(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="cogfast")
     clips, cache = tmp_path / "clips", tmp_path / "cache"
     shutil.copytree(data, clips)
     config = Run(clips, tmp_path).with_vae().cached_in(cache).config()
@@ -354,11 +343,11 @@ def test_only_changed_clips_are_encoded_again(
         (clips / "labels" / f"{name}.txt").write_text("another caption")
     line = "videos changed or moved since caching: 7 of 11 usable; run `cog"
     assert_refused(lambda: Trainer(config), line)
-    caplog.clear()
+    log.clear()
     cache_latents(config)
     # 0 and 1 are the same now, and so are 2's caption and that of the copy of the old 2.
-    assert f"{cache}: encoding 1 of 10 clips and 1 of 10 captions" in caplog.text
-    assert f"{cache}: 11 samples, 0 bad" in caplog.text
+    assert f"{cache}: encoding 1 of 10 clips and 1 of 10 captions" in log.text
+    assert f"{cache}: 11 samples, 0 bad" in log.text
     after = contents(cache)
     assert before.items() <= after.items() and len(after) == len(before) + 2
     # If nothing is missing, no frozen part is built.

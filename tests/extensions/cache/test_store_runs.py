@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,12 +11,11 @@ from cogfast.distributed.model_batches import ModelBatches
 from cogfast.extensions.cache.command import cache_latents
 from cogfast.extensions.stores import store
 from tests.extensions.cache.test_cache import contents
-from tests.extensions.cache.test_cache_kills import ALONE, kill, straight
+from tests.extensions.cache.test_cache_kills import check_kills
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.s3_server import Fault, S3Server
-from tests.support.tiny_run import CHANNELS, start, write_clips, write_clips_with_vae
-from tests.support.tiny_run import run as launch
+from tests.support.tiny_run import write_clips
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +30,15 @@ def objects(url: str) -> dict[str, bytes]:
 
 
 def test_a_cache_in_a_store_is_that_of_a_folder(
-    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: S3Server, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """Entries and losses bit for bit; no request for a sample whose entries are in the local cache."""
-    caplog.set_level("INFO", logger="cogfast")
     url = f"{server.url}/runs/cache"
     run = Run(write_clips(tmp_path / "data", 4), tmp_path).with_args(train_iters=2)
     stored = run.cached_in(url)
     cache_latents(run.cached_in(tmp_path / "cache").config())
     cache_latents(stored.config(), price=7200.0)
-    assert "GPU hours ($" in caplog.text and f"{url}: 4 samples, 0 bad" in caplog.text
+    assert "GPU hours ($" in log.text and f"{url}: 4 samples, 0 bad" in log.text
     assert objects(url) == contents(tmp_path / "cache") and len(objects(url)) == 8
 
     found, asked = {}, {}
@@ -61,7 +58,7 @@ def test_a_cache_in_a_store_is_that_of_a_folder(
     config = stored.config()
     assert_refused(stored.trainer, f"args.latent_cache={url}: <...>3 of 4 usable")
     cache_latents(config)
-    assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in caplog.text
+    assert f"{url}: encoding 1 of 4 clips and 0 of 4 captions" in log.text
     assert objects(url) == contents(tmp_path / "cache")
 
     # Errors are one line, and what was written counts.
@@ -111,21 +108,7 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
 
 @pytest.mark.soak
 def test_kills_of_two_workers_leave_nothing_half(server: S3Server, tmp_path: Path) -> None:
-    data = write_clips_with_vae(tmp_path / "data", 60, CHANNELS)
-    run, url = Run(data, tmp_path).with_vae().of("5b_i2v"), f"{server.url}/killed"
-    expected = straight(run, tmp_path / "straight")
-    words = run.cached_in(url).command(ALONE, name="cache")
-    draw, in_time = random.Random(0), 0
-    for _ in range(10):
-        workers = [start(words) for _ in range(2)]
-        in_time += kill(
-            workers, lambda: len(store.find(url)), draw.randint(1, 6), draw.uniform(0, 0.3)
-        )
-        assert objects(url).items() <= expected.items()
-    workers = [start(words) for _ in range(2)]
-    outputs = [worker.communicate()[0] for worker in workers]
-    assert [worker.poll() for worker in workers] == [0, 0], outputs
-    assert objects(url) == expected and in_time >= 6
+    assert check_kills(tmp_path, f"{server.url}/killed", objects, num_kills=10) >= 6
 
 
 @pytest.mark.soak
@@ -135,8 +118,7 @@ def test_two_ranks_train_from_a_store_as_from_a_disk(server: S3Server, tmp_path:
     for name, cache in (("disk", tmp_path / "cache"), ("store", f"{server.url}/ranks")):
         cached = run.cached_in(cache).into(tmp_path / name)
         for command in ("cache", "train"):
-            done = launch(cached.command(name=command), 2, timeout=300)
-            assert done.returncode == 0, done.stdout
+            cached.launch(2, name=command)
         found[name] = cached.losses
     assert found["store"] == found["disk"] and len(found["disk"]) == 8
     assert objects(f"{server.url}/ranks") == contents(tmp_path / "cache")

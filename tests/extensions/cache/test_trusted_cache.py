@@ -115,11 +115,10 @@ def test_training_gets_the_batch_of_their_data_set(
     trusting: Run,
     theirs: Theirs,
     family: str,
-    caplog: pytest.LogCaptureFixture,
+    log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents and embeddings of their files, which nothing encodes again, and the first frame."""
-    caplog.set_level(logging.INFO)
     config = trusting.of(family).config()
     line = "args.trusted_cache=<...>/cache does not exist; set it"
     assert_refused(lambda: check_cache(config), line)
@@ -132,7 +131,7 @@ def test_training_gets_the_batch_of_their_data_set(
     cache_latents(config)
     # Two clips show whether the files are of 2B or of 5B. The others have a folder of their own.
     assert encoded == [(1, 3, 9, SIDE, SIDE)] * (2 if family == "5b" else 0)
-    assert f"args.trusted_cache={folder}: took 8 files" in caplog.messages
+    assert f"args.trusted_cache={folder}: took 8 files" in log.messages
 
     batch = batch_of(config)
     stems = [Path(path).stem for path in batch["paths"]]
@@ -148,10 +147,9 @@ def test_training_gets_the_batch_of_their_data_set(
 
 
 def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
-    ours: Run, trusting: Run, theirs: Theirs, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    ours: Run, trusting: Run, theirs: Theirs, log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """A batch may mix both. Without the key, no entry of such a cache is used."""
-    caplog.set_level(logging.INFO)
     folder = theirs(without=(0,))
     files = folder / "video_latent" / FOLDER["5b"]
     of_text = sorted((folder / "prompt_embeddings").iterdir())
@@ -163,19 +161,15 @@ def test_missing_and_wrong_files_are_encoded_with_one_warning_each(
 
     config = trusting.config()
     cache_latents(config)
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    warnings = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
     reasons = [w.split("; it is")[0].split(": ", 1)[1] for w in warnings if ".safetensors" in w]
-    assert sorted(reasons) == sorted(
-        [
-            f"{files / '1.safetensors'}: Error while deserializing header: incomplete metadata, file not "
-            "fully covered",
-            f"{files / '2.safetensors'}: encoded_video is [8, 2, 4, 4] torch.float32, not [8, 3, 4, 4] "
-            "torch.float32",
-            f"{of_text[0]}: prompt_embedding is not finite",
-            f"{of_text[1]}: prompt_embedding is [8, 16] torch.bfloat16, not [8, 16] torch.float32",
-        ]
-    )
-    assert f"args.trusted_cache={folder}: took 2 files" in caplog.messages
+    header = "Error while deserializing header: incomplete metadata, file not fully covered"
+    short = "encoded_video is [8, 2, 4, 4] torch.float32, not [8, 3, 4, 4] torch.float32"
+    rounded = "prompt_embedding is [8, 16] torch.bfloat16, not [8, 16] torch.float32"
+    wanted = {files / "1.safetensors": header, files / "2.safetensors": short}
+    wanted |= {of_text[0]: "prompt_embedding is not finite", of_text[1]: rounded}
+    assert sorted(reasons) == sorted(f"{file}: {reason}" for file, reason in wanted.items())
+    assert f"args.trusted_cache={folder}: took 2 files" in log.messages
     # One clip of theirs beside three with a variance, which are those of a cache without theirs.
     mixed = latents_of(batch_of(config))
     plain = ours.config()
@@ -208,15 +202,14 @@ def test_latents_in_bf16_are_not_rounded_again(trusting: Run, theirs: Theirs) ->
 
 
 def test_a_stem_that_two_videos_share_is_not_trusted(
-    trusting: Run, theirs: Theirs, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    trusting: Run, theirs: Theirs, log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.INFO)
     folder, other = theirs(), tmp_path / "other"
     for part in ("videos/1.mp4", "labels/1.txt"):
         (other / part).parent.mkdir(parents=True)
         shutil.copy(trusting.data / part.replace("1", "2"), other / part)
     cache_latents(trusting.config(f"args.train_data=[{trusting.data},{other}]"))
-    assert f"args.trusted_cache={folder}: took 7 files" in caplog.messages
+    assert f"args.trusted_cache={folder}: took 7 files" in log.messages
 
 
 SCALE_2B = 1.15258426

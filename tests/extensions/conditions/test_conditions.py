@@ -51,26 +51,14 @@ def folder(tmp_path: Path) -> Path:
     for name, stem in names.items():
         (tmp_path / f"{name}.txt").write_text("".join(f"{stem}{i}.mp4\n" for i in range(2)))
     (tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    rows = [
-        {
-            "file_path": f"clip{i}.mp4",
-            "control_file_path": f"control{i}.mp4",
-            "text": ("first", "second")[i],
-            "type": "video",
-        }
-        for i in range(2)
-    ]
+    rows, members = [], {}
+    for i, text in enumerate(("first", "second")):
+        row = {"file_path": f"clip{i}.mp4", "control_file_path": f"control{i}.mp4"}
+        rows.append(row | {"text": text, "type": "video"})
+        members[f"{i}.mp4"] = (tmp_path / f"clip{i}.mp4").read_bytes()
+        members[f"{i}.control.mp4"] = (tmp_path / f"control{i}.mp4").read_bytes()
+        members[f"{i}.txt"] = text.encode()
     (tmp_path / "metadata.json").write_text(json.dumps(rows))  # as VideoX-Fun writes it
-    read = lambda name: (tmp_path / name).read_bytes()
-    members = {
-        f"{i}{kind}": data
-        for i in range(2)
-        for kind, data in (
-            (".mp4", read(f"clip{i}.mp4")),
-            (".control.mp4", read(f"control{i}.mp4")),
-            (".txt", b"first" if i == 0 else b"second"),
-        )
-    }
     _tar(tmp_path / "shards" / "0.tar", members)
     return tmp_path
 
@@ -103,15 +91,13 @@ def test_every_layout_reads_the_control_as_the_clip(folder: Path) -> None:
         assert data.read_video("control", 1, Bucket(5, 16, 16)).shape == (5, 3, 16, 16)
 
 
+SAME_LENGTH = "the clip 9 frames at 8 fps; give one of the same length"
+
+
 @pytest.mark.parametrize(
     ("frames", "rate", "size", "reason"),
     [
-        (
-            17,
-            8,
-            SIZE,
-            "has 17 frames at 8 fps, the clip 9 frames at 8 fps; give one of the same length",
-        ),
+        (17, 8, SIZE, f"has 17 frames at 8 fps, {SAME_LENGTH}"),
         (9, 12, SIZE, "has 9 frames at 12 fps, the clip"),
         (9, 8, (48, 48), "is 48x48, the clip 32x48; give one of the same shape"),
         (None, 8, SIZE, "is the clip itself; give a video that is made of it"),
@@ -275,15 +261,14 @@ def test_conditions_that_do_not_fit_the_network_are_refused(run: Run, refusal: R
 
 
 def test_a_model_without_control_reads_none(
-    run: Run, folder: Path, caplog: pytest.LogCaptureFixture
+    run: Run, folder: Path, log: pytest.LogCaptureFixture
 ) -> None:
     words = [f"args.train_data=[{folder}]", "data.target=cogfast.data.datasets.VideoList"]
     words += [f"data.params.{key}={value}" for key, value in CLIP.items()] + ["args.split='1'"]
     run = run.of_files(*FILES).with_words(*words)
     plain, taking = run.config(), run.config("model.conditions=[control]")
-    caplog.set_level("INFO")
     found = assemble_datasets(plain, TrainArguments.from_config(plain)).train
-    assert "control" not in found[0] and "control videos are not read" in caplog.text
+    assert "control" not in found[0] and "control videos are not read" in log.text
     args = TrainArguments.from_config(taking)
     found = assemble_datasets(taking, args).train
     assert isinstance(found, CaptionedVideos) and "control" in found[0]

@@ -33,8 +33,7 @@ def test_the_first_frame_is_the_image_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "frames", "places"),
-    [("last", [8], [2]), ("first_last", [0, 8], [0, 2])],
+    ("kind", "frames", "places"), [("last", [8], [2]), ("first_last", [0, 8], [0, 2])]
 )
 @pytest.mark.parametrize("patch", [FLAT, DEEP], ids=["1.0", "1.5"])
 def test_frames_alone_are_in_their_places(kind: str, frames: list, places: list, patch) -> None:

@@ -205,19 +205,10 @@ def test_batches_are_those_of_reading_processes(num_workers, tmp_path):
     for backend in ("pyav", "dali"):
         data = VideoFolder(folder, (32, 48), 8, 13, video_backend=backend, short_clips="skip")
         file = tmp_path / f"{backend}.jsonl"
-        with BatchLoader(
-            data,
-            data.order(3, 8),
-            micro_batch=2,
-            accumulation=2,
-            dp_rank=1,
-            dp_size=2,
-            start_step=1,
-            num_steps=4,
-            num_workers=num_workers,
-            bad_samples_path=file,
-            max_bad_fraction=0.3,
-        ) as loader:
+        given = {"micro_batch": 2, "accumulation": 2, "dp_rank": 1, "dp_size": 2}
+        given |= {"start_step": 1, "num_steps": 4, "num_workers": num_workers}
+        given |= {"bad_samples_path": file, "max_bad_fraction": 0.3}
+        with BatchLoader(data, data.order(3, 8), **given) as loader:
             seen[backend] = list(loader), set(loader.bad_samples.reasons), loader.num_padded
     assert seen["dali"][1:] == seen["pyav"][1:] and len(seen["dali"][1]) == 3
     assert len(seen["dali"][0]) == 8
@@ -338,13 +329,12 @@ def test_a_cache_is_made_by_dali(tmp_path):
             assert torch.equal(tensor, other)
 
 
-def test_auto_says_why_pyav_reads(caplog, monkeypatch):
+def test_auto_says_why_pyav_reads(log, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # with a GPU, auto may take DALI
     dali_reader._reader.cache_clear()
-    with caplog.at_level(logging.INFO, logger="cogfast"):
-        for _ in range(2):
-            assert dali_reader.dali_of_this_process("auto") is None
-    assert caplog.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
+    for _ in range(2):
+        assert dali_reader.dali_of_this_process("auto") is None
+    assert log.text.count("videos are decoded by PyAV, not by DALI: there is no GPU") == 1
 
 
 @pytest.mark.skipif(bool(HAS_DALI), reason="DALI is installed")

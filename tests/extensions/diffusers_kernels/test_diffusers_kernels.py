@@ -130,13 +130,8 @@ def test_gradient_checkpointing_and_autocast() -> None:
 def adapter(dropout: float, targets: list[str] = LORA, rank: int = 4, alpha: int = 6):
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        init_lora_weights=False,
-        target_modules=targets,
-    )
+    kept = {"init_lora_weights": False, "target_modules": targets}
+    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, **kept)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -179,14 +174,9 @@ def test_peft_model() -> None:
 
 def run_with(model: nn.Module, tables: object, **options: object) -> Tensor:
     given = inputs("5b")
-    return model(
-        given["latents"].transpose(1, 2),
-        given["text"],
-        given["timesteps"],
-        image_rotary_emb=tables,
-        return_dict=False,
-        **options,
-    )[0]
+    frames = given["latents"].transpose(1, 2)
+    options |= {"image_rotary_emb": tables, "return_dict": False}
+    return model(frames, given["text"], given["timesteps"], **options)[0]
 
 
 def tables_of(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,13 @@ from tests.support.interrupted.kills import newest_step
 from tests.support.ranks.forked import Forked
 from tests.support.runs import Run
 from tests.support.s3_server import s3_server
-from tests.support.tiny_run import free_port, read_run_weights, write_clips
-from tests.support.tiny_run import run as launch
+from tests.support.tiny_run import (
+    assert_same,
+    free_port,
+    launch_ranks,
+    read_run_weights,
+    write_clips,
+)
 
 pytestmark = pytest.mark.soak
 
@@ -109,8 +114,8 @@ class Cluster:
         shutil.copytree(self.checkpoint(start), copy / "checkpoints" / start)
         (copy / "checkpoints" / "latest").write_text(start)
         own = [f"args.run_folder={copy}", f"args.train_iters={steps}", "args.elastic=off"]
-        done = launch([*self.words, *own, *words, "--resume", "latest"], ranks)
-        assert done.returncode == 0, done.stdout
+        words = ["-m", "cogfast", *self.words, *own, *words, "--resume", "latest"]
+        launch_ranks(ranks, *words)
         return read_run_weights(newest_checkpoint(copy))
 
     def weights(self, step: str) -> dict[str, torch.Tensor]:
@@ -133,12 +138,6 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     yield make
     for one in made:
         one.close()
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
 
 
 def resumed(log: str) -> list[str]:
@@ -176,9 +175,9 @@ def test_a_lost_machine_comes_back(cluster: Callable[..., Cluster], layout: str)
     first, second = resumed(pair.log())
     pair.wait_for_save()
     assert "args.elastic=shrink: 4 ranks train, 2 before" in pair.log()
-    assert_equal(pair.weights(second), pair.continued_by_hand(2, first, int(second), TWICE))
+    assert_same(pair.weights(second), pair.continued_by_hand(2, first, int(second), TWICE))
     last = f"{newest_step(pair.save):08d}"
-    assert_equal(pair.weights(last), pair.continued_by_hand(4, second, int(last), ()))
+    assert_same(pair.weights(last), pair.continued_by_hand(4, second, int(last), ()))
 
 
 def test_a_lost_machine_of_a_run_in_a_store(
@@ -210,8 +209,7 @@ def test_a_lost_machine_of_a_run_in_a_store(
             file = pair.save / url.removeprefix(f"{server.url}/runs/")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(store.read(url))
-        by_hand = pair.continued_by_hand(2, start, int(last), TWICE)
-        assert_equal(pair.weights(last), by_hand)
+        assert_same(pair.weights(last), pair.continued_by_hand(2, start, int(last), TWICE))
 
 
 def saved(url: str) -> list[str]:
@@ -223,13 +221,8 @@ def test_the_machine_of_rank_0_is_lost_and_the_idle_one_continues(
     cluster: Callable[..., Cluster],
 ) -> None:
     """The rendezvous is in a process of its own. The second machine's rank idles at first."""
-    pair = cluster(
-        f"{MICRO}=1",
-        "deepspeed.train_batch_size=4",
-        "args.elastic=shrink",
-        "args.train_iters=60",
-        has_store=True,
-    )
+    words = (f"{MICRO}=1", "deepspeed.train_batch_size=4", "args.elastic=shrink")
+    pair = cluster(*words, "args.train_iters=60", has_store=True)
     pair.add(2), pair.add(1)
     pair.wait_for_save()
     assert "2 ranks train; global batch 4" in pair.log()
@@ -239,10 +232,8 @@ def test_the_machine_of_rank_0_is_lost_and_the_idle_one_continues(
     log = pair.log()
     assert "args.elastic=shrink: 1 rank trains, 2 before; global batch 4 = dp 1 x batch 1" in log
     (start,) = resumed(log)
-    by_hand = pair.continued_by_hand(
-        1, start, 60, ["args.gradient_accumulation_steps=4", "deepspeed.train_batch_size=4"]
-    )
-    assert_equal(pair.weights("00000060"), by_hand)
+    alone = ["args.gradient_accumulation_steps=4", "deepspeed.train_batch_size=4"]
+    assert_same(pair.weights("00000060"), pair.continued_by_hand(1, start, 60, alone))
 
 
 def test_an_idle_rank_ends_with_the_run(cluster: Callable[..., Cluster]) -> None:
@@ -279,7 +270,7 @@ def test_a_lost_rank_of_a_model_is_restarted(cluster: Callable[..., Cluster]) ->
     rank.kill()
     pair.wait_for_end(0, 1)
     (start,) = resumed(pair.log())
-    assert_equal(pair.weights("00000040"), pair.continued_by_hand(2, start, 40, ()))
+    assert_same(pair.weights("00000040"), pair.continued_by_hand(2, start, 40, ()))
 
 
 def test_a_machine_that_is_asked_to_end_loses_no_step(cluster: Callable[..., Cluster]) -> None:

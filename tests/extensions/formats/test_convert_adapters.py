@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -72,16 +71,15 @@ def test_sat_lora_to_peft_to_sat_lora_is_bit_exact(family: str, tmp_path: Path) 
                 assert tensor.dtype == found[key].dtype and torch.equal(tensor, found[key]), key
 
 
-def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path, caplog) -> None:
+def test_the_strength_of_a_sat_checkpoint_is_what_its_config_says(tmp_path: Path, log) -> None:
     """alpha is in none of SAT's files: 1, or --lora-alpha; and merging gives the same output."""
     adapted, lora, base = save_pair("5b_i2v", tmp_path, lora_alpha=3.0)
     adapted.float()
     given = inputs("5b_i2v")
-    with caplog.at_level(logging.INFO):
-        convert(lora, tmp_path / "peft", "peft", lora_alpha=3.0, dtype="float32", verify=True)
+    convert(lora, tmp_path / "peft", "peft", lora_alpha=3.0, dtype="float32", verify=True)
     assert alpha_of(tmp_path / "peft") == 4
-    assert "rank 4, alpha 3.0, 2 layers, to_q, to_k, to_v, to_out.0" in caplog.text
-    assert "16 tensors read back, all equal to the source's bit for bit" in caplog.text
+    assert "rank 4, alpha 3.0, 2 layers, to_q, to_k, to_v, to_out.0" in log.text
+    assert "16 tensors read back, all equal to the source's bit for bit" in log.text
     sources = {
         "own": {"src": lora, "merge_lora": "", "lora_alpha": 3.0},
         "file": {"src": base, "merge_lora": str(tmp_path / "peft")},

@@ -17,6 +17,7 @@ from cogfast.extensions.formats.sat import to_sat_state_dict
 from cogfast.extensions.formats.sat_names import PREFIX
 from cogfast.model.weights import tensor_files
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
+from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import tiny
 
 FILE = "1/mp_rank_00_model_states.pt"
@@ -109,13 +110,10 @@ def test_a_file_of_an_old_torch(made: Path, tmp_path: Path) -> None:
     state = torch.load(made / "sat" / FILE)
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     convert(tmp_path / "x.pt", tmp_path / "new", "sat")
-    found = torch.load(tmp_path / "new" / FILE)["module"]
-    assert found.keys() == state["module"].keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in state["module"].items())
+    assert_same(torch.load(tmp_path / "new" / FILE)["module"], state["module"])
     for is_zip in (True, False):
-        torch.save(
-            state | {"args": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip
-        )
+        given = {"_use_new_zipfile_serialization": is_zip}
+        torch.save(state | {"args": Hostile()}, tmp_path / "x.pt", **given)
         assert_left(tmp_path / "x.pt", "would run pickled code")
         assert not Path("/tmp/cogfast-was-here").exists()
 

@@ -75,9 +75,8 @@ def test_adapters_of_the_mlp_are_the_librarys(tmp_path: Path) -> None:
     assert len(gradients) == 2 * 2 * len(targets)
     for name, parameter in ours.named_parameters():
         if is_lora_parameter(name):
-            key = (
-                peft_name(name).removeprefix("transformer.").replace(".weight", ".default_0.weight")
-            )
+            key = peft_name(name).removeprefix("transformer.")
+            key = key.replace(".weight", ".default_0.weight")
             wanted = gradients.pop(key)
             if "lora_B" in key:
                 wanted = wanted * (3 / 4)  # the file's B has the strength as a factor
@@ -145,16 +144,9 @@ def test_pairs_of_other_strength_come_with_it(tmp_path: Path) -> None:
 
     theirs = diffusers_model("5b")
     special = "transformer_blocks.1.attn1.to_v"
-    theirs.add_adapter(
-        LoraConfig(
-            r=4,
-            lora_alpha=2,
-            target_modules=TARGETS,
-            rank_pattern={special: 8},
-            alpha_pattern={special: 12},
-            init_lora_weights=False,
-        )
-    )
+    patterns = {"rank_pattern": {special: 8}, "alpha_pattern": {special: 12}}
+    given = {"r": 4, "lora_alpha": 2, "target_modules": TARGETS, "init_lora_weights": False}
+    theirs.add_adapter(LoraConfig(**given, **patterns))
     theirs.save_lora_adapter(tmp_path)
     source = open_peft(tmp_path)
     assert source.lora_alpha == 2.0

@@ -16,14 +16,11 @@ from cogfast.distributed.parallelize import allocate
 from cogfast.extensions.memory.host_blocks import HostBlocks, allocate_base, hold_base, stored_base
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.memory.quantized_linear import DTYPES, Quantization, quantize_rows
-from cogfast.model.transformer import (
-    DiffusionTransformer,
-    assemble_transformer,
-    freeze,
-)
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer, freeze
 from cogfast.train.activation_checkpointing import Policy, apply_policies
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
+from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import FAMILY, inputs, tiny
 from tests.train.run.test_lora_runs import lora_run
 
@@ -64,32 +61,23 @@ def evaluate(transformer: DiffusionTransformer) -> Tensor:
     return transformer.eval()(**inputs("5b"))
 
 
-def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys() and len(wanted) > 20
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
-    [
-        ("none", torch.float32),
-        ("none", torch.bfloat16),
-        ("int8", torch.bfloat16),
-        ("fp8", torch.bfloat16),
-    ],
+    [("none", torch.float32)] + [(kind, torch.bfloat16) for kind in ("none", "int8", "fp8")],
     ids=["fp32", "bf16", "int8", "fp8"],
 )
 def test_offloaded_blocks_give_the_same_bits(quantization: str, dtype: torch.dtype) -> None:
     plain = build(dtype, quantization, 0)
     wanted, evaluated = results(plain), evaluate(plain)
+    assert len(wanted) > 20
     cases: list[tuple[int, Policy]] = [(1, "none"), (2, "pointwise"), (3, "full")]
     for number, policy in cases:
         transformer = build(dtype, quantization, number)
         apply_policies(transformer, [policy] * NUM_LAYERS)
-        assert_same_bits(results(transformer), wanted)
+        assert_same(results(transformer), wanted)
         # The slots hold other blocks than at the start.
         assert torch.equal(evaluate(transformer), evaluated)
-        assert_same_bits(results(transformer.train()), wanted)
+        assert_same(results(transformer.train()), wanted)
 
 
 def test_the_device_holds_two_blocks_and_fetches_one_ahead(monkeypatch) -> None:
@@ -175,9 +163,8 @@ def test_a_run_resumes_with_the_same_bits(lora: Run, held: Run, tmp_path: Path) 
     copy = shutil.copytree(held.path, tmp_path / held.path.name)
     resumed = lora.into(tmp_path).train(*HELD, f"args.resume={copy / 'checkpoints' / '00000002'}")
     assert resumed.losses == held.losses
-    states = [held.weights(), resumed.weights()]
-    assert states[0].keys() == states[1].keys() and len(states[0]) == 2 * 4 * 2
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert len(held.weights()) == 2 * 4 * 2
+    assert_same(resumed.weights(), held.weights())
     line, other = "args.quantize_base: int8 -> none; change it back, or", lora.into(tmp_path / "o")
     assert_refused(lambda: other.train(f"args.resume={held.path}"), line)
 

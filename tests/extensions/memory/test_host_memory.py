@@ -70,15 +70,8 @@ def test_an_encoder_is_on_the_device_while_it_encodes(fails: bool) -> None:
         return embedding
 
     build: Any = lambda: text
-    encoder = Encoder(
-        lambda: None,
-        build,
-        scale_factor=1.0,
-        patch=PatchSize(1, 2, 2),
-        device=CPU,
-        is_brief=True,
-        overrides=EncodeOverrides(encode_text=own),
-    )
+    given = {"scale_factor": 1.0, "patch": PatchSize(1, 2, 2), "device": CPU, "is_brief": True}
+    encoder = Encoder(lambda: None, build, overrides=EncodeOverrides(encode_text=own), **given)
     encoder.encode_text(["first"])
     waiting, rng = text.weight.data_ptr(), SlotRandom(0, 0, [0], 1, CPU)
     for encode in (lambda: encoder.encode_captions(["a"], rng), lambda: encoder.encode_text(["b"])):

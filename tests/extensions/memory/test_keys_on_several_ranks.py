@@ -14,7 +14,7 @@ from cogfast.model.transformer import build_transformer
 from tests.model.test_lora import save_as_sat
 from tests.support.layouts import assert_equal_training, launch, numbers, weights
 from tests.support.runs import Run
-from tests.support.tiny_run import run_folder
+from tests.support.tiny_run import assert_same, run_folder
 from tests.support.tiny_transformers import randomize
 
 STEPS_OF_A_LAUNCH = 20  # gloo groups of ended runs keep 32 files each, and select() takes 1,024
@@ -104,12 +104,7 @@ QUICK = [
 # Each pair of keys and kind, of keys and stage, of kind and stage, and of each of them and dtype; keys
 # without those that move memory run beside them.
 SOAKED = [
-    Keyed(
-        keys,
-        kind,
-        (k + n) % 3 + 1,
-        is_bf16=(k // 2 + n) % 3 == 0 and KEYS[keys].same_bits is not None,
-    )
+    Keyed(keys, kind, (k + n) % 3 + 1, bool(KEYS[keys].same_bits) and (k // 2 + n) % 3 == 0)
     for k, keys in enumerate(name for name in KEYS if KEYS[name].same_bits or "," in name)
     for n, kind in enumerate(KINDS)
     if kind != "one process"
@@ -196,9 +191,7 @@ def test_moved_memory_changes_no_bit(runs: dict[Keyed, Path], run: Keyed) -> Non
     for key in ("loss", "grad_norm"):
         assert torch.equal(numbers(plain, key), numbers(other, key))
     for ema in (False, True):
-        wanted, found = weights(plain, ema), weights(other, ema)
-        assert wanted.keys() == found.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert_same(weights(other, ema), weights(plain, ema))
 
 
 def off(found: Tensor, wanted: Tensor) -> float:

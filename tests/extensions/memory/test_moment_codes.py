@@ -225,12 +225,3 @@ def test_a_second_moment_never_becomes_zero() -> None:
     assert abs(signed[2] / 2**-15.5 - 1) < 0.13
     for zero in (torch.zeros(5), torch.full((5,), 1e-42)):
         assert coded(zero, "exp_avg").decode().abs().max() <= 2e-39
-
-
-def test_moments_take_two_bytes() -> None:
-    (p,), grads = random_case([(1 << 16,)], num_steps=1)
-    optimizer = eight_bit(FusedEmaAdam([p], **HYPER))
-    run(optimizer, [p], grads)
-    state = optimizer.state[p]
-    moments = sum(x.nbytes for key, x in state.items() if key.startswith("exp_avg"))
-    assert moments == 2 * p.numel() + 2 * 2 * p.numel() // 256

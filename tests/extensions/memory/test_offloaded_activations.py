@@ -21,6 +21,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import Policy, apply_policies
 from tests.support.runs import Run
+from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import inputs, tiny
 from tests.train.test_activation_checkpointing import Storages, gradients
 
@@ -38,21 +39,10 @@ def make(name: str, dtype: torch.dtype = torch.float32, rank: int = 0) -> Diffus
     return transformer
 
 
-def plain(transformer: DiffusionTransformer, policy: Policy) -> None:
-    policies: list[Policy] = [policy] * LAYERS
-    apply_policies(transformer, policies)
-
-
 def offload(transformer: DiffusionTransformer, policy: Policy) -> OffloadedActivations:
     offloaded = OffloadedActivations(LAYERS, CPU)
-    policies: list[Policy] = [policy] * LAYERS
-    apply_policies(transformer, policies, offload=offloaded)
+    apply_policies(transformer, [policy] * LAYERS, offload=offloaded)
     return offloaded
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys() and len(expected) >= 16
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.fixture
@@ -74,6 +64,7 @@ def test_gradients_are_bitwise_those_of_plain_blocks(name: str, rank: int, dtype
     transformer = make(name, dtype, rank)
     transformer.use_calls(None)
     expected = gradients(name, transformer)
+    assert len(expected) >= 16
     for policy in POLICIES:
         offloaded = offload(transformer, policy)
         for _ in range(2):
@@ -94,6 +85,7 @@ def test_two_graphs_at_a_time_do_not_share_buffers() -> None:
 
     apply_policies(transformer, EVERYWHERE)
     expected = both()
+    assert len(expected) >= 16
     offloaded = offload(transformer, "full")
     assert_same(both(), expected)
     assert sizes(offloaded) == [[2 * 106 * 128 * 4] * 2 * (LAYERS - NUM_RESIDENT)]
@@ -120,7 +112,7 @@ def test_two_blocks_stay_on_the_device(policy: Policy, made: list[int]) -> None:
     weights = {p.untyped_storage()._cdata for p in transformer.parameters()}
 
     def held(is_offloaded: bool) -> int:
-        plain(transformer, policy)
+        apply_policies(transformer, [policy] * LAYERS)
         if is_offloaded:
             offload(transformer, policy)
         with Storages(weights) as storages:
@@ -138,10 +130,8 @@ def test_a_block_is_fetched_before_the_one_after_it_runs_again(monkeypatch) -> N
     offload(transformer, "full")
     for i, block in enumerate(transformer.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: events.append(f"run {i}"))
-    fetch = offloaded_activations.HostCopy.fetch
-    monkeypatch.setattr(
-        offloaded_activations.HostCopy, "fetch", lambda copy: (events.append("fetch"), fetch(copy))
-    )
+    copies, fetch = offloaded_activations.HostCopy, offloaded_activations.HostCopy.fetch
+    monkeypatch.setattr(copies, "fetch", lambda copy: (events.append("fetch"), fetch(copy)))
     out = transformer(**inputs("5b"))
     assert events == [f"run {i}" for i in range(LAYERS)]
     events.clear()
@@ -157,9 +147,9 @@ def test_compiled_blocks() -> None:
         block.compile(fullgraph=True)
     apply_policies(transformer, EVERYWHERE, is_compiled=True)
     expected = gradients("5b", transformer)
-    apply_policies(
-        transformer, EVERYWHERE, is_compiled=True, offload=OffloadedActivations(LAYERS, CPU)
-    )
+    assert len(expected) >= 16
+    offloaded = OffloadedActivations(LAYERS, CPU)
+    apply_policies(transformer, EVERYWHERE, is_compiled=True, offload=offloaded)
     assert_same(gradients("5b", transformer), expected)
 
 

@@ -24,16 +24,10 @@ from cogfast.train.optimizer import build_optimizer, parameter_groups
 from tests.kernels.test_fused_ema_adam import HYPER, build, random_case, run  # noqa: F401
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.runs import Run
-from tests.support.tiny_run import write_clips
 from tests.support.tiny_transformers import FAMILY
 
 HOST, EIGHT = "args.ema_device=cpu", "args.optimizer_moments=8bit"
 STAGE = "deepspeed.zero_optimization.stage"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"), num_clips=4)
 
 
 @pytest.fixture
@@ -124,12 +118,11 @@ def test_8bit_runs_resume_bit_for_bit(tmp_path: Path, tiny: Run) -> None:
     assert whole.writer._snapshot.partitions["exp_avg", 0].dtype == torch.uint8
 
 
-def test_a_run_resumes_with_the_other_moments(tiny: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_resumes_with_the_other_moments(tiny: Run, log: pytest.LogCaptureFixture) -> None:
     plain = tiny.train(steps=2).last
     before = [plain.engine.view(s, "exp_avg_sq").clone() for s in plain.engine.slices]
-    caplog.set_level("INFO")
     coded = tiny.trainer(EIGHT, "args.resume=latest")
-    assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in caplog.text
+    assert "optimizer_moments=8bit, before fp32: the moments are rounded to 8 bits" in log.text
     # Half the distance of two codes, or the smallest code of a block.
     smallest = max(x.max() for x in before) * 2**-31
     for s, want in zip(coded.engine.slices, before, strict=True):
@@ -137,7 +130,7 @@ def test_a_run_resumes_with_the_other_moments(tiny: Run, caplog: pytest.LogCaptu
         assert ((got - want).abs() <= want / 16 + smallest).all()
     coded.train()
     back = tiny.trainer("args.resume=latest")
-    assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in caplog.text
+    assert "optimizer_moments=fp32, before 8bit: the moments are kept in float32" in log.text
     for s in back.engine.slices:
         assert torch.equal(back.engine.view(s, "exp_avg"), coded.engine.view(s, "exp_avg"))
 
@@ -180,9 +173,8 @@ def test_muon_keeps_one_moment_of_the_linears_of_blocks(tiny: Run) -> None:
             kinds = [key for key in optimizer.state_of(p) if key.startswith("exp_avg")]
             is_matrix = name.startswith("blocks.") and "modulation" not in name and p.ndim == 2
             assert group.get("num_parts") == (None if not is_matrix else 3 if "qkv" in name else 1)
-            assert (
-                group["weight_decay"] == (0.1 if p.ndim > 1 else 0) and len(kinds) == 2 - is_matrix
-            )
+            assert group["weight_decay"] == (0.1 if p.ndim > 1 else 0)
+            assert len(kinds) == 2 - is_matrix
             found[len(kinds)] += p.numel()
     assert all(found.values()) and not names
     config = tiny.config("deepspeed.optimizer.type=Muon")

@@ -180,10 +180,7 @@ def test_autograd_and_the_compiler_keep_the_8_bit_weight_alone(dtype: torch.dtyp
         return graph
 
     function = aot_function(
-        run,
-        fw_compiler=note,
-        bw_compiler=note,
-        partition_fn=min_cut_rematerialization_partition,
+        run, fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition
     )
     function(x, q, scale).sum().backward()
     assert found == [[dtype], [dtype]]

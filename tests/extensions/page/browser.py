@@ -17,20 +17,10 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOW_TO_INSTALL = "needs Chromium: apt-get install -y chromium"
-_OPTIONS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-extensions",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-)
+_OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+_OPTIONS += ("--disable-quic", "--no-first-run", "--disable-background-networking")
+_OPTIONS += ("--disable-component-update", "--disable-sync", "--disable-extensions")
+_OPTIONS += ("--hide-scrollbars", "--remote-debugging-pipe")
 
 
 class Browser:
@@ -122,11 +112,7 @@ class Browser:
 
     def _send(self, method: str, **parameters: object) -> dict[str, Any]:
         self._number += 1
-        message: dict[str, object] = {
-            "id": self._number,
-            "method": method,
-            "params": parameters,
-        }
+        message: dict[str, object] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")

@@ -22,27 +22,17 @@ def lines(num_lines: int, every: int = 10, evaluated: int = 50) -> Iterator[dict
     """Lines of metrics.jsonl: a falling loss, and evaluations."""
     for i in range(1, num_lines + 1):
         step, loss = i * every, 0.1 + math.exp(-i / num_lines * 4) + 0.02 * math.sin(7 * i)
-        yield {
-            "step": step,
-            "loss": loss,
-            "loss_running": loss + 0.01,
-            "lr": 1e-4 * min(1, i / 20),
-            "grad_norm": 1 + 0.5 * math.cos(3 * i),
-            "step_ms": 800.5 + i % 7,
-            "data_wait_ms": 3.25,
-            "samples_per_s": 10 + 0.01 * (i % 13),
-            "tokens_per_s": 17776.5,
-            "model_tflops": 400.125 + i % 3,
-            "mfu": None,
-            "skipped": 0,
-            "skipped_in_a_row": 0,
-            "memory_allocated_gib": 61.2345,
-            "memory_reserved_gib": 64.5,
-            **{f"train_loss_band_{band}": loss * (1 + band / 4) for band in range(4)},
-        }
+        line = {"step": step, "loss": loss, "loss_running": loss + 0.01, "mfu": None}
+        line |= {"lr": 1e-4 * min(1, i / 20), "grad_norm": 1 + 0.5 * math.cos(3 * i)}
+        line |= {"step_ms": 800.5 + i % 7, "data_wait_ms": 3.25, "tokens_per_s": 17776.5}
+        line |= {"samples_per_s": 10 + 0.01 * (i % 13), "model_tflops": 400.125 + i % 3}
+        line |= {"skipped": 0, "skipped_in_a_row": 0}
+        line |= {"memory_allocated_gib": 61.2345, "memory_reserved_gib": 64.5}
+        bands = {band: loss * (1 + band / 4) for band in range(4)}
+        yield line | {f"train_loss_band_{band}": of_band for band, of_band in bands.items()}
         if step % evaluated == 0:
-            bands = {f"valid_loss_band_{band}": loss * (1 + band / 4) for band in range(4)}
-            yield {"step": step, "valid_loss": loss + 0.05, **bands}
+            held_out = {f"valid_loss_band_{band}": of_band for band, of_band in bands.items()}
+            yield {"step": step, "valid_loss": loss + 0.05, **held_out}
 
 
 def write_run(
@@ -60,15 +50,9 @@ def write_run(
     base = text.rename(text.with_name(f"{run.name}.yaml"))
     config = Run(run.parent, run.parent).of_files(base).config("args.seed=7")
     (run / "training_config.yaml").write_text(config.to_yaml())
-    facts = {
-        "num_steps": 1000,
-        "global_batch": 4,
-        "num_samples": 60,
-        "num_trained": 5_830_000,
-        "allow_import": [],
-        "effective": {"args.attention_backend": "native"},
-        "origins": {key: origin for key, origin in config.origins.items() if origin != "default"},
-    }
+    facts = {"num_steps": 1000, "global_batch": 4, "num_samples": 60, "num_trained": 5_830_000}
+    facts |= {"allow_import": [], "effective": {"args.attention_backend": "native"}}
+    facts["origins"] = {key: of for key, of in config.origins.items() if of != "default"}
     (run / "run_facts.json").write_text(json.dumps(facts))
     environment = {"torch": "2.13.0", "devices": ["NVIDIA H100"] * 2, "world_size": 2}
     (run / "environment.json").write_text(json.dumps(environment))

@@ -179,12 +179,8 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
     page = page_at(saved)
     found = commands(page)
     assert found[0].startswith("torchrun --nproc_per_node=2 --no-python cogfast train --base ")
-    parsers = {
-        "train": parse_train,
-        "sample": parse_sample,
-        "convert": parse_convert,
-        "report": parse_report,
-    }
+    parsers = {"train": parse_train, "sample": parse_sample, "convert": parse_convert}
+    parsers |= {"report": parse_report}
     kinds = []
     for line in found:
         words = shlex.split(line)
@@ -196,11 +192,8 @@ def test_commands_are_those_that_cogfast_takes(run: Path, whole: Page, tmp_path:
     assert request.base == [str(saved / "training_config.yaml")]
     assert "Resume from checkpoint 00000150" in page.text("commands")
     # A resumption that changed keys has written a configuration.
-    text = (
-        (saved / "training_config.yaml")
-        .read_text()
-        .replace("log_interval: 1\n", "log_interval: 2\n")
-    )
+    text = (saved / "training_config.yaml").read_text()
+    text = text.replace("log_interval: 1\n", "log_interval: 2\n")
     (saved / "training_config-from-00000100.yaml").write_text(text)
     (saved / "environment-from-00000100.json").write_text('{"torch": "2.14.0", "world_size": 1}')
     page = page_at(saved)
@@ -271,14 +264,10 @@ def test_damage_is_left_out_and_named(tmp_path: Path) -> None:
     (run / "checkpoints" / "latest").write_text("../../etc")
     page = page_at(run)
     found = page.text("problems")
-    for word in (
-        "metrics.jsonl: 1 line left out",
-        "environment.json: damaged JSON",
-        "run_facts.json: [] must be a mapping",
-        "training_config.yaml: args.seed=",
-        "prompts.json: damaged JSON",
-        "latest: damaged, it names no step",
-    ):
+    words = ["metrics.jsonl: 1 line left out", "environment.json: damaged JSON"]
+    words += ["run_facts.json: [] must be a mapping", "training_config.yaml: args.seed="]
+    words += ["prompts.json: damaged JSON", "latest: damaged, it names no step"]
+    for word in words:
         assert word in found, word
     assert page.sections == ["problems", "curves", "samples", "commands"]
     # The listing of step 50 has the prompts of both.
@@ -452,14 +441,9 @@ def test_a_file_that_is_no_page_is_kept(tmp_path: Path) -> None:
 def trained(shared_run: Run) -> tuple[Path, list[Page | None]]:
     """Three LoRA steps with an evaluation at each second step and at the end, and the page that each
     step found."""
-    lora = lora_run(shared_run, 2).with_args(
-        train_iters=3,
-        eval_interval=2,
-        eval_at_end=True,
-        eval_num_samples=2,
-        eval_sampling_steps=2,
-        valid_data=[str(shared_run.data)],
-    )
+    lora = lora_run(shared_run, 2).with_args(train_iters=3, valid_data=[str(shared_run.data)])
+    lora = lora.with_args(eval_interval=2, eval_at_end=True)
+    lora = lora.with_args(eval_num_samples=2, eval_sampling_steps=2)
     pages: list[Page | None] = []
 
     class Watched(Trainer):

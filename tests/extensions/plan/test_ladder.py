@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -131,7 +130,7 @@ def test_a_model_that_does_not_fit_has_a_way(capsys: pytest.CaptureFixture) -> N
 
 
 def test_a_run_makes_the_changes_and_trains_as_before(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     run = run.with_args(train_iters=2)
     expected = run.into(tmp_path / "plain").train().losses
@@ -140,10 +139,9 @@ def test_a_run_makes_the_changes_and_trains_as_before(
     # A little less than the run may use.
     card = int((plan_memory(setup_of(plain, args, 1), None).peak - 2**12) / (1 - MARGIN))
     monkeypatch.setattr(ladder, "free_memory", lambda device: (card, card))
-    with caplog.at_level(logging.INFO, logger="cogfast"):
-        fitted = run.into(tmp_path / "fitted").train("args.fit=auto")
+    fitted = run.into(tmp_path / "fitted").train("args.fit=auto")
     assert fitted.losses == pytest.approx(expected, rel=1e-5)
-    lines = [r.getMessage() for r in caplog.records if "args.fit=auto" in r.getMessage()]
+    lines = [r.getMessage() for r in log.records if "args.fit=auto" in r.getMessage()]
     assert len(lines) >= 2 and lines[-1].startswith("args.fit=auto: fits: ")
     # The run's folder has the changes, so that a resumed run begins with them.
     saved = run_of(fitted.path / "training_config.yaml").config()

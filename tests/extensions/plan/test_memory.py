@@ -78,16 +78,10 @@ def test_a_step_takes_what_the_allocator_counted(
         del content["model"][key]
     OmegaConf.save(content, tmp_path / "model.yaml")
     frames, rows, columns = (81, 768, 1360) if model.startswith("1.5") else (49, 480, 720)
-    given = [
-        "args.train_data=[clips]",
-        "args.latent_cache=cache",
-        f"data.params.video_size=[{rows},{columns}]",
-        f"data.params.max_num_frames={frames}",
-        f"args.activation_checkpointing={policy}",
-        "deepspeed.bf16.enabled=true",
-        "deepspeed.fp16.enabled=false",
-        *words.split(),
-    ]
+    given = ["args.train_data=[clips]", "args.latent_cache=cache", *words.split()]
+    given += [f"data.params.video_size=[{rows},{columns}]", f"data.params.max_num_frames={frames}"]
+    given += ["deepspeed.bf16.enabled=true", "deepspeed.fp16.enabled=false"]
+    given += [f"args.activation_checkpointing={policy}"]
     files = [tmp_path / "model.yaml", *([CONFIGS / "lora.yaml"] if lora else [])]
     config = run_of(*files, CONFIGS / "sft.yaml").config(*given)
     plan = plan_memory(setup_of(config, TrainArguments.from_config(config), ranks), None)
@@ -132,10 +126,8 @@ def test_encoders_count_where_they_are_used() -> None:
     # Image-to-video encodes the noised first frame in every step.
     image = plan_of("_5b_i2v", *CACHED)
     assert image.phases[0].parts["encoders"] == vae
-    names = [
-        phase.name
-        for phase in plan_of("_5b", *CACHED, "args.eval_interval=5", "args.eval_prompts=[a]").phases
-    ]
+    evaluated = plan_of("_5b", *CACHED, "args.eval_interval=5", "args.eval_prompts=[a]")
+    names = [phase.name for phase in evaluated.phases]
     assert names == ["training", "optimizer step", "evaluation", "decoding"]
 
 

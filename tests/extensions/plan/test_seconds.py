@@ -56,14 +56,12 @@ def trained(name: str, **changes: Any) -> DiffusionTransformer:
 
 
 def plan_of(name: str, policy: Policy, **rules: Any) -> MemoryPlan:
-    given = inputs("5b")
-    latents = given["latents"]
+    latents = inputs("5b")["latents"]
+    rules = {"stage": 2, "data_size": 1, "weight_bytes": 4, "sum_bytes": 4, **rules}
     channels, frames, height, width = latents.shape[1:]
     setup = Setup(
         traces=Traces(trained(name).to("meta")),
-        rules=ZeroRules(
-            **({"stage": 2, "data_size": 1, "weight_bytes": 4, "sum_bytes": 4} | rules)
-        ),
+        rules=ZeroRules(**rules),
         size=LatentSize(channels, frames, height, width, 9, 8.0),
         batch_size=len(latents),
         choice=policy,
@@ -82,15 +80,9 @@ def flops_of(work: Work, *kinds: str) -> float:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [
-        ("all weights", "none"),
-        ("all weights", "full"),
-        ("attention", "attention_kept"),
-        ("queries", "pointwise"),
-        ("mlp", "full"),
-        ("last layer", "none"),
-        ("last layer", "attention_kept"),
-    ],
+    [("all weights", "none"), ("all weights", "full"), ("attention", "attention_kept")]
+    + [("queries", "pointwise"), ("mlp", "full")]
+    + [("last layer", "none"), ("last layer", "attention_kept")],
 )
 def test_flops_are_those_that_run(name: str, policy: Policy) -> None:
     """PyTorch counts every matrix product of a step, recomputed ones included."""
@@ -263,11 +255,9 @@ def test_predictions_are_within_3_percent_of_the_steps_of_an_h100(piece: str) ->
         found[case] = row["ours_median_ms"]  # compiled steps take as long
     assert len(found) >= 3
     for (lora, policy, num_layers), milliseconds in found.items():
-        words = [
-            f"args.activation_checkpointing={policy}",
-            f"model.network_config.params.num_layers={num_layers}",
-        ]
-        config, args = config_of(f"_{piece}", *CACHED, *words, lora=lora)
+        layers = f"model.network_config.params.num_layers={num_layers}"
+        words = [*CACHED, f"args.activation_checkpointing={policy}", layers]
+        config, args = config_of(f"_{piece}", *words, lora=lora)
         step = predict_step(plan_memory(setup_of(config, args, 1), None), H100, "cudnn")
         assert step is not None
         assert 1000 * step.seconds == pytest.approx(milliseconds, rel=0.03)
@@ -279,9 +269,8 @@ def test_the_plan_names_the_attention_that_it_assumes() -> None:
         return describe_plan(config, gpu).rpartition("\nstep: ")[2]
 
     text = time_lines("h100-80")
-    assert (
-        "attention by cudnn at 43% and 43% of the peak (the fastest of PyTorch's); by fa4" in text
-    )
+    fastest = "attention by cudnn at 43% and 43% of the peak (the fastest of PyTorch's); by fa4"
+    assert fastest in text
     # flash-attn 4 is no faster there.
     assert time_lines("b200").endswith("at 40% and 40% of the peak (the fastest of PyTorch's)\n")
     named = time_lines("h100-80", "args.attention_backend=fa4")

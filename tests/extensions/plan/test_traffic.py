@@ -126,17 +126,12 @@ def of_model(
         split_context(transformer, stand_in(context - 1, context))
     number = dtype.itemsize
     given = {"stage": 2, "data_size": context, "weight_bytes": number, "sum_bytes": number} | rules
-    setup = Setup(
-        traces=Traces(transformer),
-        rules=ZeroRules(**given),
-        size=size,
-        batch_size=batch,
-        choice=policy,
-        encoders=Encoders(shape=(0, 0, 0, 0)),
-        model_size=tensor,
-        context_size=context,
+    zero, none = ZeroRules(**given), Encoders(shape=(0, 0, 0, 0))
+    mesh = {"model_size": tensor, "context_size": context, "batch_size": batch}
+    traces = Traces(transformer)
+    return planned(
+        Setup(traces=traces, rules=zero, size=size, choice=policy, encoders=none, **mesh)
     )
-    return planned(setup)
 
 
 def latent_size(latents: torch.Tensor) -> LatentSize:
@@ -149,15 +144,9 @@ def latent_size(latents: torch.Tensor) -> LatentSize:
 def test_traffic_of_a_tensor_parallel_model(launched, name: str) -> None:
     case, policy, splits_rows = SHARED[name]
     latents = inputs(CASES[case].family)["latents"]
-    expected = of_model(
-        CASES[case].config,
-        latent_size(latents),
-        batch=len(latents),
-        tensor=2,
-        splits_rows=splits_rows,
-        policy=policy,
-        dtype=CASES[case].dtype,
-    )
+    given = {"splits_rows": splits_rows, "policy": policy, "dtype": CASES[case].dtype}
+    size = latent_size(latents)
+    expected = of_model(CASES[case].config, size, batch=len(latents), tensor=2, **given)
     for rank in launched[0]:
         assert sum(rank[name].values()) == pytest.approx(expected.inside, TOLERANCE)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -279,19 +278,18 @@ def test_the_card_of_a_control_model_names_no_other_base(
 
 
 def test_a_run_pushes_its_last_checkpoint_and_survives_a_hub_that_refuses(
-    run: Run, base_run: Path, hub: type[Hub], caplog: pytest.LogCaptureFixture
+    run: Run, base_run: Path, hub: type[Hub], log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     run = run.with_lora(4).with_words(f"args.push_to_hub={REPO}", "args.eval_interval=null")
     run = run.with_args(load=str(base_run))
     run.train()
     assert hub.files["pytorch_lora_weights.safetensors"]
-    assert "published: http" in caplog.text
+    assert "published: http" in log.text
     hub.refuses.append("/api/repos/create")
     run.resume(steps=2)
-    found = [r.getMessage() for r in caplog.records if "args.push_to_hub" in r.getMessage()]
+    found = [r.getMessage() for r in log.records if "args.push_to_hub" in r.getMessage()]
     assert len(found) == 1 and "me/my-lora is not published" in found[0]
-    assert "finished at step 2" in caplog.text
+    assert "finished at step 2" in log.text
 
 
 def test_mistakes(

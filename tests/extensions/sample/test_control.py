@@ -46,14 +46,8 @@ def test_a_control_is_encoded_in_the_memory_that_there_is(
         return encode(stage, video)
 
     monkeypatch.setattr(VideoAutoencoder, "encode", encode_noting)
-    words = [
-        "args.sampling_num_frames=3",
-        "--size",
-        "32x48",
-        "--control",
-        control,
-        "args.batch_size=2",
-    ]
+    words = ["args.sampling_num_frames=3", "args.batch_size=2"]
+    words += ["--size", "32x48", "--control", control]
     sample(tmp_path / "out", folder, *LATENTS, *words)
     sample(tmp_path / "less", folder, *LATENTS, *words, "args.vae_memory_gib=1e-6")
     assert are_sliced == [False, False, True, True]  # two videos each
@@ -79,6 +73,19 @@ def test_the_folder_tells_the_conditions(pipelines: Pipelines, tmp_path: Path) -
     assert "model.conditions" not in values
 
 
+def train_once(folder: Path, data: Path, save: Path, *words: str) -> Path:
+    """Train the model of a folder for a step, with an evaluation at the end. Return the run."""
+    short = ["args.train_iters=1", "args.batch_size=1", "args.warmup_steps=1", "args.split=2,1"]
+    short += ["data.params.video_size=[32,48]", "data.params.max_num_frames=9"]
+    short += ["args.eval_at_end=true", "args.eval_num_samples=1", "args.num_workers=0"]
+    short += ["model.sampler_config.params.num_steps=2", "args.activation_checkpointing=none"]
+    given = ["train", folder, "--data", data, "--out", save, *words, *short]
+    assert main([*map(str, given)]) == 0
+    run = run_folder(save)
+    assert list((run / "samples" / "step-00000001").glob("*.mp4"))
+    return run
+
+
 def test_a_control_model_trains_evaluates_samples_and_exports(
     pipelines: Pipelines, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -89,15 +96,8 @@ def test_a_control_model_trains_evaluates_samples_and_exports(
         write_clip(data / f"c{i}.mp4", constant_rate(9, 8), size=SIZE, options={"crf": "30"})
     rows = [{"path": f"{i}.mp4", "caption": "a", "control": f"c{i}.mp4"} for i in range(3)]
     (data / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["args.train_iters=1", "args.batch_size=1", "args.warmup_steps=1", "args.split=2,1"]
-    words += ["data.params.video_size=[32,48]", "data.params.max_num_frames=9"]
-    words += ["args.eval_at_end=true", "args.eval_num_samples=1", "args.num_workers=0"]
-    words += ["model.sampler_config.params.num_steps=2", "args.activation_checkpointing=none"]
-    given = ["train", folder, "--data", data, "--out", tmp_path / "runs", *words]
-    assert main([*map(str, given)]) == 0
-    run = run_folder(tmp_path / "runs")
+    run = train_once(folder, data, tmp_path / "runs")
     assert "--control CONTROL.mp4" in capsys.readouterr().err
-    assert list((run / "samples" / "step-00000001").glob("*.mp4"))
     assert main(["sample", str(run), "--prompt", "a", "--out", str(tmp_path / "none")]) != 0
     assert "a control model needs a control video; give --control" in capsys.readouterr().err
     assert main(["convert", str(run), str(tmp_path / "out"), "--to", "diffusers"]) == 0

@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 
 from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
@@ -25,26 +24,8 @@ from cogfast.extensions.sample.generate import VideoMaker
 from cogfast.train.trainer import Trainer
 from tests.support.runs import Run
 from tests.support.tiny_run import CHANNELS, write_clips
-
-ENCODED = "tests.extensions.sample.test_evaluate.EncodedSamples"
-
-
-class EncodedSamples(Dataset):
-    """Latents, embeddings and image latents made elsewhere; no captions, no pixels."""
-
-    def __init__(self, data_dir: list[str]) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict:
-        generator = torch.Generator().manual_seed(index)
-        return {
-            "encoded_videos": torch.randn(CHANNELS, 2, 4, 4, generator=generator),
-            "prompt_embedding": torch.randn(8, 16, generator=generator),
-            "image_latents": torch.randn(CHANNELS, 1, 4, 4, generator=generator),
-        }
+from tests.support.video_files import decode_all
+from tests.train.test_trainer import ENCODED
 
 
 @pytest.fixture
@@ -99,9 +80,7 @@ def test_held_out_loss_is_the_formula_at_band_middles(run: Run, family: str) -> 
     assert found["valid_loss"] == pytest.approx(sum(wanted) / 4, rel=1e-5)
     assert trainer.evaluator(7, trainer.size.latents) == found
     assert transformer.training
-    if (
-        family == "5b"
-    ):  # with args.elastic the samples are those of any division of the global batch
+    if family == "5b":  # args.elastic: the samples of any division of the global batch
         args = replace(trainer.args, elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
         of_run = (trainer.engine, trainer.diffusion, trainer.encoder, trainer.datasets.valid)
         divided = Evaluator(*of_run, args, trainer.groups, trainer.folder)
@@ -127,12 +106,9 @@ def test_evaluating_changes_no_training_number(run: Run, tmp_path: Path) -> None
 @pytest.mark.parametrize("with_ema", [True, False], ids=["ema", "current"])
 def test_samples_come_from_the_weights_asked_for(run: Run, with_ema: bool) -> None:
     """An evaluation's samples equal those of a sampler run by hand on those weights."""
-    run = run.with_args(
-        eval_with_ema=with_ema,
-        eval_prompts=["a bar moves", "another one"],
-        only_log_video_latents=True,
-        eval_sampling_steps=2,
-    ).train("deepspeed.optimizer.params.lr=0.05")
+    run = run.with_args(eval_with_ema=with_ema, eval_prompts=["a bar moves", "another one"])
+    run = run.with_args(only_log_video_latents=True, eval_sampling_steps=2)
+    run = run.train("deepspeed.optimizer.params.lr=0.05")
     trainer = run.last
     names = json.loads((samples(run) / "prompts.json").read_text())
     assert list(names.values()) == ["a bar moves", "another one"]
@@ -168,14 +144,10 @@ def test_image_to_video_samples_the_given_images(run: Run, tmp_path: Path) -> No
         Image.fromarray(picture).save(tmp_path / f"{name}.png")
     (tmp_path / "prompts.txt").write_text("a bar moves\nanother one\n")
     (tmp_path / "images.txt").write_text("a.png\nb.png\n")
-    run = run.of("5b_i2v").with_args(
-        valid_data=[],
-        eval_with_ema=False,
-        eval_prompt_file=str(tmp_path / "prompts.txt"),
-        eval_images=str(tmp_path / "images.txt"),
-        only_log_video_latents=True,
-        eval_sampling_steps=2,
-    )
+    run = run.of("5b_i2v").with_args(valid_data=[], eval_with_ema=False, eval_sampling_steps=2)
+    lists = {"eval_prompt_file": "prompts.txt", "eval_images": "images.txt"}
+    run = run.with_args(**{key: str(tmp_path / name) for key, name in lists.items()})
+    run = run.with_args(only_log_video_latents=True)
     trainer = run.trainer("data.params.resize=stretch")
     trainer.evaluator(2, trainer.size.latents)
     names = json.loads((samples(run) / "prompts.json").read_text())
@@ -242,14 +214,12 @@ def test_an_evaluation_uses_the_negative_prompt_as_sampling_does(run: Run, tmp_p
 
 def test_encoded_data_is_sampled_from_its_embeddings(run: Run) -> None:
     """Two latent frames: 5 pixel frames, fewer than the model's table holds. No T5 is loaded."""
-    given = {"dataset": {"target": ENCODED}, "eval_sampling_steps": 2}
+    given = {"dataset": {"target": ENCODED, "params": {"num_frames": 2}}, "eval_sampling_steps": 2}
     given |= {"valid_data": ["anything"], "train_data": ["anything"]}
     run = run.of("1.5_5b_i2v").by(Trainer, "tests").with_args(**given).train()
     assert run.last.encoder._text_encoder is None
     (name,) = json.loads((samples(run) / "prompts.json").read_text())
-    video = open_video(str(samples(run) / name))
-    assert len(video) == 5
-    video.close()
+    assert len(decode_all(samples(run) / name)) == 5
 
 
 def test_the_last_step_is_evaluated_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,18 +303,10 @@ def test_bad_clips_of_the_held_out_data_have_a_list_of_their_own(run: Run, tmp_p
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [
-        (Evaluator, "_encoded", "the held-out loss"),
-        (VideoMaker, "frames", "sampling"),
-    ],
+    [(Evaluator, "_encoded", "the held-out loss"), (VideoMaker, "frames", "sampling")],
 )
 def test_a_failure_is_logged_and_training_continues(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    owner: type,
-    method: str,
-    what: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog, owner: type, method: str, what: str
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.ranks.evaluation_ranks import CASES
 from tests.support.ranks.forked import run_forked
-from tests.support.tiny_run import CHANNELS, free_port, write_clips_with_vae, write_config
+from tests.support.runs import Run
+from tests.support.tiny_run import CHANNELS, free_port, write_clips_with_vae
 
 TENSOR = "args.model_parallel_size=2"
 SECONDS = 300  # on a busy machine; a hang has no end
@@ -26,21 +27,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the VAE, which chooses how it encodes clips at the first one, and without a cache."""
     folder = tmp_path_factory.mktemp("ranks")
     data = write_clips_with_vae(folder / "data", 4, CHANNELS)
-    return write_config(
-        folder / "base.yaml",
-        data,
-        has_vae=True,
-        valid_data=[str(data)],
-        eval_at_start=True,
-        eval_iters=2,
-        eval_batch_size=1,
-        eval_sampling_steps=1,
-    )
+    run = Run(data, folder).with_vae().with_args(valid_data=[str(data)], eval_at_start=True)
+    return run.with_args(eval_iters=2, eval_batch_size=1, eval_sampling_steps=1).base
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name != "tp 2")) for name in LAYOUTS],
+    "layout", [pytest.param(name, marks=[pytest.mark.soak] * (name != "tp 2")) for name in LAYOUTS]
 )
 @pytest.mark.slow
 def test_ranks_stop_and_fail_together(layout: str, base: Path, tmp_path: Path) -> None:

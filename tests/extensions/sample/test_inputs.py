@@ -15,20 +15,16 @@ from torch import Tensor
 from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
+from tests.extensions.sample.test_control import train_once
 from tests.extensions.sample.test_sample_sources import LATENTS, assert_close, latents, sample
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.pipelines import SEED, SIZE, Pipelines, write_control_pipeline
 from tests.support.refusals import assert_command_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import (
-    CHANNELS,
-    SIDE,
-    run_folder,
-    write_clips,
-    write_clips_with_vae,
-)
+from tests.support.tiny_run import CHANNELS, SIDE, run_folder, write_clips, write_clips_with_vae
 from tests.support.video_files import constant_rate, decode_all, write_clip
 
+PREFIX = ["model.given_frames=prefix:5", "args.encode_first=true"]
 SHAPE = "args.sampling_num_frames=3", "--size", "32x48"
 
 
@@ -48,14 +44,14 @@ def encode(folder: Path, frames: np.ndarray | Tensor) -> Tensor:
         return vae.encode(pixels).latent_dist.mode()
 
 
+def change_json(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def inpainting_folder(pipelines: Pipelines, folder: Path, noise: bool = False) -> Path:
     write_control_pipeline(pipelines, "5b", folder, in_channels=33)
-    index = folder / "model_index.json"
-    content = json.loads(index.read_text())
-    file = folder / "transformer" / "config.json"
-    own = json.loads(file.read_text()) | {"add_noise_in_inpaint_model": noise}
-    file.write_text(json.dumps(own))
-    index.write_text(json.dumps(content | {"_class_name": "CogVideoXPipeline"}))
+    change_json(folder / "transformer" / "config.json", add_noise_in_inpaint_model=noise)
+    change_json(folder / "model_index.json", _class_name="CogVideoXPipeline")
     return folder
 
 
@@ -94,9 +90,7 @@ def test_inpainting_is_videox_funs(pipelines: Pipelines, tmp_path: Path) -> None
 
 def test_first_and_last_frame_are_in_their_places(pipelines: Pipelines, tmp_path: Path) -> None:
     folder = write_control_pipeline(pipelines, "5b", tmp_path / "ends")
-    index = folder / "model_index.json"
-    content = json.loads(index.read_text()) | {"_class_name": "CogVideoXInterpolationPipeline"}
-    index.write_text(json.dumps(content))
+    change_json(folder / "model_index.json", _class_name="CogVideoXInterpolationPipeline")
     pictures = np.random.default_rng(0).integers(0, 255, (2, *SIZE, 3), np.uint8)
     words = []
     for name, picture in zip(("first", "last"), pictures, strict=True):
@@ -117,18 +111,19 @@ def test_first_and_last_frame_are_in_their_places(pipelines: Pipelines, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("inputs", "words"),
+    ("inputs", "words", "shown"),
     [
-        ("masked_video", []),
-        ("masked_video", ["--lora", "2"]),
-        ("frames", ["model.given_frames=first_last"]),
-        ("frames", ["model.given_frames=prefix:5", "args.encode_first=true"]),
+        ("masked_video", [], "--video VIDEO.mp4 --mask MASK.png"),
+        ("masked_video", ["--lora", "2"], "--video VIDEO.mp4 --mask MASK.png"),
+        ("frames", ["model.given_frames=first_last"], "FIRST.png"),
+        ("frames", PREFIX, "--video VIDEO.mp4 --out"),
     ],
     ids=["inpainting", "inpainting LoRA", "ends", "cached prefix"],
 )
 def test_models_train_evaluate_and_export(
     inputs: str,
     words: list[str],
+    shown: str,
     pipelines: Pipelines,
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
@@ -147,24 +142,10 @@ def test_models_train_evaluate_and_export(
         write_clip(data / "videos" / f"{i}.mp4", constant_rate(9, 8), size=SIZE)
         (data / "labels").mkdir(exist_ok=True)
         (data / "labels" / f"{i}.txt").write_text("a clip")
-    words = [*words, "args.train_iters=1", "args.batch_size=1", "args.warmup_steps=1"]
-    words += ["data.params.video_size=[32,48]", "data.params.max_num_frames=9", "args.split=2,1"]
-    words += ["args.eval_at_end=true", "args.eval_num_samples=1", "args.num_workers=0"]
-    words += ["model.sampler_config.params.num_steps=2", "args.activation_checkpointing=none"]
     if "args.encode_first=true" in words:
-        words += [f"args.latent_cache={tmp_path / 'cache'}"]
-    given = ["train", folder, "--data", data, "--out", tmp_path / "runs", *words]
-    assert main([*map(str, given)]) == 0
-    run = run_folder(tmp_path / "runs")
-    shown = (
-        "--video VIDEO.mp4 --mask MASK.png"
-        if inputs == "masked_video"
-        else "FIRST.png"
-        if "first_last" in str(words)
-        else "--video VIDEO.mp4 --out"
-    )
+        words = [*words, f"args.latent_cache={tmp_path / 'cache'}"]
+    run = train_once(folder, data, tmp_path / "runs", *words)
     assert shown in capsys.readouterr().err
-    assert list((run / "samples" / "step-00000001").glob("*.mp4"))
     if "--lora" in words:
         return
     assert main(["convert", str(run), str(tmp_path / "out"), "--to", "diffusers"]) == 0
@@ -183,12 +164,10 @@ def test_what_does_not_fit_is_refused(
     Image.new("L", SIZE[::-1]).save(tmp_path / "black.png")
     Image.new("RGB", SIZE[::-1]).save(tmp_path / "first.png")
     Image.new("L", (32, 32)).save(tmp_path / "square.png")
+    needs_mask = "the model needs a mask (model.conditions: mask, masked_video); give --mask"
     black, first = ["--mask", tmp_path / "black.png"], ["--first-frame", tmp_path / "first.png"]
     for words, message in (
-        (
-            ["--video", video],
-            "the model needs a mask (model.conditions: mask, masked_video); give --mask",
-        ),
+        (["--video", video], needs_mask),
         (black, "the model needs a video"),
         (["--video", video, *black], "black.png: it is black in all frames; its white part is"),
         (["--video", video, "--mask", tmp_path / "square.png"], "is 32x32, --video "),
@@ -212,12 +191,9 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
     mask[:, : SIDE // 2] = 255
     Image.fromarray(mask).save(data / "half.png")
     for i in range(6):
-        row = {
-            "path": f"videos/{i}.mp4",
-            "control": f"videos/{(i + 1) % 6}.mp4",
-            "mask": "half.png",
-        }
-        rows.append(json.dumps(row | {"caption": f"bar number {i} moves"}) + "\n")
+        row = {"path": f"videos/{i}.mp4", "control": f"videos/{(i + 1) % 6}.mp4"}
+        row |= {"mask": "half.png", "caption": f"bar number {i} moves"}
+        rows.append(json.dumps(row) + "\n")
     (data / "metadata.jsonl").write_text("".join(rows))
     words = [f"args.train_data=[{data}]", "data.target=cogfast.data.datasets.VideoManifest"]
     words += ["model.conditions=[frames, mask, masked_video, control]", "args.seed=7"]
@@ -248,15 +224,10 @@ def test_several_conditions_train_alike_on_every_layout(
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return clips with controls, listed by VideoX-Fun's file, and a small VAE of 16 channels."""
     folder = write_clips_with_vae(tmp_path_factory.mktemp("clips"), 2, 16)
-    rows = [
-        {
-            "file_path": f"videos/{i}.mp4",
-            "control_file_path": f"videos/{1 - i}.mp4",
-            "text": "a bar",
-            "type": "video",
-        }
-        for i in range(2)
-    ]
+    rows = []
+    for one, other in ((0, 1), (1, 0)):
+        row = {"file_path": f"videos/{one}.mp4", "control_file_path": f"videos/{other}.mp4"}
+        rows.append(row | {"text": "a bar", "type": "video"})
     (folder / "metadata.json").write_text(json.dumps(rows))
     return folder
 
@@ -274,31 +245,21 @@ def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_
     network, frames = "model.network_config.params", 17 if "1.5" in model else 9
     modules = f"{network}.modules"
     emb = "model.conditioner_config.params.emb_models[0]"
-    small = {
-        f"{network}.num_layers": 1,
-        f"{network}.num_attention_heads": 1,
-        f"{network}.hidden_size": 64,
-        f"{network}.time_embed_dim": 32,
-        f"{modules}.patch_embed_config.params.text_hidden_size": 64,
-        f"{modules}.pos_embed_config.params.text_length": 8,
-        f"{emb}.target": "cogfast.model.text_encoder.ByteTextEncoder",
-        f"{emb}.params": "{max_length: 8}",
-        "model.first_stage_config": "{target: cogfast.model.autoencoder.VideoAutoencoder, "
-        f"params: {{path: {clips / 'vae'}}}}}",
-        "args.mode": "pretrain",
-        "args.load": "null",
-        "args.save": tmp_path / "runs",
-        "args.train_data": f"[{clips}]",
-        "args.split": "'1'",
-        "args.train_iters": 1,
-        "args.warmup_steps": 1,
-        "args.num_workers": 0,
-        "data.target": "cogfast.data.datasets.VideoManifest",
-        "data.params.video_size": f"[{SIDE},{SIDE}]",
-        "data.params.max_num_frames": frames,
-        "deepspeed.bf16.enabled": "false",
-        "deepspeed.fp16.enabled": "false",
-    }
+    vae = (
+        f"{{target: cogfast.model.autoencoder.VideoAutoencoder, params: {{path: {clips / 'vae'}}}}}"
+    )
+    small = {f"{network}.num_layers": 1, f"{network}.num_attention_heads": 1}
+    small |= {f"{network}.hidden_size": 64, f"{network}.time_embed_dim": 32}
+    small |= {f"{modules}.patch_embed_config.params.text_hidden_size": 64}
+    small |= {f"{modules}.pos_embed_config.params.text_length": 8}
+    small |= {f"{emb}.target": "cogfast.model.text_encoder.ByteTextEncoder"}
+    small |= {f"{emb}.params": "{max_length: 8}", "model.first_stage_config": vae}
+    small |= {"args.mode": "pretrain", "args.load": "null", "args.save": tmp_path / "runs"}
+    small |= {"args.train_data": f"[{clips}]", "args.split": "'1'", "args.train_iters": 1}
+    small |= {"args.warmup_steps": 1, "args.num_workers": 0}
+    small |= {"data.target": "cogfast.data.datasets.VideoManifest"}
+    small |= {"data.params.video_size": f"[{SIDE},{SIDE}]", "data.params.max_num_frames": frames}
+    small |= {"deepspeed.bf16.enabled": "false", "deepspeed.fp16.enabled": "false"}
     if "1.5" not in model:
         small |= {f"{network}.{name}": SIDE // 8 for name in ("latent_height", "latent_width")}
         small[f"{network}.num_frames"] = frames

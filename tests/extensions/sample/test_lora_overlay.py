@@ -19,9 +19,8 @@ WEIGHT = "blocks.0.attention.out.weight"
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_change_of_the_weights(
-    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, dtype: torch.dtype, log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="cogfast")
     trained = tiny("5b", lora_rank=4, lora_targets=("to_out.0",), num_layers=1)
     save_as_sat(trained, tmp_path / "lora")
     names = to_sat_state_dict(trained)
@@ -32,7 +31,7 @@ def test_the_change_of_the_weights(
     change = 0.01 / 4 * (b @ a)
     left = model.state_dict()[WEIGHT].double() - before[WEIGHT].double()
     torch.testing.assert_close(left, change, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0)
-    assert caplog.text.count("scale 0.01") == 1
+    assert log.text.count("scale 0.01") == 1
 
 
 def test_several_files_are_rounded_once(tmp_path: Path) -> None:

@@ -10,10 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from diffusers.pipelines.cogvideo import pipeline_cogvideox_image2video
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
@@ -172,23 +169,14 @@ def test_each_picture_has_its_shape(pipelines: Pipelines, tmp_path: Path) -> Non
     lines = [f"a block@@{tmp_path / f'{name}.png'}" for name in ("tall", "wide")]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
     arguments = ["sample", str(folder), few, *LATENTS, "args.mode=finetune"]
-    both = [
-        *arguments,
-        "--seed",
-        str(SEED),
-        "--prompt-file",
-        str(tmp_path / "prompts.txt"),
-        "--out",
-        str(tmp_path / "both"),
-    ]
-    assert main([*both, "deepspeed.train_micro_batch_size_per_gpu=2"]) == 0
+    words = ["--prompt-file", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "both")]
+    words += ["--seed", str(SEED), "deepspeed.train_micro_batch_size_per_gpu=2"]
+    assert main([*arguments, *words]) == 0
     settings = json.loads((tmp_path / "both" / "settings.json").read_text())
     sizes = [(row["height"], row["width"]) for row in settings["prompts"]]
     assert sizes == [(48, 32), (32, 80)]
-    files = [
-        tmp_path / "both" / n for n in json.loads((tmp_path / "both/prompts.json").read_text())
-    ]
-    found = [load_file(file)["latents"] for file in files]
+    names = json.loads((tmp_path / "both" / "prompts.json").read_text())
+    found = [load_file(tmp_path / "both" / name)["latents"] for name in names]
     assert [tuple(one.shape) for one in found] == [(16, 6, 6, 4), (16, 6, 4, 10)]
     one = [*arguments, "--prompt", "a block", "--image", str(tmp_path / "wide.png")]
     assert main([*one, "--seed", str(SEED + 1), "--out", str(tmp_path / "one")]) == 0
@@ -199,11 +187,8 @@ def test_decoding_within_what_is_allowed(
     pipelines: Pipelines, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = pipelines.path("1.5_5b")
-    arguments = [
-        "args.sampling_image_size=[192,96]",
-        "args.sampling_num_frames=2",
-        "model.sampler_config.params.num_steps=2",
-    ]
+    arguments = ["args.sampling_image_size=[192,96]", "args.sampling_num_frames=2"]
+    arguments.append("model.sampler_config.params.num_steps=2")
     whole = sample(tmp_path / "whole", folder, *arguments)
     tiled = sample(tmp_path / "tiled", folder, *arguments, "args.vae_memory_gib=0.075")
     assert whole["decode_tile"] is None
@@ -289,29 +274,19 @@ def test_adapters_that_cannot_be_added_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-MODELS = (
-    "cogvideox_2b",
-    "cogvideox_5b",
-    "cogvideox_5b_i2v",
-    "cogvideox1.5_5b",
-    "cogvideox1.5_5b_i2v",
-)
+MODELS = ("_2b", "_5b", "_5b_i2v", "1.5_5b", "1.5_5b_i2v")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [f"cogvideox{model}" for model in MODELS])
 def test_sats_inference_file_goes_with_every_model(
     name: str, sat_configs: Path, tmp_path: Path
 ) -> None:
     """It is read whole; its size and length are 1.5's, which the others refuse with their own."""
     Image.new("RGB", (1360, 768)).save(tmp_path / "a.png")
     files = [sat_configs / f"{file}.yaml" for file in (name, "inference")]
-    given = [
-        f"args.load={tmp_path}",
-        f"model.first_stage_config.params.ckpt_path={tmp_path}",
-        f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path}",
-        "deepspeed.fp16.enabled=false",
-        "deepspeed.bf16.enabled=true",
-    ]
+    given = [f"args.load={tmp_path}", f"model.first_stage_config.params.ckpt_path={tmp_path}"]
+    given += [f"model.conditioner_config.params.emb_models[0].params.model_dir={tmp_path}"]
+    given += ["deepspeed.fp16.enabled=false", "deepspeed.bf16.enabled=true"]
     images = [tmp_path / "a.png" if "i2v" in name else None]
 
     def size_of(*arguments: str) -> LatentSize:
@@ -325,9 +300,8 @@ def test_sats_inference_file_goes_with_every_model(
         Image.new("RGB", (300, 400)).save(tall[0])
         images = tall if "i2v" in name else images
         like_picture = size_of("args.sampling_image_size=null")  # upstream: "remove this for I2V"
-        assert (like_picture.height, like_picture.width) == (
-            (128, 96) if "i2v" in name else (96, 170)  # no data section
-        )
+        size = (128, 96) if "i2v" in name else (96, 170)  # no data section
+        assert (like_picture.height, like_picture.width) == size
         assert size_of("args.sampling_num_frames=20").num_frames == 73
         return
     held = "ends at" if name == "cogvideox_5b" else "is for"

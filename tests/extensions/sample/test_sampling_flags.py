@@ -27,21 +27,13 @@ def load(model: str = "cogvideox_5b", *overrides: str) -> Config:
 def test_options_are_the_keys_that_they_name():
     """They give the configuration that the same keys, set by hand, give."""
     flags = SamplingFlags(steps=20, guidance=4.5, frames=17, num_videos=3)
-    by_hand = load(
-        "cogvideox_5b",
-        f"{SAMPLER}.num_steps=20",
-        f"{SAMPLER}.guider_config.params.scale=4.5",
-        "args.sampling_num_frames=5",
-        "args.batch_size=3",
-    )
+    words = (f"{SAMPLER}.num_steps=20", f"{SAMPLER}.guider_config.params.scale=4.5")
+    by_hand = load("cogvideox_5b", *words, "args.sampling_num_frames=5", "args.batch_size=3")
     found = flags.apply(load())
     assert found.sections() == by_hand.sections()
     # The shipped file refers to the number of steps; the ramp follows in a run's file, too.
-    assert to_dict(found.model)["sampler_config"]["params"]["guider_config"]["params"] == {
-        "scale": 4.5,
-        "exp": 5,
-        "num_steps": 20,
-    }
+    guider = to_dict(found.model)["sampler_config"]["params"]["guider_config"]
+    assert guider["params"] == {"scale": 4.5, "exp": 5, "num_steps": 20}
     text = found.describe()
     for line, flag in (
         ("num_steps: 20", "--steps"),
@@ -76,16 +68,13 @@ def test_guidance_of_one_is_none_and_more_than_one_makes_it():
     assert f"{SAMPLER}.guider_config.params.scale" not in off.origins
 
 
+AT_MOST_49 = "CogVideoX 1.0 supports 8N+1 frames, at most 49; use 41 or 49"
+
+
 @pytest.mark.parametrize(
     ("model", "frames", "latent", "wrong", "text"),
     [
-        (
-            "cogvideox_2b",
-            49,
-            13,
-            48,
-            "CogVideoX 1.0 supports 8N+1 frames, at most 49; use 41 or 49",
-        ),
+        ("cogvideox_2b", 49, 13, 48, AT_MOST_49),
         ("cogvideox1.5_5b", 73, 20, 75, "CogVideoX 1.5 supports 8N+1 frames"),
     ],
 )
@@ -131,15 +120,8 @@ def test_options_are_read_from_the_command_line(tmp_path: Path) -> None:
     words = ["--steps", "20", "--guidance", "4.5", "--frames", "49", "--num-videos", "2"]
     given = ["--size", "480x720", "--fps", "8", "--negative-prompt", "a=b", "--seed", "5"]
     request = parsed(tmp_path, *words, *given)
-    values = {
-        "steps": 20,
-        "guidance": 4.5,
-        "frames": 49,
-        "num_videos": 2,
-        "size": (480, 720),
-        "fps": 8,
-    }
-    assert request.sampling == SamplingFlags(**values)
+    of_video = {"frames": 49, "num_videos": 2, "size": (480, 720), "fps": 8}
+    assert request.sampling == SamplingFlags(steps=20, guidance=4.5, **of_video)
     keys = ('negative_prompt="a=b"', "seed=5")
     assert {f"args.{key}" for key in keys} <= set(request.overrides)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import logging
 import shlex
 from pathlib import Path
 
@@ -76,16 +75,8 @@ class Sampled(World):
         given = [f"flow={self.folder}/flow-{i}.npy" for i in flows]
         given = [f"noise={self.folder}/noise-0.npy", *given] if words is None else words
         prompts = ["--prompt", "a bar", "--prompt", "another bar", "--steps", "2"]
-        sample = [
-            "sample",
-            str(self.trainer.folder),
-            *prompts,
-            "--guidance",
-            "6",
-            "--out",
-            str(out),
-        ]
-        sample += ["--allow-import", "mymodel", LATENTS["latents"]]
+        sample = ["sample", str(self.trainer.folder), *prompts, "--guidance", "6"]
+        sample += ["--out", str(out), "--allow-import", "mymodel", LATENTS["latents"]]
         return [*sample, *(word for value in given for word in ("--tensor", value))]
 
 
@@ -167,28 +158,24 @@ def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_the_commands_of_the_run_name_them(
-    world: Sampled, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_commands_of_the_run_name_them(world: Sampled, log: pytest.LogCaptureFixture) -> None:
     folder = world.trainer.folder
-    with caplog.at_level(logging.INFO):
-        log_commands(world.trainer.config, str(folder), 3, is_lora=False, shows_ema=False)
+    log_commands(world.trainer.config, str(folder), 3, is_lora=False, shows_ema=False)
     page = Page(page_of([read_run(folder)], folder / "index.html"))
-    logged = next(line for line in caplog.messages if line.startswith("to sample")).split("  ")[-1]
+    logged = next(line for line in log.messages if line.startswith("to sample")).split("  ")[-1]
     shown = next(line for line in page.code if line.startswith("cogfast sample"))
     for line in (logged, shown):
         request = parse_sample(shlex.split(line)[2:])
         assert request.tensors == ["noise=FILE.npy", "flow=FILE.npy"], line
         assert request.allow_import == ["mymodel"], line
-    converts = [line for line in (*page.code, *caplog.messages) if "cogfast convert" in line]
+    converts = [line for line in (*page.code, *log.messages) if "cogfast convert" in line]
     # No other format has added modules.
     assert len(converts) == 3 and all("--allow-unexpected" in line for line in converts)
     config = copy.deepcopy(world.trainer.config)
     config.model.trainable_modules = ["fuser"]
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        log_commands(config, str(folder), 3, is_lora=False, shows_ema=False)
-    assert not any(line.startswith("to convert") for line in caplog.messages), "it has no others"
+    log.clear()
+    log_commands(config, str(folder), 3, is_lora=False, shows_ema=False)
+    assert not any(line.startswith("to convert") for line in log.messages), "it has no others"
 
 
 @refusals(Path(__file__).with_name("refusals.txt"), "tensors")

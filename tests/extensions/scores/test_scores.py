@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shlex
@@ -105,14 +104,13 @@ class Stopped(Trainer):
 
 
 def test_what_was_not_scored_before_a_stop_is_scored_after_the_resume(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     command = write_script(tmp_path, {1: 0.75, 2: 0.5, 3: 0.25, 4: 0.125})
     run = run.with_args(keep_last=1, keep_best="score/clip")
     scored_by(run, "sh -c 'sleep 600' {samples}").by(Stopped).train()
     assert waiting(run) == [1, 2]
-    assert "a resumed run will score steps [1, 2]" in caplog.text
+    assert "a resumed run will score steps [1, 2]" in log.text
     scored_by(run, command).resume()
     assert {n: found["clip"] for n, found in scores(run).items()} == {1: 0.75, 2: 0.5, 4: 0.125}
     assert saved(run) == [1, 4]
@@ -159,13 +157,12 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_failure_is_one_line(run: Run, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_a_failure_is_one_line(run: Run, log: pytest.LogCaptureFixture, kind: str) -> None:
     code, line = FAILURES[kind]
-    caplog.set_level(logging.INFO)
     run = scored_by(run, f"{sys.executable} -c {shlex.quote(code)} {{samples}}")
     seconds = 1 if kind == "hang" else 60  # a busy machine starts Python slowly
     run = run.with_args(train_iters=1, eval_command_timeout=seconds).train()
-    found = [r.getMessage() for r in caplog.records if "score" in r.name]
+    found = [r.getMessage() for r in log.records if "score" in r.name]
     assert saved(run) == [1]
     (text,) = (text for text in found if "waiting" not in text)
     assert re.search(line, text)
@@ -213,9 +210,8 @@ def test_the_command_of_a_file_never_runs(
     run = run.with_args(train_iters=1, eval_command=command)
     folder = run.train().path
     assert not mark.exists()
-    line = (
-        "args.eval_command: base.yaml sets it, but a command runs only if the command line gives it"
-    )
+    line = "base.yaml sets it, but a command runs only if the command line gives it"
+    line = f"args.eval_command: {line}"
     assert [r.getMessage() for r in caplog.records if "eval_command" in r.getMessage()] == [line]
     resumed = run.with_words(f"args.resume={folder}")
     (folder / "training_config.yaml").write_text(run.base.read_text())
@@ -227,6 +223,5 @@ def test_the_command_of_a_file_never_runs(
 
 
 def test_a_held_out_loss_may_keep_a_checkpoint(run: Run) -> None:
-    check_train(
-        run.config("args.keep_best=-valid_loss", "args.valid_data=[]", "args.split='9,1,0'")
-    )
+    words = ["args.keep_best=-valid_loss", "args.valid_data=[]", "args.split='9,1,0'"]
+    check_train(run.config(*words))

@@ -47,18 +47,9 @@ def render(colour: str, shape: str, key: int) -> np.ndarray:
 
 def train(folder: Path, name: str, *words: str) -> tuple[Path, list[dict]]:
     """Train a model on the clips of a folder; return its run and its metrics."""
-    network = "model.network_config.params."
-    given = tuple(
-        f"{network}{key}={value}"
-        for key, value in {
-            "num_frames": NUM_FRAMES,
-            "latent_height": 16,
-            "latent_width": 16,
-            "patch_size": 1,
-            "hidden_size": 128,
-            "num_attention_heads": 2,
-        }.items()
-    )
+    network = {"num_frames": NUM_FRAMES, "latent_height": 16, "latent_width": 16}
+    network |= {"patch_size": 1, "hidden_size": 128, "num_attention_heads": 2}
+    given = tuple(f"model.network_config.params.{key}={value}" for key, value in network.items())
     given += (f"args.train_data=[{folder / 'data'}]", f"args.save={folder / name}")
     given += ("args.split='10,1,0'", f"args.train_iters={STEPS}", f"args.save_interval={STEPS}")
     given += (f"args.eval_interval={STEPS // 4}", "args.eval_iters=8", "args.eval_num_samples=0")

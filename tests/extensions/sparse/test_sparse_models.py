@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,12 +67,8 @@ def test_all_policies_have_the_same_gradients() -> None:
 
 
 def test_a_run_resumes_samples_and_fine_tunes_sparse(
-    run: Run,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    caplog.set_level(logging.INFO)
     run = run.with_words(*WORDS)
     warm = run.with_words(SPARSE, "args.sparse_warmup=3")
     whole = warm.into(tmp_path / "whole").train()
@@ -96,10 +91,10 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
     checkpoint = whole.checkpoint
     assert read_manifest(checkpoint)["attention"] == "sparse:0.6"
 
-    caplog.clear()
+    log.clear()
     further = run.into(tmp_path / "further").train(f"args.load={checkpoint}", steps=1).last
     assert further.engine.transformer.sparse_share == 0.6
-    assert f"attention: sparse:0.6, as {checkpoint} was trained" in caplog.text
+    assert f"attention: sparse:0.6, as {checkpoint} was trained" in log.text
     assert further.config.args.attention == "sparse:0.6"
     other = run.into(tmp_path / "cut")
     assert_refused(lambda: other.resume(steps=5), "args.attention: sparse:0.6 -> None")
@@ -142,11 +137,7 @@ def test_rows_of_a_subclass_are_refused() -> None:
     ],
 )
 def test_a_gpu_that_gains_nothing_is_refused(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict,
-    capability: tuple[int, int],
-    message: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, changes: dict, capability: tuple, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

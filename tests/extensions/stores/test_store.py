@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -52,17 +53,10 @@ def test_a_wrong_setting_is_not_tried_again(server, refusal, monkeypatch):
     assert_refused(lambda: store.find(f"{server.url}/x"), refusal.line, StoreError)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        store.find,
-        store.list_folder,
-        store.stat,
-        store.exists,
-        store.read,
-        lambda u: store.create(u, b""),
-    ],
-)
+CALLS = [store.find, store.list_folder, store.stat, store.exists, store.read]
+
+
+@pytest.mark.parametrize("call", [*CALLS, lambda url: store.create(url, b"")])
 def test_a_missing_bucket_is_one_line(server, call):
     line = "^s3://no-such-bucket/x: no such bucket; create it, or correct"
     assert_refused(lambda: call("s3://no-such-bucket/x"), line, StoreError)
@@ -104,9 +98,8 @@ def test_names_are_no_patterns_and_markers_of_folders_no_files(server, tmp_path)
     for folder in ("n/", "n/sub/"):  # as the console of S3 makes a folder
         address = f"http://127.0.0.1:{server.port}/{server.bucket}/{folder}"
         urllib.request.urlopen(urllib.request.Request(address, b"", method="PUT")).close()
-    assert (
-        store.read(odd) == b"odd" == (Path(copy_of(f"{server.url}/n")) / "[1]*?.bin").read_bytes()
-    )
+    copy = Path(copy_of(f"{server.url}/n")) / "[1]*?.bin"
+    assert store.read(odd) == b"odd" == copy.read_bytes()
     assert [*store.find(f"{server.url}/n")] == [other, odd]
     assert {*store.list_folder(f"{server.url}/n")} == {other, odd, f"{server.url}/n/sub"}
     store.remove([odd])
@@ -202,9 +195,8 @@ def test_web_servers(server, tmp_path):
     try:
         found = store.stats([f"{url}/{n}" for n in range(5)])
         assert [*found] == [f"{url}/{n}" for n in range(4)]
-        assert store.list_folder(url) == dict.fromkeys(
-            found
-        )  # links, and `chunked/` is none of a file
+        # links, and `chunked/` is none of a file
+        assert store.list_folder(url) == dict.fromkeys(found)
         assert _Web.most > 1
         assert Path(copy_of(f"{url}/0")).read_bytes() == b"old"
         (tmp_path / "1").write_bytes(b"new")
@@ -224,11 +216,9 @@ def test_without_credentials_and_bucket(server, monkeypatch):
     script = "from cogfast.extensions.stores import store; store.read('s3://bucket-0/x')"
     given = {k: v for k, v in os.environ.items() if not k.startswith("AWS")}
     given |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": "/nonexistent"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script], env=given, capture_output=True, text=True
-    )
-    assert "no credentials" in ended.stderr.splitlines()[-1]
-    assert "AWS_ACCESS_KEY_ID" in ended.stderr.splitlines()[-1]
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert re.search("no credentials.*AWS_ACCESS_KEY_ID", ended.stderr.splitlines()[-1])
 
 
 def test_local_copies_are_shared_and_follow_the_object(server):
@@ -254,10 +244,8 @@ def test_processes_of_a_machine_download_an_object_once(server):
     url = _written(server, "p.bin")
     server.faults = [Fault("slow", method="GET", seconds=0.5)]
     script = "import sys; from cogfast.extensions.stores.store import *; print(local_copy(sys.argv[1], '-'))"
-    started = [
-        subprocess.Popen([sys.executable, "-c", script, url], stdout=subprocess.PIPE)
-        for _ in range(3)
-    ]
+    command = [sys.executable, "-c", script, url]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
     assert len({process.communicate()[0] for process in started}) == 1
     assert [method for method, _ in server.requests].count("GET") == 1
 

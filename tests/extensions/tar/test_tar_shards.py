@@ -146,20 +146,15 @@ def test_unread_members_are_logged(shards, tmp_path, caplog):
     (tmp_path / "t/y.tar.gz").write_bytes(b"")
     assert list(VideoShards([str(tmp_path / "t")], **CLIP).captions) == ["new"]
     assert "x.tar has 1 member twice; the later one is read: a.txt" in caplog.text
-    assert (
-        "x.tar: not read: 1 sample (names up to the first dot) without a video: "
-        "v1: 5 b.mp4, 5 b.txt"
-    ) in caplog.text
+    text = "x.tar: not read: 1 sample (names up to the first dot) without a video: "
+    assert f"{text}v1: 5 b.mp4, 5 b.txt" in caplog.text
     assert f"{tmp_path}/t: not read: 1 compressed shard: {tmp_path}/t/y.tar.gz; d" in caplog.text
     (tmp_path / "t/x.tar").unlink()
-    message = (
-        r"t: no .tar file in it, but 1 compressed shard: .*y.tar.gz; decompress to .tar \(gzip"
-    )
-    with pytest.raises(ValueError, match=message):
-        VideoShards([str(tmp_path / "t")], **CLIP)
+    read = lambda: VideoShards([str(tmp_path / "t")], **CLIP)
+    line = "t: no .tar file in it, but 1 compressed shard: <...>y.tar.gz; decompress to .tar (gzip"
+    assert_refused(read, line)
     os.mkfifo(tmp_path / "t/x.tar")
-    with pytest.raises(ValueError, match="x.tar: the shard cannot be read .*not a file but a fol"):
-        VideoShards([str(tmp_path / "t")], **CLIP)
+    assert_refused(read, "x.tar: the shard cannot be read <...>not a file but a fol")
 
 
 def test_refused(shards, tmp_path):
@@ -181,9 +176,8 @@ def test_refused(shards, tmp_path):
     (tmp_path / "m.meta.jsonl").unlink()
     with pytest.raises(ValueError, match=r"1/1 samples without a caption .*m.tar::a.mp4; add them"):
         VideoShards([str(tmp_path / "m.tar")], **CLIP)
-    assert (
-        VideoShards([str(tmp_path / "m.tar")], **CLIP, allow_empty_captions=True).captions[0] == ""
-    )
+    data = VideoShards([str(tmp_path / "m.tar")], **CLIP, allow_empty_captions=True)
+    assert data.captions[0] == ""
 
 
 def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -285,10 +279,9 @@ def test_sats_class(shards):
     assert target is VideoShards and arguments.keys() == {*CLIP, "caption_key"}
     data = target(data_dir=[str(shards)], **arguments)
     assert len(data) == 6
-    with pytest.raises(
-        ValueError, match="include_dirs='a': args.train_data lists the shards; move it"
-    ):
-        resolve({"target": "data_video.VideoDataset", "params": {"include_dirs": "a"}})
+    wrong = {"target": "data_video.VideoDataset", "params": {"include_dirs": "a"}}
+    line = "include_dirs='a': args.train_data lists the shards; move it"
+    assert_refused(lambda: resolve(wrong), line)
 
 
 def test_a_mask_may_be_a_picture_or_missing(tmp_path, monkeypatch):

@@ -25,8 +25,7 @@ from cogfast.train.checkpoint import write as checkpoint_writer
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import read_run_weights, write_clips
-from tests.support.tiny_run import run as launch
+from tests.support.tiny_run import assert_same, read_run_weights, write_clips
 
 
 @pytest.fixture
@@ -42,11 +41,6 @@ def state(run: Run, step: int) -> dict[str, torch.Tensor]:
     """Return what the first rank saved at a step."""
     checkpoint = run.path / "checkpoints" / f"{step:08d}"
     return safetensors.torch.load_file(checkpoint / "rank-00000.safetensors")
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 def test_the_newest_are_kept(run: Run, tmp_path: Path) -> None:
@@ -115,7 +109,7 @@ def test_training_continues_while_a_checkpoint_is_written(
     monkeypatch.undo()
     whole = run.into(tmp_path / "whole").train("args.keep_last=0")
     for step in (2, 4):
-        assert_equal(state(slow, step), state(whole, step))
+        assert_same(state(slow, step), state(whole, step))
 
 
 def test_buffers_are_used_again(run: Run) -> None:
@@ -161,7 +155,7 @@ def test_a_save_before_the_first_update_costs_no_state(
     assert kinds == [{"master", "frozen"} | found for found in (at_first, own, own, own)]
     assert counters == [0, 1, 2, 3]
     run.train("args.exit_interval=1")
-    assert_equal(state(run.resume(), 4), state(whole, 4))
+    assert_same(state(run.resume(), 4), state(whole, 4))
 
 
 def test_a_checkpoint_without_moments_is_refused(run: Run) -> None:
@@ -262,7 +256,7 @@ def test_every_optimizers_state_is_kept(run: Run, tmp_path: Path, optimizer: str
     run.train("args.exit_interval=3", steps=6)
     cut = run.resume(steps=6)
     assert cut.losses == whole.losses
-    assert_equal(cut.weights(), whole.weights())
+    assert_same(cut.weights(), whole.weights())
 
 
 def test_the_loss_scale_is_saved_and_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +319,7 @@ def test_checkpoints_hold_what_diffusers_loads(run: Run, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_two_ranks_export_the_whole_model(run: Run, tmp_path: Path) -> None:
     words = ["deepspeed.train_micro_batch_size_per_gpu=2", "deepspeed.bf16={enabled: true}"]
-    done = launch(run.command(*words, "args.export=last", "args.train_iters=2"), 2)
-    assert done.returncode == 0, done.stdout
+    run.launch(2, *words, "args.export=last", "args.train_iters=2")
     checkpoint = run.checkpoint
     assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
     for name, ema in (("transformer", False), ("transformer_ema", True)):

@@ -58,18 +58,11 @@ def test_a_signal_to_the_script_saves_on_every_rank(run: Run, tmp_path: Path) ->
     """SIGUSR1, as Slurm sends it, to finetune_multi_gpus.sh: no process of it stays."""
     run = run.into(tmp_path)
     words = [*run.words, "args.train_iters=100000", PAIRS, "args.save_interval=null"]
-    process = subprocess.Popen(
-        ["scripts/finetune_multi_gpus.sh", *words],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            **{"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(run.base)},
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = {"OMP_NUM_THREADS": "1", "NPROC": "2", "BASE": str(run.base), "PATH": path}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["scripts/finetune_multi_gpus.sh", *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | given, **streams)
     wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), process)
     wait_for(lambda: run.losses, process)
     ranks = psutil.Process(process.pid).children(recursive=True)
@@ -144,19 +137,17 @@ def test_accepted_and_free_changes_resume(
 
 
 def test_the_time_limit_saves_and_ends(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """The limit counts from the start of the process, which here has run other tests."""
-    caplog.set_level("INFO", logger="cogfast")
     seconds = time.time() - psutil.Process().create_time() + 4
     run = run.into(tmp_path).with_words("args.num_workers=0", "args.save_interval=null")
     run.train(f"args.max_hours={seconds / 3600}", steps=100_000)
     step = int((run.path / "checkpoints" / "latest").read_text())
     assert 0 < step < 100_000
     assert len(run.losses) == step
-    assert re.search(
-        rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last ", caplog.text
-    )
+    pattern = rf"stopped at step {step} of 100000 by args\.max_hours=\S+; the last "
+    assert re.search(pattern, log.text)
     line = "args.max_hours=0.0 must be a number from 1e-06"
     assert_refused(lambda: run.train("args.max_hours=0.0"), line)
 
@@ -177,18 +168,13 @@ def test_one_run_at_a_time_in_a_folder(
     """A run that another process trains is refused by name, until that process is gone."""
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     folder = copy.path
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    holder = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
-        line = (
-            f"{folder}: process {holder.pid} on {platform.node()} is training in it; wait for that"
-        )
+        who = f"process {holder.pid} on {platform.node()}"
+        line = f"{folder}: {who} is training in it; wait for that"
         for words in (["args.resume=latest"], ["args.resume=auto", f"args.run_folder={folder}"]):
             assert_refused(lambda words=words: copy.train(*words, steps=12), line)
         before = {path.name for path in short_run.path.iterdir()}

@@ -91,9 +91,8 @@ def download(save: str, folder: Path) -> Path:
     return folder
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(server, stored, whole, tmp_path, caplog, monkeypatch):
+def test_a_run_in_a_store_is_that_on_a_disk(server, stored, whole, tmp_path, log, monkeypatch):
     """An upload that fails for good, of step 2, costs that checkpoint alone; other errors pass."""
-    caplog.set_level("INFO", "cogfast")
     monkeypatch.setattr(store, "_PATIENCE", 0.3)
     save = f"{server.url}/runs"
     server.faults = [
@@ -116,7 +115,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, stored, whole, tmp_path, cap
     # The store has the lines up to step 4 before it has that checkpoint.
     assert lines[0][:4] == [1, 2, 3, 4]
     url = run_url(save)
-    assert "checkpoint of step 2 failed: s3://" in caplog.text
+    assert "checkpoint of step 2 failed: s3://" in log.text
     # The next save has removed what was left of it.
     assert not any("00000002" in name for name in names(url))
     assert "run.lock" not in names(url)
@@ -133,7 +132,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(server, stored, whole, tmp_path, cap
     # No two saves of a step have the same files.
     assert "checkpoints/00000006/rank-00000.safetensors" not in found
     assert "resumed s3://" in store.read(f"{url}/log.txt").decode()
-    assert f"--resume {url}" in caplog.text
+    assert f"--resume {url}" in log.text
     assert_same_run(whole, Path(download(save, tmp_path / "all")), STEPS)
     # This machine keeps no weights.
     assert not [*(tmp_path / "local" / "runs").rglob("rank-*")]
@@ -239,10 +238,7 @@ def test_a_file_that_cannot_be_uploaded_holds_up_no_other_and_is_named(
     assert f"not all uploaded (first: log.txt); they are in {run}" in caplog.text
 
 
-def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(
-    server, stored, monkeypatch, caplog
-):
-    caplog.set_level("INFO", "cogfast")
+def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(server, stored, monkeypatch, log):
     monkeypatch.setattr(store, "_PATIENCE", 0.1)
     save = f"{server.url}/away"
 
@@ -256,7 +252,7 @@ def test_a_checkpoint_that_no_upload_takes_stays_on_the_machine(
         run.train("args.exit_interval=3")
     # A line of its own has the whole command, however long the paths are.
     pattern = r"run `aws s3 cp --recursive (\S+) (\S+)`, then .* --resume (\S+)$"
-    (copy,) = re.finditer(pattern, caplog.text, re.MULTILINE)
+    (copy,) = re.finditer(pattern, log.text, re.MULTILINE)
     server.faults, server.watch = [], lambda method, path: None
     assert copy[2] == copy[3] == f"{run_url(save)}/checkpoints/00000003"
     assert not any("/checkpoints/" in name for name in names(save))
@@ -356,8 +352,7 @@ def test_machines_with_folders_of_their_own_share_bad_samples_and_videos(server,
     assert [(scored / f"{rank}.mp4").read_text() for rank in (0, 1)] == ["0", "1"]
 
 
-def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, caplog):
-    caplog.set_level("INFO", "cogfast")
+def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, log):
     monkeypatch.setattr(run_lock, "_LEASE", 0.6)
     monkeypatch.setattr(run_lock, "_SETTLING", 0.2)
     run = place_of(f"{server.url}/unnamed")
@@ -366,7 +361,7 @@ def test_an_empty_lock_in_a_store_is_named_once(server, monkeypatch, caplog):
     with RunLock(run) as lock:
         lock.check()
     line = f"{url_of(run)}: an unknown process (the lock is empty) has trained in it; waiting up to"
-    assert caplog.text.count("has trained in it") == 1 and line in caplog.text
+    assert log.text.count("has trained in it") == 1 and line in log.text
 
 
 def test_a_lock_in_a_store(server, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@ stores."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels import attention_backends as attention
 from cogfast.kernels.attention_backends import (
@@ -22,6 +22,7 @@ from cogfast.kernels.attention_backends import (
     flash_attention_reference,
     reason_unavailable,
 )
+from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
@@ -116,7 +117,6 @@ def breaking(*tensors: Tensor) -> Tensor:
         (with_a_nan, "dv is wrong: relative error nan"),
         (breaking, "it fails: RuntimeError: CUDA error: out of shared memory"),
     ],
-    ids=["forward", "gradient", "nan", "breaks"],
 )
 def test_a_wrong_backend_is_out(attend_by, wrong, reason: str) -> None:
     right = measure("flash", SHAPE, CPU, torch.float32)
@@ -150,47 +150,38 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, h100: None, run: Run):
         monkeypatch.setattr(attention_choice, "measure", bench)
         config = run.config("args.bf16=true", *arguments)
         args = TrainArguments.from_config(config)
-        model = trainer_model(config)
+        network = config.model.network_config.params
+        model = TransformerConfig(**transformer_arguments(network))
         groups = ProcessGroups(0, 1, 0, GPU, None, False)
         return choose_for_training(config, args, model, groups, stored), bench
 
     return choose
 
 
-def trainer_model(config):
-    from cogfast.config.sat_network import transformer_arguments
-    from cogfast.model.config import TransformerConfig
-
-    return TransformerConfig(**transformer_arguments(config.model.network_config.params))
-
-
-def test_auto_measures_once_and_takes_the_fastest(on_gpu, caplog) -> None:
-    caplog.set_level(logging.INFO)
+def test_auto_measures_once_and_takes_the_fastest(on_gpu, log) -> None:
     name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0, "efficient": 9.0})
     assert name == "flash"
     # 4 samples of 3 latent frames of 4 x 4 in patches of 2 x 2, and 8 text rows.
-    assert set(bench.asked) == {
-        (n, (4, 3 * 4 + 8, 2, 16), torch.bfloat16) for n in BACKENDS if n != "math"
-    }
+    shape = (4, 3 * 4 + 8, 2, 16)
+    assert set(bench.asked) == {(n, shape, torch.bfloat16) for n in BACKENDS if n != "math"}
     for text in ("[4, 20, 2, 16] in bfloat16", "fa3        out: flash_attn_i", "taken: flash"):
-        assert text in caplog.text
-    lack = [line for line in caplog.messages if "flash-attn 3 and 4 are missing" in line]
+        assert text in log.text
+    lack = [line for line in log.messages if "flash-attn 3 and 4 are missing" in line]
     assert len(lack) == 1 and "0.76 to 0.78" in lack[0] and "pip install" in lack[0]
-    caplog.clear()
+    log.clear()
     assert on_gpu({"cudnn": 3.0, "fa4": 2.0})[0] == "fa4"
-    assert "are missing" not in caplog.text
+    assert "are missing" not in log.text
     # math cannot be the fastest: it is measured where nothing else runs.
     assert on_gpu({"math": 70.0})[0] == "math"
 
 
-def test_the_checkpoints_choice_is_kept_if_no_other_is_named(on_gpu, caplog) -> None:
-    caplog.set_level(logging.INFO)
+def test_the_checkpoints_choice_is_kept_if_no_other_is_named(on_gpu, log) -> None:
     name, bench = on_gpu({"cudnn": 3.0, "flash": 2.0}, stored="cudnn")
     assert name == "cudnn" and bench.asked == []
-    assert "attention: cudnn, as in the checkpoint" in caplog.text
+    assert "attention: cudnn, as in the checkpoint" in log.text
     name, bench = on_gpu({"cudnn": 3.0}, "args.attention_backend=efficient", stored="cudnn")
     assert name == "efficient" and bench.asked == []
-    assert "attention: efficient instead of the checkpoint's cudnn" in caplog.text
+    assert "attention: efficient instead of the checkpoint's cudnn" in log.text
 
 
 @pytest.mark.parametrize(
@@ -220,18 +211,16 @@ def test_the_shape_is_that_of_the_runs_attention(run: Run, attend_by) -> None:
 
 
 def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
 ) -> None:
     """math and flash round differently, so a run that changed its backend would show it."""
-    caplog.set_level(logging.INFO)
-
     asked = "args.attention_backend=math"
     whole = run.into(tmp_path / "whole").train(asked, steps=4)
     cut = run.train(asked)
     assert read_manifest(cut.checkpoint)["attention_backend"] == "math"
     resumed = run.resume(steps=4)
     assert resumed.last.parts.attention_backend == "math"
-    assert "attention: math, as in the checkpoint" in caplog.text
+    assert "attention: math, as in the checkpoint" in log.text
     assert resumed.losses == whole.losses
     # Sampling keeps it, too.
     given = ["--prompt", "a bar", "args.only_save_latents=true", "--out", str(tmp_path / "samples")]
@@ -241,9 +230,8 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
 
 def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
     config = run.config("args.attention_backend=cudnn")
-    line = (
-        "args.attention_backend=cudnn: it needs a CUDA GPU; this machine can run: auto, flash, math"
-    )
+    reason = "it needs a CUDA GPU; this machine can run: auto, flash, math"
+    line = f"args.attention_backend=cudnn: {reason}"
     assert_refused(lambda: check_attention(config, TrainArguments.from_config(config), 64), line)
 
 

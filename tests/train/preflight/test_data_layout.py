@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -67,7 +66,7 @@ def test_sources_that_no_class_can_read_together_are_refused(run: Run, data: Pat
 
 
 def test_a_layout_that_is_not_read_is_logged(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     folder = write_clips(tmp_path / "clips", num_clips=2)
     for name in ("videos.txt", "prompts.txt"):
@@ -75,11 +74,10 @@ def test_a_layout_that_is_not_read_is_logged(
     (folder / "labels").mkdir(exist_ok=True)
     for i in range(2):
         (folder / "labels" / f"{i}.txt").write_text("a bar")
-    caplog.set_level(logging.INFO)
     config = Run(folder, tmp_path).config()
     assert infer_layout(config) is config
     text = "read as VideoFolder; its files of VideoList are ignored; data.target=cogfast.data.datasets.VideoList"
-    assert f"{folder}: {text} reads them" in caplog.messages
+    assert f"{folder}: {text} reads them" in log.messages
 
 
 def test_a_layout_of_the_command_line_stays(run: Run, data: Path) -> None:

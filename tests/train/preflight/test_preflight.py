@@ -41,33 +41,33 @@ def config(sat_configs: Path, run: Run, tmp_path: Path):
     return load
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "cogvideox_2b",
-        "cogvideox_2b_lora",
-        "cogvideox_5b",
-        "cogvideox_5b_lora",
-        "cogvideox_5b_i2v",
-        "cogvideox_5b_i2v_lora",
-    ],
-)
-def test_upstreams_1_0_files_pass_once_their_paths_are_set(config, model):
-    check_train(config(model), world_size=8)
+FRAMES = "data.params.max_num_frames"
+# Files of upstream that pass once their paths are set: a model's, and more words
+ACCEPTED = [
+    (name, ()) for name in ("_2b", "_2b_lora", "_5b", "_5b_lora", "_5b_i2v", "_5b_i2v_lora")
+]
+ACCEPTED += [
+    # 1.5's with latent_input off and 16n + 1 frames. The position table has an entry per token, and a
+    # token covers two latent frames.
+    ("1.5_5b", ("model.latent_input=false", f"{FRAMES}=81")),
+    ("1.5_5b", ("model.latent_input=false", f"{FRAMES}=161")),
+    ("1.5_5b", ("model.latent_input=false", f"{FRAMES}=57")),
+    ("1.5_5b_i2v", (f"{FRAMES}=81",)),
+    # Text and video of 2B's 49 frames at 480x720 are 17776 rows, which the ranks divide.
+    ("_2b", ("args.sequence_parallel=true", "args.model_parallel_size=2")),
+    ("_5b", ("deepspeed.optimizer.type=muon",)),
+    ("_5b", ("data.params.video_size=[256,320]",)),  # within the rotary table
+]
 
 
-def test_upstreams_1_5_files_pass_with_latent_input_off_and_16n_plus_1_frames(config):
-    arguments = ["model.latent_input=false", "data.params.max_num_frames=81"]
-    check_train(config("cogvideox1.5_5b", *arguments), world_size=8)
-    check_train(config("cogvideox1.5_5b_i2v", *arguments[1:]), world_size=8)
-    # the position table has an entry per token, and a token covers two latent frames
-    check_train(config("cogvideox1.5_5b", arguments[0], "data.params.max_num_frames=161"))
+@pytest.mark.parametrize(("model", "words"), ACCEPTED)
+def test_accepted(config, model, words):
+    check_train(config(f"cogvideox{model}", *words), world_size=8)
 
 
 def test_files_as_upstream_ships_them_are_refused(sat_configs: Path, run: Run):
-    placeholder = (
-        "args.load='{your CogVideoX SAT folder}/transformer' is a placeholder of upstream's file"
-    )
+    load = "args.load='{your CogVideoX SAT folder}/transformer'"
+    placeholder = f"{load} is a placeholder of upstream's file"
     cases = (
         (check_train, "cogvideox_2b sft", f"sft.yaml: {placeholder}"),
         (check_sample, "cogvideox1.5_5b inference", f"inference.yaml: {placeholder}"),
@@ -109,12 +109,6 @@ def test_a_missing_shard_is_named(config, tmp_path: Path):
         check_train(config("cogvideox_2b", *arguments.split("|")))
 
 
-def test_rows_of_ranks_divide_the_tokens(config):
-    """Text and video of 2B's 49 frames at 480x720 are 17776 rows."""
-    split = ["args.sequence_parallel=true", "args.model_parallel_size=2"]
-    check_train(config("cogvideox_2b", *split), world_size=8)
-
-
 def test_world_size_is_read_from_the_launcher(config, monkeypatch):
     checked = config("cogvideox_2b", "deepspeed.train_batch_size=8")
     check_train(checked, world_size=4)
@@ -133,10 +127,6 @@ def test_fp16_needs_a_gpu(config, monkeypatch):
     assert_refused(lambda: check_train(checked, world_size=8), line)
 
 
-def test_muon_is_for_runs_that_train_all_weights(config):
-    check_train(config("cogvideox_5b", "deepspeed.optimizer.type=muon"), world_size=8)
-
-
 def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
     """On a CPU it runs: the same roundings are computed there."""
     lora = lambda *words: config("cogvideox_5b_lora", *words)
@@ -145,25 +135,14 @@ def test_fp8_needs_a_gpu_that_has_it_and_bf16(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check_train(checked, world_size=8)
-    fp16 = lora(
-        "args.quantize_base=fp8", "deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false"
-    )
+    words = ("deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=false")
+    fp16 = lora("args.quantize_base=fp8", *words)
     line = "args.quantize_base=fp8 has products in bf16 on a GPU, but the run is in fp16; set deepspeed"
     assert_refused(lambda: check_train(fp16, world_size=8), line)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     line = "needs a GPU with fp8 matrix products <...> but this one is A100; set args.quantize_base=int8"
     assert_refused(lambda: check_train(checked, world_size=8), line)
-
-
-@pytest.mark.parametrize("num_frames", [57, 161])
-def test_frames_of_1_5(config, num_frames):
-    arguments = ["model.latent_input=false", f"data.params.max_num_frames={num_frames}"]
-    check_train(config("cogvideox1.5_5b", *arguments))
-
-
-def test_a_size_within_a_rotary_table(config):
-    check_train(config("cogvideox_5b", "data.params.video_size=[256,320]"))
 
 
 @pytest.mark.parametrize(
@@ -184,11 +163,8 @@ def test_the_size_that_is_named_fits(config, model, size, fix):
 SAMPLED = ["args.sampling_image_size=[480,720]", "args.sampling_num_frames=13"]
 
 
-def test_a_size_that_fits_is_sampled(config):
-    check_sample(config("cogvideox_2b", *SAMPLED, second="inference"))
-
-
 def test_sampling_1_5_counts_padded_latent_frames(config):
+    check_sample(config("cogvideox_2b", *SAMPLED, second="inference"))
     load = lambda n: config("cogvideox1.5_5b", f"args.sampling_num_frames={n}", second="inference")
     for num_frames in (22, 21, 42):  # 5 s with and without the padding, 10 s
         check_sample(load(num_frames))
@@ -240,9 +216,8 @@ def test_a_users_data_set_adds_params(config) -> None:
 
 def test_a_users_data_set_of_videos_takes_a_cache(config, tmp_path: Path) -> None:
     own = f"data.target={__name__}."
-    check_train(
-        config("cogvideox_2b", own + "OwnVideos", f"args.latent_cache={tmp_path / 'cache'}")
-    )
+    cache = f"args.latent_cache={tmp_path / 'cache'}"
+    check_train(config("cogvideox_2b", own + "OwnVideos", cache))
     check_train(config("cogvideox_2b", own + "OwnLatents", "args.train_data=[gone]"))
 
 
@@ -273,30 +248,28 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         assert line.startswith("command line: ") and len(line) <= 400
 
 
-def test_defaults_that_are_not_sats_are_logged(config, run: Run, caplog, tmp_path):
+def test_defaults_that_are_not_sats_are_logged(config, run: Run, log, tmp_path):
     """SAT's sft.yaml sets nearly all of them; a file without its keys relies on cogfast's."""
-    caplog.set_level("INFO")
     log_unused(config("cogvideox_5b"))
-    assert "no file sets" not in caplog.text
+    assert "no file sets" not in log.text
     base = tmp_path / "short.yaml"
     base.write_text("args: {eval_interval: 10, train_iters: 20000}")
     log_unused(run.of_files(base).config())
-    (line,) = [text for text in caplog.messages if text.startswith("no file sets")]
+    (line,) = [text for text in log.messages if text.startswith("no file sets")]
     assert line == (
         "no file sets args.mode='finetune' (SAT: pretrain), args.batch_size=1 (SAT: 4), "
         "args.zero_stage=2 (SAT: 0), args.log_interval=20 (SAT: 50), args.keep_last=2 (SAT: all), "
         "args.split='1,0,0' (SAT: 1000,1,1)"
     )
-    caplog.clear()
+    log.clear()
     base.write_text("args: {mode: inference, sampling_fps: 16}")
     log_unused(run.of_files(base).config())
-    assert "args.sampling_num_frames=null (SAT: 32)" in caplog.text
-    assert "sampling_fps" not in caplog.text
+    assert "args.sampling_num_frames=null (SAT: 32)" in log.text
+    assert "sampling_fps" not in log.text
 
 
 @pytest.mark.parametrize(("mode", "is_logged"), [("pretrain", True), ("finetune", False)])
-def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, caplog, tmp_path, mode, is_logged):
-    caplog.set_level("INFO")
+def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, log, tmp_path, mode, is_logged):
     (tmp_path / "latest").write_text("300\n")
     log_unused(run.of_files().config(f"args.mode={mode}", f"args.load={tmp_path}"))
-    assert ("is SAT's iteration 300, from" in caplog.text) is is_logged
+    assert ("is SAT's iteration 300, from" in log.text) is is_logged

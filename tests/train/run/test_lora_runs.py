@@ -11,9 +11,9 @@ import torch
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from safetensors.torch import load_file
 
+from cogfast.__main__ import _load
 from cogfast.cli.options import parse_sample
 from cogfast.cli.streams import start_logging
-from cogfast.config import load_config
 from cogfast.extensions.formats.adapters import open_adapter
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import scale_of_run
@@ -26,7 +26,7 @@ from cogfast.model.weights.source import WeightSource
 from tests.model.test_lora import save_as_sat
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import losses, model_section
+from tests.support.tiny_run import assert_same, losses, model_section
 from tests.support.tiny_transformers import randomize
 
 LORA = "model.network_config.params.modules.lora_config.params"
@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_configuration_of_its_last_start(lora: Run, tmp_pa
         alpha = 4 if source is first else 16
         assert open_source(source).lora_alpha == alpha
         request = parse_sample([str(source), "--prompt", "a", "--dry-run"])
-        config = load_config(request.base, request.overrides, (), True, request.settings)
+        config = _load(request, is_of_run=True)
         assert config.args.sampling_fps == fps
         params = config.model.network_config.params.modules.lora_config.params
         assert params.lora_alpha == alpha
@@ -143,10 +143,8 @@ def test_a_run_whose_first_frame_has_another_scale_than_the_pipelines_says_so(
 
 
 def test_dropout_is_drawn_again_in_a_resumed_run(lora: Run, tmp_path: Path) -> None:
-    targets, dropout = (
-        f"{LORA}.target_modules=[to_q,ff.net.0.proj,ff.net.2]",
-        f"{LORA}.lora_dropout",
-    )
+    targets = f"{LORA}.target_modules=[to_q,ff.net.0.proj,ff.net.2]"
+    dropout = f"{LORA}.lora_dropout"
     run = lora.with_words(targets, f"{dropout}=0.5", "args.train_iters=4", "args.save_interval=2")
     whole = run.into(tmp_path / "whole").train()
     parts = run.into(tmp_path / "parts")
@@ -154,9 +152,8 @@ def test_dropout_is_drawn_again_in_a_resumed_run(lora: Run, tmp_path: Path) -> N
     torch.manual_seed(5)  # another process would be in another state
     parts.resume()
     assert whole.losses == parts.losses and len(whole.losses) == 4
-    states = [whole.weights(), parts.weights()]
-    assert len(states[0]) == 2 * 3 * 2  # layers, targets, A and B
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert len(whole.weights()) == 2 * 3 * 2  # layers, targets, A and B
+    assert_same(parts.weights(), whole.weights())
     assert run.into(tmp_path / "none").train(f"{dropout}=0").losses != whole.losses
 
 
@@ -254,10 +251,8 @@ def test_a_checkpoint_of_the_diffusers_trainer_resumes(
     run = lora.with_words(*ASKED, "args.train_iters=202", f"args.resume={checkpoint}")
     run = run.with_args(keep_last=1, folder_layout="finetune", save_interval=1)
     trainer = run.trainer(f"args.run_folder={checkpoint.parent}")
-    assert (
-        "resuming its LoRA weights and its step 200, without the state of its optimizer"
-        in caplog.text
-    )
+    text = "resuming its LoRA weights and its step 200, without the state of its optimizer"
+    assert text in caplog.text
     for name, parameter in trainer.engine.transformer.named_parameters():
         if is_lora_parameter(name):
             assert torch.equal(parameter, adapter.read(name, None)), name

@@ -23,15 +23,11 @@ from cogfast.train.trainer import Trainer
 from tests.support.layouts import assert_equal_training, launch
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import SIDE, model_section, write_clips
+from tests.support.tiny_run import SIDE, assert_same, model_section, write_clips
 from tests.train.run.test_lora_runs import lora_run
 
 LOSS = "model.loss_fn_config.params"
 LORA = "model.network_config.params.modules.lora_config.params"
-TABLE = {
-    "target": "cogfast.data.datasets.VideoManifest",
-    "params": {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9},
-}
 PRIOR = (True, False, False, True, False, False)
 STEPS = 4
 
@@ -97,8 +93,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lora(shared_run: Run, data: Path) -> Run:
     """A LoRA run on random weights, whose manifest has masks and samples of the base model."""
-    run = lora_run(shared_run, 4).by(Recorded)
-    run = run.with_args(dataset=TABLE, train_data=[str(data / "both.jsonl")])
+    run = lora_run(shared_run, 4).by(Recorded).with_manifest(data / "both.jsonl")
     return run.with_args(train_iters=STEPS, save_interval=2, keep_last=0)
 
 
@@ -200,8 +195,7 @@ def test_a_resumed_run_repeats_every_bit(lora: Run, tmp_path: Path, one: Run) ->
     run.train(steps=2)
     resumed = run.resume()
     assert resumed.losses == one.losses
-    found, expected = resumed.weights(), one.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same(resumed.weights(), one.weights())
 
 
 MICRO = "deepspeed.train_micro_batch_size_per_gpu"
@@ -241,7 +235,7 @@ def test_held_out_losses_are_masked(lora: Run, tmp_path: Path, one: Run) -> None
 
 
 def test_what_does_not_fit_is_refused(
-    lora: Run, run: Run, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lora: Run, run: Run, data: Path, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     write_manifest(data, "all.jsonl", [None] * 6, [True] * 6)
     cases = {
@@ -254,8 +248,7 @@ def test_what_does_not_fit_is_refused(
     for (manifest, *words), line in cases.items():
         wrong = on(lora, manifest).into(tmp_path / "runs").with_words(*words)
         assert_refused(wrong.train, line)
-    caplog.set_level("INFO", "cogfast")
-    full = run.with_args(dataset=TABLE, train_data=[str(data / "both.jsonl")])
+    full = run.with_manifest(data / "both.jsonl")
     with pytest.raises(ValueError) as error:
         full.trainer()
     assert str(error.value) == (
@@ -263,10 +256,8 @@ def test_what_does_not_fit_is_refused(
         "this run trains other weights than LoRA's; set args.lora_rank=64 (or another rank), or remove "
         "column prior"
     )
-    assert (
-        "masks are not read; model.conditions: [mask, masked_video] or loss_fn_config"
-        in caplog.text
-    )
+    text = "masks are not read; model.conditions: [mask, masked_video] or loss_fn_config"
+    assert text in log.text
 
 
 def test_masks_are_no_part_of_a_latent_cache(

@@ -4,7 +4,6 @@ ranks, resumed; what is trained, saved, sampled and refused."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from cogfast.model.transformer import build_transformer
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import Refusal, assert_command_refused, assert_refused, refusals
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, ROOT, SIDE, launch_ranks, read_run_weights
+from tests.support.tiny_run import CHANNELS, ROOT, assert_same, launch_ranks, read_run_weights
 from tests.train.run.test_extending import EXAMPLES, example
 
 DOCS = ROOT / "docs" / "extending.md"
@@ -65,11 +64,8 @@ class World:
                 row[name] = f"{name}{i}.npy"
             rows.append(row)
         (folder / "clips.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        params = {"video_size": [SIDE, SIDE], "fps": 8, "max_num_frames": 9, "tensors": SHAPES}
-        dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
-        manifest = [str(folder / "clips.jsonl")]
-        run = Run(data, folder).with_args(dataset=dataset, train_data=manifest, eval_iters=1)
-        self.plain = run.by(Trainer, "mymodel")
+        run = Run(data, folder).with_manifest(folder / "clips.jsonl", tensors=SHAPES)
+        self.plain = run.with_args(eval_iters=1).by(Trainer, "mymodel")
 
     @cached_property
     def weights(self) -> Path:
@@ -99,16 +95,13 @@ def world(data: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_the_first_loss_is_the_base_s_and_only_the_named_modules_train(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, log: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        trained = world.run("own", *OWN).train()
+    trained = world.run("own", *OWN).train()
     plain, own = world.run("plain").train(), trained.last
     assert trained.losses[0] == plain.losses[0]  # bit for bit: the fuser is zero
     assert trained.losses[1] != plain.losses[1]
-    assert (
-        "6 tensors, which start from their own initial values: blocks.*.fuser.bias" in caplog.text
-    )
+    assert "6 tensors, which start from their own initial values: blocks.*.fuser.bias" in log.text
     base, saved = read_run_weights(world.weights), trained.weights()
     assert saved.keys() == NAMES
     torch.manual_seed(0)  # changes nothing
@@ -162,9 +155,8 @@ def test_resumed_bit_for_bit(world: World, processes: int) -> None:
     assert len(parts.losses) == 2
     world.warped(processes, f"parts{processes}", f"args.resume={parts.path}")
     assert parts.losses == whole.losses
-    weights = [parts.weights(), whole.weights()]
-    assert weights[0].keys() == NAMES
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in NAMES)
+    assert_same(parts.weights(), whole.weights())
+    assert parts.weights().keys() == NAMES
     if processes == 2:
         assert whole.losses == pytest.approx(world.run("whole1").losses, rel=1e-5)
 

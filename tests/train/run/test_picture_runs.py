@@ -22,7 +22,6 @@ from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
 
 BUCKETS = [[9, 32, 32], [1, 32, 32]]
-SIZE = {"video_size": [32, 32], "fps": 8, "max_num_frames": 9}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +39,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(run: Run, data: Path) -> Run:
-    params = {**SIZE, "buckets": BUCKETS, "bucket_batch": [1, 3]}
-    dataset = {"target": "cogfast.data.datasets.VideoManifest", "params": params}
-    return run.with_args(train_iters=6, dataset=dataset, train_data=[str(data / "data.jsonl")])
+    run = run.with_manifest(data / "data.jsonl", buckets=BUCKETS, bucket_batch=[1, 3])
+    return run.with_args(train_iters=6)
 
 
 class Noted(Trainer):
@@ -50,18 +48,15 @@ class Noted(Trainer):
 
     def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
         losses = super().losses(batch, noised, conditioning)
-        self.noted = [
-            *getattr(self, "noted", []),
-            (self.step, batch, noised, conditioning, losses.detach()),
-        ]
+        one = (self.step, batch, noised, conditioning, losses.detach())
+        self.noted = [*getattr(self, "noted", []), one]
         return losses
 
 
 @pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
 def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
-    run: Run, family: str, caplog: pytest.LogCaptureFixture
+    run: Run, family: str, log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     run = run.of(family).by(Noted).with_words("args.lr=0")
     if family != "5b":
         run = run.with_words("data.params.buckets=[[17, 32, 32], [1, 32, 32]]")
@@ -70,7 +65,7 @@ def test_the_loss_of_pictures_is_that_of_clips_of_one_frame(
     trainer.train()
     pictures = [each for each in trainer.noted if each[1]["mp4"].shape[1] == 1]
     # Steps of 4 clips and of 12 pictures: 2 of 6 clips and 1 of 12 pictures are an epoch.
-    assert len(pictures) == 2 and "pictures: 40.0% of the steps, at most 12 sam" in caplog.text
+    assert len(pictures) == 2 and "pictures: 40.0% of the steps, at most 12 sam" in log.text
     for _, batch, noised, conditioning, found in pictures:
         assert sorted(Path(p).stem for p in batch["paths"]) == sorted(map(str, range(12)))
         files = [np.array(Image.open(path)) for path in batch["paths"]]

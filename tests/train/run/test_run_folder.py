@@ -28,6 +28,7 @@ from cogfast.train.run.folder import (
 from cogfast.train.run.run_log import RunLog
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
+from tests.support.tiny_run import assert_same
 
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 
@@ -105,9 +106,8 @@ def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> 
 
 
 def test_a_run_writes_down_what_it_is(
-    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", "cogfast")
     run = run.with_args(train_iters=2)
     monkeypatch.setattr(sys, "argv", ["/somewhere/cogfast", "train", "--base", "my file.yaml"])
     folder = run.train().path
@@ -121,22 +121,22 @@ def test_a_run_writes_down_what_it_is(
     start, *logged = (folder / "log.txt").read_text().strip().splitlines()
     assert start.endswith("  cogfast train --base 'my file.yaml'")
     # From before the folder was there to the last line
-    assert logged == [line for record in caplog.records for line in record.getMessage().split("\n")]
+    assert logged == [line for record in log.records for line in record.getMessage().split("\n")]
 
     run.resume(steps=3)
     assert written.read_text() == first
     changed = run.of_files(folder / "training_config-from-00000002.yaml").config()
     assert changed.args.train_iters == 3
     assert (folder / "environment-from-00000002.json").is_file()
-    assert "the configuration has changed: args.train_iters: 2 -> 3" in caplog.text
-    caplog.clear()
+    assert "the configuration has changed: args.train_iters: 2 -> 3" in log.text
+    log.clear()
     # The comparison is with the checkpoint, not with the run's first start.
     run.trainer("args.resume=latest", "args.train_iters=3")
-    assert "the configuration" not in caplog.text
+    assert "the configuration" not in log.text
     run.trainer("args.resume=latest")
-    assert "the configuration has changed: args.train_iters: 3 -> 2" in caplog.text
+    assert "the configuration has changed: args.train_iters: 3 -> 2" in log.text
     left = "the checkpoint is at step 3, and the run ends at step 2: nothing is left to train; set"
-    assert left in caplog.text
+    assert left in log.text
 
 
 def test_the_log_of_a_run_has_its_error(run: Run) -> None:
@@ -271,13 +271,8 @@ def test_w_and_b_tells_two_run_folders_of_one_name_apart(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def finetune(shared_run: Run) -> tuple[Run, Run]:
     """A run with the other layout, and one that stopped and resumed."""
-    run = shared_run.with_args(
-        train_iters=5,
-        save_interval=2,
-        folder_layout="finetune",
-        eval_prompts=["A bar, it moves!", "a second one"],
-        eval_interval=4,
-    )
+    run = shared_run.with_args(train_iters=5, save_interval=2, folder_layout="finetune")
+    run = run.with_args(eval_prompts=["A bar, it moves!", "a second one"], eval_interval=4)
     whole = run.with_words(f"args.run_folder={run.folder / 'whole'}").train()
     cut = run.with_words(f"args.run_folder={run.folder / 'cut'}")
     stopped = cut.train("args.exit_interval=3").path
@@ -301,8 +296,7 @@ def test_the_finetune_layout_has_the_other_trainers_names(finetune: tuple) -> No
 def test_a_run_resumes_bit_for_bit_in_the_finetune_layout(finetune: tuple) -> None:
     whole, cut = finetune
     assert whole.losses == cut.losses and len(whole.losses) == 5
-    one, other = whole.weights(), cut.weights()
-    assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+    assert_same(cut.weights(), whole.weights())
     line = "command line: args.run_folder=<...> has a run of 5 steps"
     assert_refused(whole.trainer, line)
 

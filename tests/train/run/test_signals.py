@@ -20,19 +20,9 @@ def check(folder: Path, processes: int, stops: list[Stop]) -> dict[str, int]:
     """A run that is stopped again and again is, some steps after the last stop, the one that is not:
     weights, moments, EMA and losses."""
     clips = write_clips(folder / "data")
-    run = (
-        Run(clips, folder)
-        .with_words(*LAYOUTS[processes])
-        .with_args(
-            save_interval=10,
-            num_workers=1,
-            valid_data=[str(clips)],
-            eval_interval=15,
-            eval_iters=1,
-            eval_num_samples=2,
-            eval_sampling_steps=2,
-        )
-    )
+    run = Run(clips, folder).with_words(*LAYOUTS[processes])
+    run = run.with_args(save_interval=10, num_workers=1, valid_data=[str(clips)], eval_interval=15)
+    run = run.with_args(eval_iters=1, eval_num_samples=2, eval_sampling_steps=2)
     whole, cut = folder / "whole", folder / "cut"
     endless = run.into(cut).command("args.train_iters=1000000")
     counts = run_with_stops(endless, cut, stops, processes)

@@ -11,36 +11,30 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from cogfast.distributed.lost_ranks import OTHER_RANK
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.hang import HangStacks, frames_of_main, hanging
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, run_program
+from tests.support.tiny_run import run_program
+from tests.train.test_trainer import EncodedSamples
 
 AWAY = 3  # the step in which rank 1 reads its batch and hangs
 
 
-class HangingReads(Dataset):
-    """Latents and embeddings. Rank 1 sleeps, or stops its process, in the first read of a step."""
+class HangingReads(EncodedSamples):
+    """Rank 1 sleeps, or stops its process, in the first read of a step."""
 
     def __init__(self, data_dir: list[str], how: str, pids: str) -> None:
+        super().__init__(data_dir, num_samples=64)
         self.how, self.pids, self.num_reads = how, Path(pids), 0
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> dict:
         self.num_reads += 1
         if os.environ.get("RANK") == "1" and self.num_reads > 2 * AWAY:
             self.pids.write_text(json.dumps([os.getpid(), os.getppid()]))
             hang_here(self.how)
-        return {
-            "encoded_videos": torch.ones(CHANNELS, 3, 4, 4),
-            "prompt_embedding": torch.ones(8, 16),
-        }
+        return super().__getitem__(index)
 
 
 def hang_here(how: str) -> None:

@@ -24,20 +24,13 @@ from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import tiny
+from tests.train.test_trainer import ENCODED
 
 TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer", "communication")
 KEYS = {f"{part}_ms" for part in TIMES} | {f"train_loss_band_{band}" for band in range(4)}
-KEYS |= {
-    "step",
-    "loss",
-    "loss_running",
-    "lr",
-    "grad_norm",
-    "exposed_communication",
-    "samples_per_s",
-}
-KEYS |= {"tokens_per_s", "model_tflops", "mfu", "memory_rss_gib", "skipped", "skipped_in_a_row"}
-KEYS |= {"nonfinite_losses"}
+KEYS |= {"step", "loss", "loss_running", "lr", "grad_norm", "exposed_communication"}
+KEYS |= {"samples_per_s", "tokens_per_s", "model_tflops", "mfu", "memory_rss_gib"}
+KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses"}
 
 
 def test_a_line_holds_everything(run: Run) -> None:
@@ -60,14 +53,12 @@ def test_a_line_holds_everything(run: Run) -> None:
     # The rest is the line itself, and what lies between the parts.
     assert sum(split) + last["data_wait_ms"] < last["step_ms"]
     assert last["communication_ms"] == last["exposed_communication"] == 0  # one process is alone
-    assert last["memory_rss_gib"] == pytest.approx(
-        memory_gib(torch.device("cpu"))["memory_rss_gib"], rel=0.3
-    )
+    resident = memory_gib(torch.device("cpu"))["memory_rss_gib"]
+    assert last["memory_rss_gib"] == pytest.approx(resident, rel=0.3)
 
 
-def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
+def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, log) -> None:
     """Rank 1 of two waits for each of its batches, rank 0 for none but in the mean of both."""
-    caplog.set_level("INFO", logger="cogfast")
     numbers = ("grad_norm", "num_skipped", "num_skipped_in_a_row")
     engine = SimpleNamespace(**dict.fromkeys(numbers, torch.zeros(())))
     engine.transformer = tiny("5b")
@@ -79,19 +70,13 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
             sent.append(value)
             return sent[-2] + value if len(sent) % 2 == 0 else value
 
+    args, cpu = TrainArguments(log_interval=1), torch.device("cpu")
+    size = SimpleNamespace(num_tokens=1, is_picture=False, has_both=False)
+    steps = {"start_step": 0, "num_steps": 2, "num_slots": lambda _: 2}
+    groups = [TwoRanks(rank, 2, rank, cpu, None, False) for rank in (1, 0)]
     both = [
-        Metrics(
-            TrainArguments(log_interval=1),
-            tmp_path,
-            TwoRanks(rank, 2, rank, torch.device("cpu"), None, False),
-            engine,
-            SimpleNamespace(num_tokens=1, is_picture=False, has_both=False),
-            BandLosses(None, torch.device("cpu")),
-            start_step=0,
-            num_steps=2,
-            num_slots=lambda _: 2,
-        )
-        for rank in (1, 0)
+        Metrics(args, tmp_path, each, engine, size, BandLosses(None, cpu), **steps)
+        for each in groups
     ]
     for step in (1, 2):
         for metrics, seconds in zip(both, (0.05, 0.0), strict=True):
@@ -101,7 +86,7 @@ def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, caplog) -> None:
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in found] == [1.0, 1.0]
     assert [line["data_wait_ms"] for line in found] == pytest.approx([50, 50])
-    assert caplog.messages[-1].endswith("waiting for data: raise args.num_workers")
+    assert log.messages[-1].endswith("waiting for data: raise args.num_workers")
 
 
 def test_a_line_is_the_mean_since_the_last(run: Run, tmp_path: Path) -> None:
@@ -122,7 +107,7 @@ def test_a_line_is_the_mean_since_the_last(run: Run, tmp_path: Path) -> None:
 
 def test_a_non_finite_loss_hides_no_other(run: Run, tmp_path: Path) -> None:
     """One bad sample of 8, at 2 per step: the line has the mean loss of 3 of 4 steps."""
-    dataset = {"target": "tests.train.test_trainer.EncodedSamples", "params": {"bad_sample": 0}}
+    dataset = {"target": ENCODED, "params": {"bad_sample": 0}}
     run = run.with_words("deepspeed.train_micro_batch_size_per_gpu=2").by(Trainer, "tests")
     run = run.with_args(dataset=dataset, train_iters=4)
     lines = run.into(tmp_path / "each").train().lines
@@ -181,11 +166,10 @@ class WithFullDisk(Trainer):
 
 
 def test_a_full_disk_costs_nothing_that_can_follow(
-    run: Run, data: Path, caplog: pytest.LogCaptureFixture
+    run: Run, data: Path, log: pytest.LogCaptureFixture
 ) -> None:
     """Lines, TensorBoard, page, samples and a checkpoint: one warning each, and all lines follow when
     there is space."""
-    caplog.set_level("INFO", logger="cogfast")
     run = run.with_args(valid_data=[str(data)], eval_interval=4, eval_sampling_steps=1)
     run = run.by(WithFullDisk).with_args(save_interval=2, keep_last=0).train(steps=6)
     assert [line["step"] for line in run.lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
@@ -193,23 +177,16 @@ def test_a_full_disk_costs_nothing_that_can_follow(
     left = sorted(p.name for p in (run.path / "checkpoints").iterdir())
     assert left == ["00000002", "00000006", "latest"]
     assert "<dd>6 <small>of 6</small></dd>" in (run.path / "index.html").read_text()
-    ours = [record for record in caplog.records if record.name.startswith("cogfast")]
+    ours = [record for record in log.records if record.name.startswith("cogfast")]
     warnings = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     warnings = [text for text in warnings if "File too large" in text]
-    about = (
-        "log.txt",
-        "metrics.jsonl",
-        "sampling at step 4",
-        "prompt 0 (",
-        "reference/000",
-        "index.html",
-        "checkpoint of step 4",
-    )
+    about = ("log.txt", "metrics.jsonl", "sampling at step 4", "prompt 0 (", "reference/000")
+    about += ("index.html", "checkpoint of step 4")
     for what in about:
         assert len([text for text in warnings if what in text]) == 1, (what, warnings)
     assert len(warnings) == len(about)
-    assert "checkpoint of step 6 is written" in caplog.text
-    assert "Traceback" not in caplog.text
+    assert "checkpoint of step 6 is written" in log.text
+    assert "Traceback" not in log.text
 
 
 class WithFullDiskToTheEnd(Trainer):
@@ -223,10 +200,9 @@ class WithFullDiskToTheEnd(Trainer):
 
 
 def test_a_disk_that_stays_full_ends_a_run_in_one_line(
-    run: Run, data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, data: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that were complete stay as they are, and no part of another is left."""
-    caplog.set_level("INFO", logger="cogfast")
     run = run.with_args(valid_data=[str(data)], eval_interval=2, eval_sampling_steps=1)
     run = run.with_args(save_interval=2, profiling=3).by(WithFullDiskToTheEnd)
     before, trainer = {}, run.trainer()
@@ -243,12 +219,12 @@ def test_a_disk_that_stays_full_ends_a_run_in_one_line(
     assert_refused(trainer.train, line, RuntimeError)
     del before["hang/rank-0.txt"]  # of a run that trains
     assert files(trainer.folder) == before and "checkpoints/00000002/manifest.json" in before
-    ours = [r for r in caplog.records if r.name.startswith("cogfast")]
+    ours = [r for r in log.records if r.name.startswith("cogfast")]
     failed = [r.message for r in ours if r.levelname in ("WARNING", "ERROR")]
     about = ("metrics.jsonl", "sampling at step 4", "index.html", "profile:")
     for what in about:
         assert len([text for text in failed if what in text]) == 1, failed
-    assert "Traceback" not in caplog.text
+    assert "Traceback" not in log.text
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -269,9 +245,8 @@ def test_a_subclass_may_bring_its_own_loss(run: Run, data: Path) -> None:
     run = run.with_args(valid_data=[str(data)], eval_interval=2, eval_sampling_steps=2)
     run = run.by(Halved).train(steps=2)
     found = run.lines
-    assert all(
-        line["tokens_per_s"] == pytest.approx(20 * line["samples_per_s"]) for line in found[:2]
-    )
+    for line in found[:2]:
+        assert line["tokens_per_s"] == pytest.approx(20 * line["samples_per_s"])
     assert found[0]["train_loss_band_0"] is None  # its timesteps are unknown
     assert "valid_loss" in found[2]
     assert len(list(run.path.glob("samples/*/*.mp4"))) == 1

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
@@ -18,7 +17,8 @@ from cogfast.train.watchers.nonfinite import NonfiniteCheck
 from tests.support.ranks.nonfinite_ranks import Overflows
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, read_run_weights, run_program, write_clips
+from tests.support.tiny_run import CHANNELS, read_run_weights, run_program
+from tests.train.test_trainer import ENCODED
 
 NUM_SAMPLES, SEED, BATCH = 32, 1234, 4
 NUMEL = 2 * CHANNELS * 3 * 4 * 4  # of a micro-batch of two samples
@@ -27,33 +27,8 @@ PAIRS = "deepspeed.train_micro_batch_size_per_gpu=2"
 BAD = GlobalOrder(NUM_SAMPLES, SEED, BATCH).index(BAD_STEP - 1, BAD_SLOT)
 
 
-class OneBad(Dataset):
-    """Latents and embeddings; sample `bad` has a NaN in its latents."""
-
-    def __init__(self, data_dir: list[str], bad: int = BAD) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> dict:
-        generator = torch.Generator().manual_seed(index)
-        latents = torch.randn(CHANNELS, 3, 4, 4, generator=generator)
-        if index == self.bad:
-            latents[0, 0, 0, 0] = math.nan
-        return {
-            "encoded_videos": latents,
-            "prompt_embedding": torch.randn(8, 16, generator=generator),
-        }
-
-
 def one_bad(bad: int = BAD) -> dict:
-    return {"target": "tests.train.watchers.test_nonfinite.OneBad", "params": {"bad": bad}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_clips(tmp_path_factory.mktemp("data"), num_clips=1)
+    return {"target": ENCODED, "params": {"bad_sample": bad, "num_samples": NUM_SAMPLES}}
 
 
 @pytest.fixture
@@ -116,7 +91,7 @@ def test_the_first_module_is_named_and_a_damaged_weight_is_not_saved(
     deep: Run, is_damaged: bool
 ) -> None:
     """A weight of block 3 is infinite, or all are finite and the product overflows."""
-    trainer = deep.trainer("data.params.bad=-1", "args.nonfinite=stop", "args.train_iters=1")
+    trainer = deep.trainer("data.params.bad_sample=-1", "args.nonfinite=stop", "args.train_iters=1")
     weight = trainer.engine.transformer.blocks[3].fc1.weight
     with torch.no_grad():
         weight.normal_().sign_().mul_(3e38)
@@ -133,7 +108,7 @@ def test_the_first_module_is_named_and_a_damaged_weight_is_not_saved(
 
 
 def test_a_gradient_alone_is_reported(deep: Run) -> None:
-    trainer = deep.trainer("data.params.bad=-1", "args.nonfinite=stop", "args.train_iters=1")
+    trainer = deep.trainer("data.params.bad_sample=-1", "args.nonfinite=stop", "args.train_iters=1")
     block = trainer.engine.transformer.blocks[2]
     block.register_forward_hook(lambda _, __, out: Overflows.apply(out))
     line = "step 1: a loss or gradient is not finite, but all out"

@@ -41,10 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = Run(data, folder).with_args(dataset=one_bad(-1), train_iters=1).base
     runs: dict[str, list[str]] = {}
     for layout, fault in CASES:
-        given = ["none", f"data.params.bad={BAD}"] if fault == "sample" else [fault]
+        given = ["none", f"data.params.bad_sample={BAD}"] if fault == "sample" else [fault]
         runs[f"{layout}-{fault}"] = [*given, "args.nonfinite=stop", *LAYOUTS[layout]]
     for name, (fault, *words) in SKIPPED.items():
-        runs[name] = [fault, *words, f"data.params.bad={BAD}", "args.train_iters=3"]
+        runs[name] = [fault, *words, f"data.params.bad_sample={BAD}", "args.train_iters=3"]
     layers = "model.network_config.params.num_layers=4"
     runs = {name: [fault, layers, *words] for name, (fault, *words) in runs.items()}
     script = "tests/support/ranks/nonfinite_ranks.py"

@@ -139,16 +139,15 @@ def run_steps(profiler: Profiler, num_steps: int = 7) -> list[int]:
 
 
 def test_nsys_captures_these_steps_with_nvtx_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log
 ) -> None:
-    caplog.set_level("INFO")
     cuda = Cuda(monkeypatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     assert run_steps(Profiler(tmp_path / "profile", GPU, 2)) == [5]
     steps = [[f"push step {i}", "push forward", "pop", "pop"] for i in (2, 3, 4)]
     assert cuda.calls == ["synchronize", "start", *sum(steps, []), "synchronize", "stop"]
     assert not (tmp_path / "profile").exists()
-    assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in caplog.text
+    assert "NSYS_PROFILING_SESSION_ID is set, so nsys captures the profile" in log.text
 
 
 def test_one_rank_of_a_machine_starts_nsys_and_only_rank_0_writes(
@@ -204,16 +203,14 @@ def test_tables_of_a_gpu_count_kernels() -> None:
         return average
 
     cpu, gpu = DeviceType.CPU, DeviceType.CUDA
-    text = tables(
-        [
-            event("aten::mm", cpu, False, 900, 6000, 6),
-            event("forward", gpu, True, 0, 7000, 3),
-            event("forward", cpu, True, 2000, 0, 3),
-            event("gemm", gpu, False, 0, 6000, 6),
-            event("norm" * 30, gpu, False, 0, 2000, 2),
-        ],
-        3,
-    )
+    events = [
+        event("aten::mm", cpu, False, 900, 6000, 6),
+        event("forward", gpu, True, 0, 7000, 3),
+        event("forward", cpu, True, 2000, 0, 3),
+        event("gemm", gpu, False, 0, 6000, 6),
+        event("norm" * 30, gpu, False, 0, 2000, 2),
+    ]
+    text = tables(events, 3)
     assert text.startswith("times are totals over 3 steps\n")
     of_ranges, of_kernels = rows_of(text)
     assert of_ranges[0][6:9] == ["Self CUDA", "Self CUDA %", "CUDA total"]
