@@ -217,10 +217,18 @@ def _compare(
             found = _do(case, stage, root, store, None if is_new else TIME)
             name = f"{case.name}, {'made again' if is_new else 'recorded'}, {stage.name}"
             recorded = json.loads(expected.read_text())
+            if stage.fault:
+                recorded, found = _without_logs(recorded), _without_logs(found)
             differences += _differences(name, recorded, found, is_exact, is_new)
             if differences:
                 return count + 1, differences  # what follows would repeat them
     return len(stages), differences
+
+
+def _without_logs(left: dict) -> dict:
+    """Keep the checkpoints: how many steps are logged before their thread is killed depends on time."""
+    files = {name: text for name, text in left["files"].items() if "/checkpoints/" in name}
+    return left | {"output": "", "files": files}
 
 
 def _differences(
