@@ -71,14 +71,21 @@ def main() -> None:
         found["targets"] = {name: target_of(name) for name in asked["targets"]}
         found["version"] = {"cogfast": importlib.import_module("cogfast").__version__}
     if "families" in asked:
-        found["models"] = models(asked["families"])
-        found["optimizers"] = optimizers()
-        found["ops"] = ops()
+        found["models"] = _answered(lambda: models(asked["families"]))
+        found["optimizers"], found["ops"] = _answered(optimizers), _answered(ops)
     if "examples" in asked:
         found["examples"] = {name: run_example(one) for name, one in asked["examples"].items()}
     place = Path(importlib.import_module("cogfast").__file__ or "").parent
     found["place"] = str(place)
     target.write_text(json.dumps(found))
+
+
+def _answered(question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer, or which public name is missing that the question is asked with."""
+    try:
+        return question()
+    except (ImportError, AttributeError) as error:
+        return {"all": {"missing": str(error)}}
 
 
 # --- names ---
