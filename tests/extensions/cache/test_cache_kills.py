@@ -35,13 +35,18 @@ def kill(processes: list[Started], count: Callable[[], int], more: int, delay: f
 
 
 def check_kills(
-    folder: Path, cache: Path | str, entries_of: Callable[..., dict[str, bytes]], num_kills: int
+    folder: Path,
+    cache: Path | str,
+    entries_of: Callable[..., dict[str, bytes]],
+    count: Callable[[], int],
+    num_kills: int,
 ) -> int:
     """Kill both writers of one cache at random moments; every file is that of a straight run, always.
 
-    entries_of: returns the entries of a cache there. Returns how many kills came before the end.
+    entries_of: returns the entries of a cache there. count: of its files, without reading them. Returns
+    how many kills came before the end.
     """
-    data = write_clips_with_vae(folder / "data", 60, CHANNELS)
+    data = write_clips_with_vae(folder / "data", 6 * num_kills, CHANNELS)
     run = Run(data, folder).with_vae().of("5b_i2v")
     # It has as many threads as the writers.
     run.cached_in(folder / "straight").launch(1, ALONE, name="cache")
@@ -50,8 +55,7 @@ def check_kills(
     draw, num_in_time = random.Random(0), 0
     for _ in range(num_kills):
         writers = [start(arguments) for _ in range(2)]
-        num = lambda: len(entries_of(cache))
-        num_in_time += kill(writers, num, draw.randint(0, 3), draw.uniform(0, 0.3))
+        num_in_time += kill(writers, count, draw.randint(0, 3), draw.uniform(0, 0.1))
         assert entries_of(cache).items() <= expected.items()
     writers = [start(arguments) for _ in range(2)]
     outputs = [writer.communicate()[0] for writer in writers]
@@ -62,7 +66,9 @@ def check_kills(
 
 @pytest.mark.soak
 def test_twenty_kills_of_two_writers_at_once(tmp_path: Path) -> None:
-    assert check_kills(tmp_path, tmp_path / "killed", contents, num_kills=20) >= 15
+    cache = tmp_path / "killed"
+    count = lambda: sum(1 for _ in cache.rglob("*.safetensors"))
+    assert check_kills(tmp_path, cache, contents, count, num_kills=20) >= 15
 
 
 def test_temporary_files_are_no_entries(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_a_video_that_its_store_does_not_give_is_read_later(
 
 @pytest.mark.soak
 def test_kills_of_two_workers_leave_nothing_half(server: S3Server, tmp_path: Path) -> None:
-    assert check_kills(tmp_path, f"{server.url}/killed", objects, num_kills=10) >= 6
+    url = f"{server.url}/killed"
+    assert check_kills(tmp_path, url, objects, lambda: len(store.find(url)), num_kills=10) >= 6
 
 
 @pytest.mark.soak
