@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -614,7 +615,8 @@ def test_a_scale_at_its_minimum_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 2, 4])
 def test_any_order_of_overflows_gives_deepspeeds_scale(hysteresis: int, consecutive: bool) -> None:
-    start_processes()  # DeepSpeed's scale asks for its rank
+    start_processes()
+    deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False)  # for the scale's log lines
     stock = DynamicLossScaler(
         2.0**12, 7, 1.0, hysteresis, consecutive, raise_error_at_min_scale=False
     )
