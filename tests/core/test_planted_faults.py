@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from scripts.plant import Fault, read_faults
+from scripts.plant import FAULTS, Fault, read_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = read_faults()
@@ -33,3 +34,9 @@ def test_the_list_covers_the_package() -> None:
     code = (file.parent for file in (ROOT / "cogfast").rglob("*.py") if file.name != "__init__.py")
     parts = {folder.relative_to(ROOT).parts[:2] for folder in code}
     assert parts == {Path(fault.file).parent.parts[:2] for fault in ALL}
+
+
+def test_the_tests_noticed_the_faults_when_they_were_last_planted() -> None:
+    found = json.loads((FAULTS / "results.json").read_text())
+    assert list(found["noticed_by"]) == [fault.name for fault in ALL]
+    assert sum(map(bool, found["noticed_by"].values())) == found["noticed"] >= 0.95 * len(ALL)

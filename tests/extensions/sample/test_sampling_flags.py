@@ -17,7 +17,6 @@ from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import run_of
 
 SAMPLER = "model.sampler_config.params"
-GUIDERS = "sgm.modules.diffusionmodules.guiders"
 
 
 def load(model: str = "cogvideox_5b", *overrides: str) -> Config:
