@@ -179,7 +179,7 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
     if not small:
         pin()
     is_exact = machine() == json.loads((folder / "machine.json").read_text())
-    rule = "in all bits" if is_exact else "to 1e-6, since the machine or its settings are others"
+    rule = "in all bits" if is_exact else "by what another processor rounds: 1e-6 in float32"
     print(f"disks: numbers are compared {rule}", flush=True)
     cases = [case for case in CASES if case.is_small or not small]
     with ThreadPoolExecutor(1 if small else _PROCESSES) as pool:

@@ -102,10 +102,14 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
     }
     if family == "1.5_5b_i2v":
         network["ofs_embed_dim"] = 16
-    encoder = {"is_trainable": False, "input_key": "txt", "ucg_rate": 0.1}
-    encoder |= part(
-        "cogfast.model.text_encoder.ByteTextEncoder",
-        **{"max_length": 8, "d_model": 16, "d_ff": 32, "num_layers": 1},
+    t5 = "cogfast.model.text_encoder.ByteTextEncoder"
+    encoder = part(t5, max_length=8, d_model=16, d_ff=32, num_layers=1)
+    encoder |= {"is_trainable": False, "input_key": "txt", "ucg_rate": 0.1}
+    timesteps = part(
+        f"{diffusion}.sigma_sampling.DiscreteSampling",
+        uniform_sampling=True,
+        num_idx=1000,
+        discretization_config=schedule(),
     )
     section = {
         "scale_factor": 0.7,
@@ -122,11 +126,7 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
             ckpt_path=str(data / "wavelet.safetensors"),
         ),
         "loss_fn_config": part(
-            f"{diffusion}.loss.VideoDiffusionLoss",
-            sigma_sampler_config=part(
-                f"{diffusion}.sigma_sampling.DiscreteSampling",
-                **{"uniform_sampling": True, "num_idx": 1000, "discretization_config": schedule()},
-            ),
+            f"{diffusion}.loss.VideoDiffusionLoss", sigma_sampler_config=timesteps
         ),
         "sampler_config": part(
             f"{diffusion}.sampling.VPSDEDPMPP2MSampler",

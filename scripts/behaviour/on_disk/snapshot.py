@@ -195,7 +195,7 @@ def compare_texts(
         yield Difference("disks", case, name, rest, rest)
 
 
-def is_close(one: str, other: str, is_bf16: bool = False) -> bool:
+def is_close(one: str, other: str, is_bf16: bool) -> bool:
     """Return whether two lines differ in floating-point numbers alone, and these by rounding."""
     one, other = (re.sub(r"bits=[0-9a-f]{16}", "", text) for text in (one, other))
     if one.startswith('"checksum') and other.startswith(one.partition(":")[0]):
