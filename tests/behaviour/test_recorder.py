@@ -1,7 +1,5 @@
 """The recorder itself: what it compares, what it takes for equal, and how it stores texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small part of `python -m scripts.compare_behaviour`: nothing that a user has has changed."""
 
-from __future__ import annotations
-
 import importlib
 import tempfile
 from pathlib import Path

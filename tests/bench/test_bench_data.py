@@ -1,7 +1,5 @@
 """bench.data on tiny clips: counts, ratios and the piece of bench.gpu_run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """bench.ops at small sizes on the CPU: byte counts, refusals and the peers it compares with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

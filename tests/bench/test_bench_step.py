@@ -1,7 +1,5 @@
 """bench.step at its smallest sizes: both sides compute the same, and the figures are right."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

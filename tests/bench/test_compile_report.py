@@ -1,7 +1,5 @@
 """Kernels compiled without a GPU: their limits hold, and a broken limit is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The comparison on a CPU: the floor has the products of the model, and every ratio its meaning."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The bench against CogVideo's diffusers trainer times both sides."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """Pieces of bench.gpu_run at small sizes on the CPU, and the command that runs them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Every command that docs/benchmarks.md names is run at its smallest case by a test of `make test`; words that
 commands refuse."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

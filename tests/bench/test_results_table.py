@@ -1,7 +1,5 @@
 """Benchmark tables: the committed pages agree with the committed results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

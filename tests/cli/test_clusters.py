@@ -1,7 +1,5 @@
 """The files of docs/clusters: what they start is read by the parsers of torchrun and of `cogfast train`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The arguments of `cogfast train` and `cogfast sample`, exit statuses, and upstream's scripts."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex

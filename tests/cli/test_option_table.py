@@ -1,7 +1,5 @@
 """docs/options.md lists every key of the configuration, with what the schema says today."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

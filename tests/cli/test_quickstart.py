@@ -1,7 +1,5 @@
 """The quickstart's clips as files and as pixels, and their automatic scores."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

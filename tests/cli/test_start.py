@@ -3,8 +3,6 @@
 Nothing here measures time. Each package named takes 0.2 s to 4 s of a start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

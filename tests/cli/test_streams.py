@@ -1,7 +1,5 @@
 """A command continues when its terminal is closed or the reader of its output ends."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

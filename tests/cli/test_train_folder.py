@@ -1,7 +1,5 @@
 """cogfast train, plan and cache FOLDER --data PATH: compared with the YAML files that a dry run prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's mistake in a configuration ends in one line that names the key and the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

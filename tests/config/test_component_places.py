@@ -1,7 +1,5 @@
 """A `target` names only the classes of its place; nothing else is imported or called."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

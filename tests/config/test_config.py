@@ -1,7 +1,5 @@
 """Merging, overrides, origins, and building objects from target and params."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

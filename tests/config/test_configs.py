@@ -1,7 +1,5 @@
 """cogfast's configs give every member of the family the values of upstream's longer ones."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The deepspeed section: what of it is kept in args, "auto", and which of two values wins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

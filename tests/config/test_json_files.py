@@ -1,7 +1,5 @@
 """JSON from outside: what fits a schema comes typed, all else is one line that names file and key."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass, field

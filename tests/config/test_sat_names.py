@@ -1,7 +1,5 @@
 """SAT's network_config in both its forms, and the tables of names."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -5,8 +5,6 @@ trainer computes at step 1 is computed a second time from the mp4 on by PyAV, se
 transformers, diffusers' VAE and transformer, and the formulas of the paper in float64.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass

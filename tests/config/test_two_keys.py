@@ -1,7 +1,5 @@
 """Keys that set the same: LoRA's short names, and keys that stand in the place of others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """YAML files of a kilobyte that expand to terabytes, and run files that read the environment."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

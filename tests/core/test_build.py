@@ -1,7 +1,5 @@
 """The wheel: what is in it, and that it works where it is installed, from any folder."""
 
-from __future__ import annotations
-
 import email
 import os
 import shutil

@@ -1,7 +1,5 @@
 """cogfast/core/files.py: writing files whole, their modes, and their checksums."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

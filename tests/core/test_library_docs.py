@@ -1,7 +1,5 @@
 """The examples of docs/library.md run, and what they make has the shapes that the page names."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

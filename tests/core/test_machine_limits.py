@@ -1,7 +1,5 @@
 """A lack of the machine ends a command in one line; other errors stay as they are."""
 
-from __future__ import annotations
-
 import errno
 import resource
 import sys

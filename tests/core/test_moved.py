@@ -1,7 +1,5 @@
 """Public names whose files have moved: the old names still work, and the package itself uses the new ones."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The list of planted faults (scripts/plant.py) moves with the code."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

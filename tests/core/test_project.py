@@ -1,7 +1,5 @@
 """The project's own files: what the Dockerfile copies and installs, workflows, issue forms, citation."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

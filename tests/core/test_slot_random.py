@@ -1,7 +1,5 @@
 """Draws by sample slot: the same on every layout, different between keys, rightly distributed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

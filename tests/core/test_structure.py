@@ -1,7 +1,5 @@
 """The rules that keep the tree readable: who imports whom, sizes, names, quiet imports."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -5,8 +5,6 @@ become stubs, which count their calls and return 0. It needs g++, nm, and the he
 nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-nccl-cu13.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

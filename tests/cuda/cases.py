@@ -3,8 +3,6 @@
 A limit is the number that was launched when it was set: a higher one means that a fusion is lost.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -4,8 +4,6 @@ Results are compared as on a GPU, but what the comparisons find is dropped, beca
 from timing what it compared.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs on the null CUDA runtime: how they are started, and the counters that they read."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

@@ -3,8 +3,6 @@
 test_runtime.py runs it: python -m tests.cuda.planted_faults
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

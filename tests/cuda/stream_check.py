@@ -6,8 +6,6 @@ before the tensor is freed. The order of streams is kept by a class of PyTorch's
 which itself forgets a tensor when it is freed.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from typing import Any

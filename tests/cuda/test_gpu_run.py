@@ -1,7 +1,5 @@
 """Pieces of bench.gpu_run at small sizes: their numbers mean nothing here, but none may break."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

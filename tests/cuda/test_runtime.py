@@ -1,7 +1,5 @@
 """The null runtime and the stream check report what is planted, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Training steps of full size on the null CUDA runtime: waits, allocations, launches, peak, streams."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Kernels do not run, so that losses mean nothing. Latents and embeddings are thos
 bench.checks.encoded_samples, weights are left as they lie, and nothing is saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The list of bad samples, which all ranks of a run share and a resumed run reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

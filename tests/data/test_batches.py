@@ -1,7 +1,5 @@
 """BatchLoader: one order for every layout, bad samples replaced and listed, workers that end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Buckets: assigned from headers alone, one bucket per step on every layout, no sample dropped."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

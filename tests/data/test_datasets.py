@@ -1,7 +1,5 @@
 """Both folder layouts: which files are found, which frames are returned, what is refused."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GlobalOrder as a pure function of seed, step and slot, with weights, buckets and replacements."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle

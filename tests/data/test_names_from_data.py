@@ -1,7 +1,5 @@
 """Names and texts that come from data, used as file names and shown in terminals and logs."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

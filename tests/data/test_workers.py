@@ -1,7 +1,5 @@
 """Reading processes end only by the trainer's signal, and when the trainer ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parts of the diffusion that its tests share, and the layout of upstream's stored videos."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

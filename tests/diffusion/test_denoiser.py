@@ -1,7 +1,5 @@
 """The denoiser and its scaling against upstream's numbers and exact results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

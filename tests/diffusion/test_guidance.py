@@ -1,7 +1,5 @@
 """Guiders and thresholding against upstream's numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

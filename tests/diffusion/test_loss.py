@@ -1,7 +1,5 @@
 """The training loss against upstream's numbers, float64 arithmetic and diffusers' formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

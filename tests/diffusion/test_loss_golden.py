@@ -1,7 +1,5 @@
 """One training step's loss and gradients, model and all, against upstream's numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

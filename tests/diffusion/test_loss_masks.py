@@ -1,7 +1,5 @@
 """Weights of the error by masks, against loops over pixels, and what they do to the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Noise tables against upstream's and float64 arithmetic. test_sampler.py compares with diffusers' schedulers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

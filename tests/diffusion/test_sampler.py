@@ -1,7 +1,5 @@
 """Samplers against upstream's trajectories, the paper's algorithm in float64 and diffusers' schedulers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Timesteps by slot: strata covered, layouts alike, uniform over time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,8 +1,6 @@
 """args.kernels and args.compile: training gives the same numbers on each choice; what each needs
 installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 test_layouts trains with them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

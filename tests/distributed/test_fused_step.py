@@ -8,8 +8,6 @@ In the runs of two processes, a gather writes its result only when it is waited 
 weights without waiting reads old ones.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,8 +1,6 @@
 """A run at any parallel layout equals the run of one process in losses, weights, EMA, held-out losses
 and samples, and it can be resumed at any other layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank ends with its torchrun or when another one stops, and knows a connection that a rank has broken."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

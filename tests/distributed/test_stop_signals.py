@@ -1,7 +1,5 @@
 """A command that is signalled ends in one line, by the signal, whatever its main thread does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

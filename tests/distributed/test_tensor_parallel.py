@@ -1,7 +1,5 @@
 """Processes that share a model compute the same as one process: output, loss, gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

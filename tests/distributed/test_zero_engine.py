@@ -1,7 +1,5 @@
 """ZeroEngine: accumulation, skipped steps, weight decay, and no host-device syncs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

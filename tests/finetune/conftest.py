@@ -1,7 +1,5 @@
 """Clips of CogVideo's trainer with their lists, and options of its runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

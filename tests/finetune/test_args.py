@@ -1,7 +1,5 @@
 """The arguments of CogVideo's diffusers trainer: names, types, defaults, help, and values that are refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

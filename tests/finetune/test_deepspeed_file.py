@@ -3,8 +3,6 @@
 The variables were printed by a script that accelerate 1.15 started.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of trainers in the shape of others' forks of CogVideo's trainer: resumed, on ranks, validated."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

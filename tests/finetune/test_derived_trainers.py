@@ -1,7 +1,5 @@
 """Subclasses in the shape of others' forks of CogVideo's trainer: own components, losses and validation."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Classes of a user that override encode_video, encode_text and collate_fn, as upstream's users do."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of `cogfast finetune` against diffusers: the loss, 20 steps of AdamW on PEFT's adapters."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

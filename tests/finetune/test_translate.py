@@ -1,7 +1,5 @@
 """Arguments become an ordinary configuration: origins, DeepSpeed files, wrong input."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from importlib import import_module

@@ -1,8 +1,6 @@
 """Gated residual, LayerNorm and modulation: kernels and CPU ops against float64 formulas, for
 outputs and every gradient. tests/model/test_block.py compiles them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

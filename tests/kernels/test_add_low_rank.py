@@ -1,8 +1,6 @@
 """LoRA's second product added to a linear's output: the interpreted kernel, the CPU version and the
 gradients against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

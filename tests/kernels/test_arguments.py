@@ -1,7 +1,5 @@
 """Arguments that do not fit are refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

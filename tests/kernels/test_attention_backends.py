@@ -1,8 +1,6 @@
 """flash_attention and its backends against float64 formulas, and with its output kept by checkpoints.
 Packages that need a GPU are stand-ins with the parameters of flash-attn 3 and 4."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The CPU kernels in C++: instruction sets, threads and builds; and the references in their place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

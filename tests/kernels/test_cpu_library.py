@@ -1,7 +1,5 @@
 """Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import shutil

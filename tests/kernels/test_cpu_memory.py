@@ -1,7 +1,5 @@
 """Freed memory is used again without page faults."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """FusedEmaAdam's Triton kernels: many tensors in one launch, the table of their addresses, and
 offsets beyond 32 bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """FusedEmaAdam against stored and computed float64 numbers; its counters and skipped steps; the sum of
 squares of the gradient's norm. test_ema_adam_kernel.py has the table of the Triton kernels."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

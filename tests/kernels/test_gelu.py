@@ -1,7 +1,5 @@
 """GELU: the interpreted kernels, the CPU version and the gradients against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

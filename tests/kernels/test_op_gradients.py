@@ -1,7 +1,5 @@
 """torch.ops.cogfast: all of opcheck, and the gradients of each op against those of its reference in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Head norms and rotation: interpreted kernels, CPU kernels and gradients against float64 formulas
 and against diffusers' rotary embedding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The 3D VAE against upstream's numbers, chunk by chunk; names, files and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """One block under torch.compile and on both choices of kernels: the same numbers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """LoRA as SAT's lora2: names, scaling, loading a plain checkpoint, what trains."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """The two norms after the blocks: their gradients in bf16 on a CPU, their kernels, and their nodes
 under torch.compile."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

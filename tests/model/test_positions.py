@@ -1,7 +1,5 @@
 """Position tables and rotary angles, against numbers computed one by one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """T5 from a folder against sentencepiece and transformers; the byte encoder; what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """All five members of the family against diffusers' CogVideoXTransformer3DModel, same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Of the gradients of large tensors, every 13th number is stored. The 5B weights a
 model-parallel files (in the second one, tensors that are the same in both are NaN).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Names, shapes, counts and trainable sets of upstream's eight training configs, on meta."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Run as a script, the first word names the class and the others are arguments.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ wait reads the old weights. Only the training loop's thread may read parameters 
 ZeRO-3 that can be a collective.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tiny pipelines of every family that diffusers wrote; the fixture `pipelines` of conftest.py has them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

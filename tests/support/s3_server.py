@@ -1,7 +1,5 @@
 """A real S3 server (moto's) on the loopback, with faults that tests plant."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tiny runs for the tests: clips, configs of every family, launches with one or more processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

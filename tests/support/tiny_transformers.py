@@ -1,7 +1,5 @@
 """A tiny member of each family and a tiny T5, whose weights are all random."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Video files for tests, written and read with PyAV directly: independent of what is tested."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

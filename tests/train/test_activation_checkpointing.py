@@ -1,7 +1,5 @@
 """Activation checkpointing: gradients, recomputed ops and kept bytes of every policy."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages about a run's data sources name the key, and the file or option, that the user set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs on manifests, weights and buckets: a resume repeats the losses, and figures are right."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

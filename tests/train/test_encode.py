@@ -1,7 +1,5 @@
 """The latents, text and image latents of a batch, against numbers written out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

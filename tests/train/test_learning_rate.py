@@ -1,7 +1,5 @@
 """Learning rates against SAT's scheduler and hand formulas."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

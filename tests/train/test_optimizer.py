@@ -1,7 +1,5 @@
 """Parameter groups against SAT's, optimizers by name, FusedEmaAdam inside DeepSpeed's ZeRO."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The training loop on one process: every family, what is trained, EMA, bad steps, encoded batches."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Damages that a draw does to the files of a folder, whatever they hold. None: nothing to damage."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

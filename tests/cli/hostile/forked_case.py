@@ -4,8 +4,6 @@ commands that it started and files that it wrote outside of its folder.
 The child has no rights of root, and Python reports to an audit hook (PEP 578), which cannot be removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """A whole folder of every format that a command reads, and what reads it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -4,8 +4,6 @@ A clip has 9 frames at 8 per second. Frame i is grey with level 20 + 20 * i, so 
 identify the frames that were read.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Mutated configurations and command lines: each ends in success or in one line of cogfast's, quickly,
 in little memory, without a command run or a file written elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import random
 import shutil

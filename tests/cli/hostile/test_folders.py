@@ -1,8 +1,6 @@
 """Damaged and hostile folders of weights and of runs, of every format: read as they are meant, or refused
 in one line; nothing runs, nothing hangs, nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """tests/cli/hostile/forked_case.py reports forbidden actions: each case performs one of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

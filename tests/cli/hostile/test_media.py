@@ -4,8 +4,6 @@
 a reason, or end with a one-line error.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

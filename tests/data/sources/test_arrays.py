@@ -1,7 +1,5 @@
 """Tensors of a manifest's columns: how they are read, also with a latent cache, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

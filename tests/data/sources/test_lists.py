@@ -1,7 +1,5 @@
 """The lists of CogVideo's diffusers trainer: what it takes is taken, and faults name file and line."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

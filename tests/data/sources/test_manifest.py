@@ -1,7 +1,5 @@
 """Manifests: every column and the metadata of other trainers; faults are refused with their line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

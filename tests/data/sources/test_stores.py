@@ -1,7 +1,5 @@
 """Data in a real S3 server: the samples, their order and their faults are those of the same data on a disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files that are not usable clips: reported before training and while reading, and replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

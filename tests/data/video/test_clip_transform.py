@@ -1,7 +1,5 @@
 """Frame selection compared with upstream's indices and with the clock; resizing with Pillow."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

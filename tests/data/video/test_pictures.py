@@ -1,7 +1,5 @@
 """Pictures as clips of one frame: decoded as Pillow does, in every layout; the unusable are named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """data.params.resize=stretch compared with decord's scaled frames and with bilinear weights."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 

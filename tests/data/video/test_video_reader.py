@@ -1,7 +1,5 @@
 """Frames compared with PyAV's own decoding, times with the file's, and all kinds of broken files."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from fractions import Fraction

@@ -4,8 +4,6 @@ Files of random encoders, containers and options: chosen frames equal those of a
 with random damage: each is either read or a bad sample.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

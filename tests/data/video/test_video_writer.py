@@ -1,7 +1,5 @@
 """Videos that are written and read back with PyAV; incomplete files never get their name."""
 
-from __future__ import annotations
-
 import av
 import numpy as np
 import pytest

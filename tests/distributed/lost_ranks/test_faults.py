@@ -1,7 +1,5 @@
 """One of two ranks fails: the other ranks notice, none waits forever, and work that can continue does."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

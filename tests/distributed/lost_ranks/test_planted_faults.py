@@ -1,7 +1,5 @@
 """A stop or an error planted before collectives of a run, on each rank: no case hangs."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

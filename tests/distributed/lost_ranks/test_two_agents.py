@@ -1,8 +1,6 @@
 """Two torchruns of two processes each, as on two machines, connect over loopback: they train as one
 process does, each ends when the other is gone, and a second launch resumes."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

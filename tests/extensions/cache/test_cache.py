@@ -1,7 +1,5 @@
 """`cogfast cache` and training from what it made, against training from pixels."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """A latent cache in an object store, against one in a folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`cogfast cache`, killed again and again and started twice at once: entries are whole or not there."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The latent cache: keys, which files are hashed again, damage, and what a cache from elsewhere may hold."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """`cogfast cache` and training with args.latent_cache in an object store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Clips and captions that CogVideo's diffusers trainer has encoded (args.trusted_cache)."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Control videos: how they are read and encoded, what is refused, and the loss against diffusers' network."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The condition `frames`: given frames in their places, against numbers written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

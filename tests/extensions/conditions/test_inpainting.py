@@ -1,7 +1,5 @@
 """The inputs of inpainting models against the rules of VideoX-Fun, written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

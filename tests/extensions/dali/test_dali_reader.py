@@ -3,8 +3,6 @@
 `make test-dali` installs DALI and runs this file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import threading

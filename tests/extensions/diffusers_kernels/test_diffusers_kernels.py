@@ -1,7 +1,5 @@
 """apply_to_diffusers against diffusers' own modules and float64: outputs, gradients, adapters, refusals."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

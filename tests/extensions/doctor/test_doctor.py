@@ -1,7 +1,5 @@
 """`cogfast doctor` on this machine, and on machines that lack something."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """args.elastic: how many ranks train, with which accumulation, what the log says, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil

@@ -1,8 +1,6 @@
 """args.elastic with real torchruns on loopback: machines are lost and come back, and the run continues with
 the weights, bit for bit, of runs that were started with these ranks from these checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

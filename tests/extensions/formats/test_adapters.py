@@ -1,8 +1,6 @@
 """Adapters as weights: merged against the libraries' forward, refused where they do not fit, and
 trained on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights from any format to any other: names, numbers, configs, and the stock tools' readers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile

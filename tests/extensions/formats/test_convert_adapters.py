@@ -1,7 +1,5 @@
 """`cogfast convert` with LoRA adapters, through files of every kind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Errors of `cogfast convert` for weights that it cannot convert; it leaves no files behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

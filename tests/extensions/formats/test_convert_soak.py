@@ -1,7 +1,5 @@
 """How much memory a conversion takes, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

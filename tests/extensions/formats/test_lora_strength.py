@@ -1,7 +1,5 @@
 """The strength of LoRA files, alpha / r, in every loader, and back in cogfast."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

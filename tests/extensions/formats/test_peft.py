@@ -1,7 +1,5 @@
 """PEFT's LoRA files: cogfast's files in the real library, and files of PEFT and other tools in cogfast."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA's frozen base in 8 bits and in host memory: numbers, copies, checkpoints and samples."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

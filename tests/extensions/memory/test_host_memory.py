@@ -1,7 +1,5 @@
 """Encoders that wait in host memory: their weights are on the device only while they encode."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """8-bit moments: their code, and FusedEmaAdam with them against float64 in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Activations of checkpointed blocks in host memory: equal gradients and runs, reused buffers, early
 fetches, and what stays on the device."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """args.ema_device=cpu and args.optimizer_moments=8bit: numbers of an update, and whole runs with
 checkpoints, evaluations and exports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The linears with int8 and fp8 weights: their rounding, products and gradients against float64, what
 autograd and the compiler keep, and the interpreted kernel that rounds rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

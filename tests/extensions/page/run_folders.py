@@ -1,7 +1,5 @@
 """Run folders for the tests of the page, written by hand: no training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The page in headless Chromium: it draws, plays, reloads, fits a telephone, and runs no other script."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

@@ -1,7 +1,5 @@
 """The page of a run: what it shows of a whole, a damaged and a hostile folder."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

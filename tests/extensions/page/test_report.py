@@ -1,7 +1,5 @@
 """`cogfast report`: the page of one run, the comparison of several, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

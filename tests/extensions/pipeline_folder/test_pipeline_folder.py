@@ -1,8 +1,6 @@
 """A diffusers pipeline as args.load, as a folder or by its id on the hub, fills in what the configuration
 leaves out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

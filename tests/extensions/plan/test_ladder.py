@@ -1,7 +1,5 @@
 """args.fit=auto and activation checkpointing `auto`: runs fit, at little cost, and train the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

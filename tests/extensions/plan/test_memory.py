@@ -1,8 +1,6 @@
 """The predicted memory of a run: PyTorch's allocator, ZeRO's state against its rules, encoders against
 diffusers and transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Running out of memory: what the error says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The predicted step: FLOPs are those that run, and times follow from rates by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of layouts: bytes of links, checkpoints and failures by hand, rows as `cogfast plan` has them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

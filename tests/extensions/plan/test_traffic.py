@@ -1,7 +1,5 @@
 """The traced traffic agrees with the collectives of two and four processes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Prodigy and Muon against their papers in float64, and runs of several ranks against those of one process."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """`cogfast publish` and args.push_to_hub, with the hub's own client, against a stand-in of the hub."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`cogfast sample` of CogVideoX-Fun's control models against diffusers' pipeline, and their training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

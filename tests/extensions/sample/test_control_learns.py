@@ -1,7 +1,5 @@
 """A tiny control model learns edges to shapes from random weights: about six minutes on two CPU cores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Evaluation during training: held-out loss by band, sampled videos, and failures, which do not end it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A stop or an error of one rank in an evaluation: all ranks leave the same work out, and none waits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inpainting models and models of given frames: sampling against diffusers' loop, training, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

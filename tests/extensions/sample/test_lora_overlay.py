@@ -1,7 +1,5 @@
 """Adapters that are added to a loaded model."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`cogfast sample`: videos of a run, through the real command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`cogfast sample` from a diffusers pipeline alone, against diffusers' own pipeline; adapters on top;
 SAT's inference.yaml with every model file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

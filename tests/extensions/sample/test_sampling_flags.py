@@ -1,7 +1,5 @@
 """The plain options of `cogfast sample` set the keys that they stand for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors of data.params.tensors in sampled videos: those of `cogfast sample --tensor` and of held-out samples."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """args.eval_command scores an evaluation's videos in the background; args.keep_best keeps a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

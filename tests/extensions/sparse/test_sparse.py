@@ -1,7 +1,5 @@
 """Block-sparse attention: the choice of blocks, and outputs and gradients against float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

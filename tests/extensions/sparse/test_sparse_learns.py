@@ -3,8 +3,6 @@
 COGFAST_SPARSE_STEPS=600 draws the curves of docs/kernels.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models and runs with block-sparse attention: exact where nothing is left out, resumed, sampled, refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """extensions/stores/store.py against a real S3 server with planted faults."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

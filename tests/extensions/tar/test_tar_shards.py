@@ -1,7 +1,5 @@
 """Tar shards, local and remote: the same samples as from folders; faults are reported."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The wavelet first stage: exact with every band, orthonormal, normalised, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models derived from CogVideoX: their folders are refused, with what they may be."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The size that a model was trained at, and its rotary positions: in checkpoints and exports, against
 diffusers' pipeline; what is logged where a pipeline would do otherwise."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

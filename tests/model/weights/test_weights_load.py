@@ -1,7 +1,5 @@
 """Checkpoints of every kind load; the messages about those that do not fit."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Each argument is a run with its overrides, saved below SAVE/<number of the run>.
 FAULT names, or rank 0 where only rank 0 does such work.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

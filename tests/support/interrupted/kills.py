@@ -1,7 +1,5 @@
 """Runs under torchrun that are killed: all processes, one rank, or torchrun itself."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

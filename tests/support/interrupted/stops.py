@@ -1,7 +1,5 @@
 """Runs that are stopped by signals and resume from what they saved."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tests of the CPU kernels in C++: when they run, and on how many threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

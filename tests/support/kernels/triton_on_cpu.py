@@ -4,8 +4,6 @@ Triton's interpreter computes real numbers. With a stand-in driver (python -m te
 every launch is specialised and compiled for sm_90 as on a GPU, and not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch

@@ -2,8 +2,6 @@
 of two processes, or of four that hold two copies of a model. FOLDER/<rank>.json gets {case:
 {collective: bytes that this process sends}}."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

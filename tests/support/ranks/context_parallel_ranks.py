@@ -3,8 +3,6 @@
 Each case leaves FOLDER/<case>.pt: the output, and the gradients after ZeRO's average over the ranks.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ OUT gets {case: [[names of losses, number of videos] of each rank]}. CACHE: a fo
 where rank 1 finds all files changed at the second time, and rank 0 none; "" leaves it out.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

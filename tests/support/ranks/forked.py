@@ -6,8 +6,6 @@ signals, its watch and its report of errors are real. What happens before a prog
 needs a real start: tiny_run.start(..., is_fresh=True).
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

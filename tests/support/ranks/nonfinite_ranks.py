@@ -5,8 +5,6 @@ The last rank alone has the fault: an element of its part of a weight, or "error
 second pass.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

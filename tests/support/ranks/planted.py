@@ -1,7 +1,5 @@
 """Runs with a stop or an error planted before a collective (planted_ranks.py), and how they end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

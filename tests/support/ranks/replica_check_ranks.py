@@ -2,8 +2,6 @@
 FOLDER`, in two tensor-parallel groups, (0, 1) and (2, 3). FOLDER/<rank>.json gets {case: its error,
 or "" where it passes}, and what a check sent."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Several samplings in one launch: `torchrun ... tests/support/ranks/sample_ranks.py '[[WORD, ...], ...]'`, each
 with the arguments of a `cogfast sample`."""
 
-from __future__ import annotations
-
 import json
 import sys
 

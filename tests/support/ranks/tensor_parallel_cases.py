@@ -1,7 +1,5 @@
 """The models that tensor-parallel processes and one process both run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal

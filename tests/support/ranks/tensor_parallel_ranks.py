@@ -3,8 +3,6 @@ FOLDER SIZE CASE...`, in groups of SIZE neighbours, each group with other inputs
 the whole model's weights as SAT saves them; each process leaves FOLDER/<case>/<group>-<rank>.pt there.
 The case "golden=PATH" is a model of the golden files."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

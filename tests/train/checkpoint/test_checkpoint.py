@@ -1,7 +1,5 @@
 """Checkpoints: their content, which ones are kept, full disks, and a changed optimizer."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -2,8 +2,6 @@
 
 tests/distributed/test_layouts.py resumes runs at other layouts."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Damaged files of a run: the error names the last good checkpoint; logs are set aside."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A run that was killed resumes bit for bit, with the same data and noise."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Runs in an object store: a real S3 server, faults that are planted, and kills within uploads."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

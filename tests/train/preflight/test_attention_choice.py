@@ -1,8 +1,6 @@
 """args.attention_backend: names that are refused, what auto measures and chooses, what a checkpoint
 stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints

@@ -1,7 +1,5 @@
 """The class that reads the data follows from args.train_data where a configuration leaves it open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

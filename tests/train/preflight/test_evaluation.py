@@ -1,7 +1,5 @@
 """Prompts and images of evaluations are checked before training, each mistake in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

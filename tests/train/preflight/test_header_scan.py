@@ -1,7 +1,5 @@
 """Two ranks list and survey data sets. They are threads that exchange values, as processes do with gloo."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import tarfile

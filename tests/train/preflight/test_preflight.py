@@ -1,7 +1,5 @@
 """`cogfast train` and `cogfast sample` refuse these configs before any GPU work."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples of docs/extending.md: a loss by timestep, in pixels, and on features, against losses by hand."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs that train adapters: the size of their checkpoints, and starts from existing adapters."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

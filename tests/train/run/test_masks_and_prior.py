@@ -1,7 +1,5 @@
 """Runs whose loss has masks, and samples with the base model as target, against losses by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The network and the tensors of docs/extending.md: a trajectory fuser and noise from files, on one and two
 ranks, resumed; what is trained, saved, sampled and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Whole runs on clips and pictures: losses, resumes, ranks, the latent cache, and what is logged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Finding and naming run folders, and what is written down there."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

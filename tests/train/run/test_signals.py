@@ -1,7 +1,5 @@
 """Signals at random moments: a run saves, ends by itself, and resumes bit for bit."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Long tests, run by `make soak`: many kills, and the quickstart's quality."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

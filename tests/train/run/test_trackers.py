@@ -1,7 +1,5 @@
 """Numbers of a run on a disk that is full for a while, and without a connection to W&B."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

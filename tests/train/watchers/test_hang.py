@@ -1,8 +1,6 @@
 """A rank that hangs: collective_timeout ends the run, whose last line has the rank's stack. A rank that
 stops ends it sooner."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

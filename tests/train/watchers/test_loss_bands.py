@@ -1,7 +1,5 @@
 """Loss by band of timesteps."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import numpy as np

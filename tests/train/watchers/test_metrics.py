@@ -1,7 +1,5 @@
 """Metrics of a run: lines, means, TensorBoard, W&B, and a subclass's loss."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -1,7 +1,5 @@
 """Steps that are not finite are named with rank, samples, timestep and module, and skipped or the end."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A fault on one of several ranks is named first, with its rank and place, whatever the ranks share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA that can learn nothing is found, and the tensor-parallel rank whose copy of a parameter differs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """args.profiling: the ranges, PyTorch's trace and table, when nsys captures, and its script."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
