@@ -35,12 +35,13 @@ class Kill:
 
 
 def draw_kills(seed: int, count: int, last_step: int) -> list[Kill]:
-    """Draw kills from a seed: their steps are spread over the run, every second is in a save."""
+    """Draw kills from a seed: their steps are spread over the run, every second is in a save, every
+    sixth at a start."""
     rng = random.Random(seed)
     longest = {"start": START_SECONDS, "step": 0.2, "save": 0.04}
     kills = []
     for i, step in enumerate(sorted(rng.sample(range(1, last_step), count))):
-        when = "save" if i % 2 else rng.choice(("start", "step", "step"))
+        when = "save" if i % 2 else ("start", "step", "step")[i // 2 % 3]
         what = rng.choice(("all", "rank 0", "rank 1", "torchrun"))
         kills.append(Kill(what, when, step, rng.uniform(0, longest[when])))
     return kills
