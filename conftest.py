@@ -68,6 +68,10 @@ def _soaked_seconds() -> dict[Path, int]:
     return {ROOT / name: seconds for name, seconds in found["seconds_of_files"].items()}
 
 
+def _is_soak(item: pytest.Item) -> bool:
+    return item.get_closest_marker("soak") is not None
+
+
 @pytest.hookimpl(trylast=True)  # behind the choice of -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that fork first, before any test leaves threads; then the long ones and those with
@@ -75,11 +79,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long = {
         item.path for item in items if item.get_closest_marker("slow") or item.path.name in LONG
     }
-    if all(item.get_closest_marker("soak") for item in items):
-        seconds = _soaked_seconds()
-        items.sort(key=lambda item: -seconds.get(item.path, 0))
-    else:
-        items.sort(key=lambda item: (not item.get_closest_marker("forks"), item.path not in long))
+    seconds = _soaked_seconds() if all(map(_is_soak, items)) else {}
+    items.sort(
+        key=lambda item: (
+            not item.get_closest_marker("forks"),
+            -seconds.get(item.path, 0),
+            item.path not in long,
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
