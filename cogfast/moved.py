@@ -13,10 +13,10 @@ MOVED = {
     "cogfast.model.diffusers_kernels.apply_to_diffusers": "cogfast.extensions.diffusers_kernels.diffusers_kernels.apply_to_diffusers",
     "cogfast.model.diffusers_kernels.restore": "cogfast.extensions.diffusers_kernels.diffusers_kernels.restore",
     "cogfast.model.wavelet_autoencoder.WaveletAutoencoder": "cogfast.extensions.wavelet.wavelet_autoencoder.WaveletAutoencoder",
+    "cogfast.model.wavelet_autoencoder.WaveletState": "cogfast.extensions.wavelet.wavelet_autoencoder.WaveletState",
     "cogfast.model.weights.sat.to_sat_state_dict": "cogfast.extensions.formats.sat.to_sat_state_dict",
 }
-# {where it is now: its public module}
-_MODULES = {new: old.rpartition(".")[0] for old, new in MOVED.items()}
+_MODULES = {new: old.rpartition(".")[0] for old, new in MOVED.items()}  # public, by where they are
 
 
 def find(path: str) -> Any:
@@ -30,12 +30,13 @@ def public_module(kind: Callable) -> str:
     return _MODULES.get(f"{kind.__module__}.{kind.__qualname__}", kind.__module__)
 
 
-def attributes_of(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module whose public names have moved."""
+def attributes_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a module whose public names have moved."""
+    names = [old.removeprefix(f"{module}.") for old in MOVED if old.rpartition(".")[0] == module]
 
     def attribute(name: str) -> Any:
-        if f"{module}.{name}" not in MOVED:
+        if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return find(f"{module}.{name}")
 
-    return attribute
+    return attribute, lambda: names

@@ -34,42 +34,65 @@ def processor() -> str:
     return f"{os.cpu_count()} cores, {name}"
 
 
-def summary(report: Path, seconds: float) -> dict:
-    """Count the results of a JUnit report, and add up the seconds of each file."""
-    counts, files, failed = Counter(), Counter(), []
+def file_of(case: xml.Element) -> str:
+    """Return the file of a test case, which may be of a class; a file that cannot be read is a case, too."""
+    parts = (case.get("classname") or case.get("name", "")).split(".")
+    while len(parts) > 1 and not (ROOT / "/".join(parts)).with_suffix(".py").is_file():
+        parts.pop()
+    return "/".join(parts) + ".py"
+
+
+def summary(report: Path) -> dict:
+    """Count the tests of a JUnit report by result, and add up the seconds of each file.
+
+    A test that fails, and fails in its teardown, too, or ends its process, has several cases: one test.
+    """
+    results: dict[str, str] = {}
+    files: Counter[str] = Counter()
     for case in xml.parse(report).iter("testcase"):
-        is_failed = case.find("failure") is not None or case.find("error") is not None
-        kind = (
-            "failed" if is_failed else "skipped" if case.find("skipped") is not None else "passed"
-        )
-        counts[kind] += 1
-        files[case.get("classname", "").replace(".", "/") + ".py"] += float(case.get("time", 0))
-        if is_failed:
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        name = f"{file_of(case)}::{case.get('name')}"
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "passed"
+        kind = "skipped" if kind == "passed" and "skipped" in kinds else kind
+        if results.get(name) != "failed":
+            results[name] = kind
+        files[file_of(case)] += float(case.get("time", 0))
+    counts = Counter(results.values())
     return {
-        "commit": output_of("git", "rev-parse", "HEAD"),
-        "has_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
-        "date": date.today().isoformat(),
-        "machine": processor(),
-        "minutes": round(seconds / 60, 1),
         **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
-        "failed_tests": failed,
+        "failed_tests": [name for name, kind in results.items() if kind == "failed"],
         "seconds_of_files": {name: round(time) for name, time in files.most_common()},
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULT, help="default: docs/soak.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="Other words are pytest's; they take --out, too."
+    )
+    parser.add_argument("--out", type=Path, help="default: docs/soak.json, which is of whole runs")
     given, words = parser.parse_known_args()
+    if words and not given.out:
+        parser.error("with words of pytest, which may choose tests, --out is needed")
+    result = {
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "has_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": date.today().isoformat(),
+        "machine": processor(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         report, start = Path(folder) / "soak.xml", time.monotonic()
         command = [sys.executable, "-m", "pytest", *PYTEST, f"--junitxml={report}", *words]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if report.is_file():
-            result = summary(report, time.monotonic() - start)
-            given.out.write_text(json.dumps(result, indent=2) + "\n")
-            print(f"{given.out}: {result['passed']} passed, {result['minutes']} minutes")
+        result |= {"minutes": round((time.monotonic() - start) / 60, 1), "status": status}
+        if status not in (0, 1):  # interrupted, or no test at all
+            print(f"pytest ended with status {status}: no result is written", file=sys.stderr)
+            return status
+        result |= summary(report)
+    out = given.out or RESULT
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"{out}: {result['passed']} passed, {result['failed']} failed, {result['minutes']} minutes"
+    )
     return status
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cogfast.config.components import PLACES, import_target
 from cogfast.moved import MOVED, find, public_module
+from tests.core import structure
 from tests.core.structure import NODES
 
 OLD_MODULES = sorted({old.rpartition(".")[0] for old in MOVED})
@@ -26,9 +27,23 @@ def test_an_old_name_is_the_new_one(old: str) -> None:
 
 
 @pytest.mark.parametrize("module", OLD_MODULES)
-def test_an_old_module_has_public_names_alone(module: str) -> None:
+def test_an_old_module_has_its_public_names(module: str) -> None:
+    """To type checkers, to `dir` and to `import *`, too."""
+    rows = {old: new for old, new in MOVED.items() if old.rpartition(".")[0] == module}
+    names = [old.rpartition(".")[2] for old in rows]
+    found = importlib.import_module(module)
+    assert sorted(dir(found)) == sorted(names) == sorted(found.__all__)
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
-        _ = importlib.import_module(module).nothing
+        _ = found.nothing
+    typed = [
+        f"{node.module}.{alias.name}"
+        for branch in NODES[structure.MODULES[module]]
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert sorted(typed) == sorted(rows.values())
 
 
 def test_targets_keep_their_public_names() -> None:

@@ -209,10 +209,7 @@ def with_lora_options(
     if lora is None:
         return source
     adapter = _with_alpha(open_adapter(lora), alpha)
-    if merge is None:
-        whole = with_adapters(source, adapter)
-    else:
-        whole = merge_lora(source, adapter)
+    whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter)
     # The adapters were trained later, so their facts replace the base's.
     trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
     return replace(whole, facts={**whole.facts, **trained})
