@@ -34,7 +34,7 @@ FAULTS = ROOT / "scripts" / "planted"
 _LIBRARY = "cogfast/kernels/cpu/"  # the sources and the name of a library that tests load
 _COMPILE = "from cogfast.kernels.cpu.library import compile_library; print(compile_library())"
 _SECONDS = 3600  # of a run of pytest; the tests themselves end ranks that wait for each other
-_FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+::[^\s\[]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,10 @@ class Tree:
         return Path(done.stdout.split()[-1])
 
     def run(self, tests: Sequence[str], *options: str) -> tuple[list[str], str]:
-        """Run tests in a fork of this process, and return those that fail, and the end of the output."""
+        """Run tests in a fork of this process, and return those that fail, and the end of the output.
+
+        AssertionError if none ran.
+        """
         words = ["-q", "-rfE", "--tb=short", "-m", "not soak", "-p", "no:cacheprovider"]
         with tempfile.TemporaryFile() as file:
             process = os.fork()
@@ -142,8 +145,10 @@ class Tree:
             f"no end within {_SECONDS} s, beside other work?\n{output[-3000:]}"
         )
         failed = _FAILED.findall(output)
-        if status and not failed:  # such as a test that is not there any more
-            failed = [f"pytest ended with status {status}"]
+        # No test ran, or a file of tests cannot be read: that says nothing of a fault.
+        assert status == 0 or (status == 1 and failed), (
+            f"pytest ended with status {status} for {' '.join(tests)}\n{output[-3000:]}"
+        )
         return failed, output[-3000:]
 
     def _be_pytest(self, words: list[str], output: int) -> NoReturn:

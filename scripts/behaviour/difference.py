@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,3 +130,15 @@ def without_listed(
                 )
             )
     return left
+
+
+def machine() -> dict[str, str]:
+    """Return what rounding may depend on beside variables that pin instructions and threads."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = ("vendor_id", "model name", "cpu family", "model", "flags")
+    found = {}
+    for line in lines:
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key in names:
+            found.setdefault(key, value)
+    return found | {name: version(name) for name in ("torch", "numpy", "av")}

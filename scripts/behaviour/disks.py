@@ -28,7 +28,15 @@ from scripts.behaviour.on_disk.archive import (
     unpack,
 )
 from scripts.behaviour.on_disk.cases import CASES, SOURCES, Case, Stage, train
-from scripts.behaviour.on_disk.launch import BUCKET, Bucket, bucket, command, launch, machine, pin
+from scripts.behaviour.on_disk.launch import (
+    BUCKET,
+    Bucket,
+    bucket,
+    command,
+    launch,
+    pin,
+    pinned_machine,
+)
 from scripts.behaviour.on_disk.snapshot import compare_texts, output_text, plain_name, snapshot
 
 DATA = ("data", "configs", "own", "fakes")
@@ -54,7 +62,7 @@ def record(folder: Path, work: Path, names: Sequence[str] = ()) -> None:
         _write_base(root)
         set_times(root)
         pack(folder / "data.tar.xz", root, list(DATA), {})
-        (folder / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+        (folder / "machine.json").write_text(json.dumps(pinned_machine(), indent=1) + "\n")
     unpack(folder / "data.tar.xz", root.with_name("unpacked"))
     losses = json.loads((folder / "losses.json").read_text()) if names else {}
     cases = [case for case in CASES if not names or case.name in names]
@@ -178,7 +186,7 @@ def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference
     """Return the number of compared launches, and the differences."""
     if not small:
         pin()
-    is_exact = machine() == json.loads((folder / "machine.json").read_text())
+    is_exact = pinned_machine() == json.loads((folder / "machine.json").read_text())
     rule = "in all bits" if is_exact else "by what another processor rounds: 1e-6 in float32"
     print(f"disks: numbers are compared {rule}", flush=True)
     cases = [case for case in CASES if case.is_small or not small]

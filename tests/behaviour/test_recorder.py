@@ -7,6 +7,7 @@ import pytest
 
 from scripts.behaviour import difference
 from scripts.behaviour.difference import ERROR_TEXT, Difference, compare_values, normalized
+from scripts.behaviour.on_disk.snapshot import compare_texts
 from scripts.behaviour.words.store import read_cases, write_cases
 
 SAME = {
@@ -75,3 +76,44 @@ def test_stored_texts_come_back(tmp_path: Path) -> None:
     assert read_cases(tmp_path) == sorted(cases, key=lambda case: str(case["id"]))
     # A text that is like another takes a few lines.
     assert (tmp_path / "texts.jsonl").stat().st_size < 1.5 * len(long) + 600
+
+
+# {on another processor, this line of this file ...: {... and this one: whether they differ by rounding}}
+ROUNDED = {
+    ("output", "step 3/9 loss 0.4303 lr 1.00e-03"): {
+        "step 3/9 loss 0.4304 lr 1.00e-03": True,
+        "step 3/9 loss 0.4305 lr 1.00e-03": False,
+        "step 3/9 loss 0.4303 lr 1.01e-03": True,
+        "step 3/9 loss 0.4303 lr 1.00e-02": False,
+        "step 4/9 loss 0.4303 lr 1.00e-03": False,
+    },
+    ("log.txt", "lr 0.001"): {"lr 0.002": False},
+    ("log.txt", "eps 1e-08"): {"eps 1e-02": False},
+    ("metrics.jsonl", '{"loss": 0.43032917380332947, "lr": 0.001}'): {
+        '{"loss": 0.43032915, "lr": 0.001}': True,
+        '{"loss": 0.43033, "lr": 0.001}': False,
+        '{"loss": 0.43032917380332947, "lr": 0.002}': False,
+    },
+    ("manifest.json", '"checksums": {"a": "3104ea945e602"}'): {
+        '"b": {"a": "3104ea945e603"}': False
+    },
+    ("manifest.json", '"names": ["3104e9"]'): {'"names": ["3104e8"]': False},
+    ("rank.safetensors", "master/a float32 [2] norm=1.5 bits=0123456789abcdef"): {
+        "master/a float32 [2] norm=1.50001 bits=0123456789abcdee": True,
+        "master/a float32 [2] norm=1.6 bits=0123456789abcdef": False,
+        "master/a float32 [3] norm=1.5 bits=0123456789abcdef": False,
+    },
+    ("training_config.yaml", "  weight_decay: 0.0001"): {"  weight_decay: 0.00010000001": False},
+    ("manifest.json", '"config": {"lr": 0.001}'): {'"config": {"lr": 0.001000000001}': False},
+}
+
+
+@pytest.mark.parametrize("place", ROUNDED, ids=" ".join)
+def test_another_processor_rounds_and_does_nothing_else(place: tuple[str, str]) -> None:
+    name, line = place
+    for other, is_rounded in ROUNDED[place].items():
+        assert bool(list(compare_texts("a case", name, line, other, False))) is not is_rounded, (
+            other
+        )
+        assert list(compare_texts("a case", name, line, other, True))
+        assert not list(compare_texts("a case", name, line, line, False))

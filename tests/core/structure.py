@@ -13,6 +13,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from cogfast.moved import MOVED
+
 PACKAGE = Path(__file__).resolve().parents[2] / "cogfast"
 FILES = {
     p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8")
@@ -25,6 +27,18 @@ MODULES = {
     for name in FILES
 }
 MAY_NAME = ("extensions/table.py", "moved.py")  # the tables of extensions and of old names
+# Files that import modules by a computed name: of the user, of their own folder, of a table, of torch.
+COMPUTED = {
+    "__init__.py",
+    "cli/option_table.py",
+    "config/__init__.py",
+    "config/components.py",
+    "extensions/doctor/doctor.py",
+    "finetune/__init__.py",
+    "kernels/attention_backends.py",
+    "kernels/torch_library.py",
+    "moved.py",
+}
 _MERGED = re.compile(r"\b(Config|Run)\b")
 _KEY = re.compile(r"(args|model|data|deepspeed)(\.[a-z_0-9]+)+")
 _FILE = re.compile(r".*\.(safetensors|json|yaml|bin|pt|index)")
@@ -34,8 +48,8 @@ _PARSE = re.compile(r"\b[A-Z]\w*(?:Arguments|Keys|Params|Section)\.from_config\(
 def part_of(name: str) -> str:
     """Return "core", "cli", or the name of an extension."""
     parts = name.split("/")
-    if parts[0] == "extensions" and len(parts) > 2:
-        return parts[1]
+    if parts[0] == "extensions" and parts[1] != "table.py":
+        return parts[1] if len(parts) > 2 else "extensions"
     if parts[0] == "finetune":
         return "finetune"
     return "cli" if parts[0] in ("cli", "__main__.py") else "core"
@@ -48,7 +62,8 @@ def imports(name: str) -> frozenset[str]:
         id(inner)
         for node in NODES[name]
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for branch in node.body
+        for inner in ast.walk(branch)
     }
     found: list[str] = []
     for node in (n for n in NODES[name] if id(n) not in hidden):
@@ -67,11 +82,41 @@ def named(name: str) -> set[str]:
     for node in NODES[name]:
         word = node.value if isinstance(node, ast.Constant) else None
         if isinstance(word, str) and word.startswith("cogfast.") and " " not in word:
+            word = MOVED.get(word, word)
             while word and word not in MODULES:
                 word = word.rpartition(".")[0]
             if word and word != "cogfast":
                 found.add(MODULES[word])
     return found - {name}
+
+
+def hidden_imports() -> list[str]:
+    """Return the imports that the counts cannot see: of a computed or relative name, of a renamed
+    `import_module`, of a lazy name of the package itself."""
+    found = []
+    for name, nodes in NODES.items():
+        for node in nodes:
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
+            is_hidden = isinstance(node, ast.Import) and "cogfast" in names
+            if isinstance(node, ast.ImportFrom):
+                renamed = [a for a in node.names if a.name == "import_module" and a.asname]
+                lazy = [n for n in names if f"cogfast.{n}" not in MODULES and n != "__version__"]
+                is_hidden = bool(node.level or renamed or (node.module == "cogfast" and lazy))
+            elif isinstance(node, ast.Call):
+                call, words = (
+                    ast.unparse(node.func).rpartition(".")[2],
+                    ", ".join(map(ast.unparse, node.args)),
+                )
+                is_full = bool(re.fullmatch(r"'\w[\w.]*'", words)) and not node.keywords
+                is_hidden = call == "import_module" and not is_full and name not in COMPUTED
+                is_hidden |= call == "__import__"
+            if is_hidden:
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    return found
 
 
 def remaining() -> dict[str, str]:

@@ -180,6 +180,7 @@ def _annotation(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if "Annotated" in text or "FieldInfo" in text:
         return "Annotated"
+    text = text.replace("pathlib._local.", "pathlib.")  # Python 3.13
     # A quoted word is a value, as those of Literal are.
     parts = re.compile(r"'[^']*'|[A-Za-z_][\w.]*")
     keep = lambda word: word[0] == "'" or _is_known(word)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from scripts.behaviour.difference import machine
 from tests.support.ranks.forked import Forked
 
 # These decide how floating-point numbers are rounded, as far as that can be set.
@@ -62,15 +62,9 @@ def pin() -> None:
     os.environ.update(PINS)
 
 
-def machine() -> dict[str, str]:
+def pinned_machine() -> dict[str, str]:
     """Return what the bits of floating-point numbers may depend on."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    pins = {key: os.environ.get(key, "") for key in PINS}
-    cpu = next(names, platform.machine())
-    return {"cpu": cpu, "torch": torch.__version__, **pins, "OMP_NUM_THREADS": "1"}
+    return machine() | {key: os.environ.get(key, "") for key in PINS} | {"OMP_NUM_THREADS": "1"}
 
 
 def kernels_folder() -> Path:

@@ -32,7 +32,15 @@ _NOISE = re.compile(
 )
 _OF_THREAD = re.compile(r"(checkpoint-)?\d+: wrote ")
 _STEP = re.compile(r"(step \d+/\d+ .* norm \S+).*")
-_NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?\d+")
+# A number that is no part of a word, such as a checksum.
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\w)")
+_PRINTED = ("output", "log.txt")  # their numbers are rounded to some digits
+_RELATIVE_PRINTED = 0.011
+_STATED = (
+    ".yaml",
+    "run_facts.json",
+    "environment",
+)  # what a user or the code has set, and no result
 _EXTRA = (
     (r"(such as this one of \d+): .*", r"\1: <caption>"),  # threads read the captions
     (r"local/folders/\d+-[0-9a-f]{12}", "local/folders/<id>"),
@@ -185,7 +193,8 @@ def compare_texts(
     for number in range(max(len(ours), len(theirs))):
         one = ours[number] if number < len(ours) else "(nothing)"
         other = theirs[number] if number < len(theirs) else "(nothing)"
-        if one == other or (not is_exact and is_close(one, other, "bf16" in case)):
+        is_stated = any(part in name for part in _STATED) or one.startswith('"config"')
+        if one == other or not (is_exact or is_stated or not is_close(one, other, case, name)):
             continue
         count += 1
         if count <= _MOST:
@@ -195,26 +204,35 @@ def compare_texts(
         yield Difference("disks", case, name, rest, rest)
 
 
-def is_close(one: str, other: str, is_bf16: bool) -> bool:
-    """Return whether two lines differ in floating-point numbers alone, and these by rounding."""
+def is_close(one: str, other: str, case: str, name: str) -> bool:
+    """Return whether two lines of a file differ in floating-point numbers alone, and these by rounding."""
     one, other = (re.sub(r"bits=[0-9a-f]{16}", "", text) for text in (one, other))
     if one.startswith('"checksum') and other.startswith(one.partition(":")[0]):
         return True  # of the files of trained numbers
     if _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
         return False
+    is_printed = name.endswith(_PRINTED)
     for left, right in zip(_NUMBER.finditer(one), _NUMBER.finditer(other), strict=True):
         if left[0] == right[0]:
             continue
-        if "." not in left[0] + right[0] and "e" not in left[0] + right[0]:
+        if not re.search("[.e]", left[0] + right[0]):
             return False
         is_norm = one[: left.start()].endswith("norm=")
-        # Printed numbers are rounded to a digit, which may be another one.
-        digits = len(left[0].partition(".")[2].partition("e")[0])
-        relative = _RELATIVE_BF16 if is_bf16 else _RELATIVE_NORM if is_norm else _RELATIVE
-        absolute = _NOTHING if digits > 6 else 1.01 * 10.0**-digits
-        if is_norm:
-            kinds = [value for name, value in _NOTHING_OF.items() if one.startswith(name)]
+        relative = _RELATIVE_BF16 if "bf16" in case else _RELATIVE_NORM if is_norm else _RELATIVE
+        absolute = _NOTHING
+        if is_printed:
+            # The last digit may be another one, of numbers with so many that this is rounding.
+            values = abs(float(left[0])), abs(float(right[0]))
+            absolute = min(1.01 * _last_digit(left[0]), _RELATIVE_PRINTED * max(values))
+        elif is_norm:
+            kinds = [value for start, value in _NOTHING_OF.items() if one.startswith(start)]
             absolute = kinds[0] if kinds else _NOTHING_OF_WEIGHTS
         if not math.isclose(float(left[0]), float(right[0]), rel_tol=relative, abs_tol=absolute):
             return False
     return True
+
+
+def _last_digit(number: str) -> float:
+    """Return what one more in the last digit of a printed number adds to it."""
+    digits, _, exponent = number.partition("e")
+    return 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
