@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,10 @@ def stop_now(
     if stop.number == signal.SIGUSR1 and processes > 1:
         targets = ranks  # torchrun passes it on only where its command says so
     for target in targets:
-        target.send_signal(stop.number)
+        with suppress(
+            psutil.NoSuchProcess
+        ):  # it may end by itself, or by the signal to another one
+            target.send_signal(stop.number)
     output, _ = process.communicate(timeout=SECONDS_TO_SAVE)
     return everything, output
 
