@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def kill_now(process: Started, kill: Kill, save: Path) -> str:
     assert process.poll() is None, f"the run was over before {kill}: {process.communicate()[0]}"
     rank = ranks.get(kill.what, launcher)  # where torchrun has not started it: torchrun
     for target in {"all": everything, "torchrun": [launcher]}.get(kill.what, [rank]):
-        target.kill()
+        with suppress(psutil.NoSuchProcess):  # it may end by itself, or with another one
+            target.kill()
     _, alive = psutil.wait_procs([p for p in everything if p != launcher], timeout=SECONDS_TO_END)
     assert not alive, f"{kill}, and {alive} stayed"
     output, _ = process.communicate(timeout=SECONDS_TO_END)
