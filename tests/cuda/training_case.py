@@ -138,6 +138,7 @@ def prepare(config: Config) -> trainer.Trainer:
     changed: Any = parts
     changed.check_train = lambda config: None
     changed.lora_cannot_learn = lambda transformer, groups: None
+    changed.check_results = lambda *args: None  # kernels do not run
     without: Any = assembly
     without.initialize = lambda *args, **kwargs: None
     # It compares what collectives brought, which move nothing here.

@@ -139,6 +139,17 @@ def choose_blocks_reference(q: Tensor, k: Tensor, num_text: int, num_kept: int) 
     return Choice(*kv, *of_keys, torch.zeros_like(kv[0]), kept_mass)
 
 
+def attended_keys(q: Tensor, k: Tensor, num_text: int, share: float, rows: Tensor) -> Tensor:
+    """Return which keys some rows [R] of q, k [B, S, H, D] attend to, bool [B, H, R, S]."""
+    num_kept = Blocks.of(q.shape[1], num_text).num_kept(share)
+    choice = Choice(*_choose_blocks(q.detach(), k.detach(), num_text, num_kept))
+    count, indices = choice.kv_counts[..., None], choice.kv_indices.long()
+    places = torch.arange(indices.shape[-1], device=q.device)
+    blocks = torch.zeros_like(indices, dtype=torch.bool)
+    blocks.scatter_(-1, indices, (places < count).expand_as(indices))
+    return blocks[:, :, rows // BLOCK].repeat_interleave(BLOCK, -1)[..., : q.shape[1]]
+
+
 def _choose_fake(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
     b, rows, h, _ = q.shape
     n = -(-rows // BLOCK)
@@ -182,15 +193,21 @@ def sparse_attention(
 # --- on a GPU
 
 
+def _is_any_pair(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Allow all pairs, in a way that PyTorch does not see through: its flash-attn 4 kernels leave the lists of
+    blocks out if the mask is a constant, and compute dense attention (pytorch issue 188322)."""
+    return row >= 0
+
+
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, choice: Choice, backend: str | None) -> Tensor:
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     kv, of_keys = choice[:2], choice[2:4]
     rows = q.shape[1]
     # All chosen blocks are whole ones in FlexAttention's words, which need no mask. The lists of blocks
     # with a mask are empty; flash-attn 4 and PyTorch 2.11 need them, and with the same strides.
     lists = (choice.nothing, kv[1], *kv, choice.nothing, of_keys[1], *of_keys)
-    mask = BlockMask((rows, rows), *lists, (BLOCK, BLOCK), noop_mask)
+    mask = BlockMask((rows, rows), *lists, (BLOCK, BLOCK), _is_any_pair)
     run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     options: Any = {"BACKEND": "FLASH" if backend == "fa4" else "TRITON"}

@@ -16,10 +16,12 @@ from cogfast.config.load import with_words
 from cogfast.config.merged_config import refuse
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.extensions.sparse.attention import BLOCK, Blocks
+from cogfast.extensions.sparse.attention import BLOCK, Blocks, attended_keys, sparse_attention
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
+from cogfast.train.assembly import DTYPES
+from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)
@@ -134,6 +136,43 @@ def choose_attention(
         what = "nothing is left out of so few" if pairs == 1 and share else "of the pairs of rows"
         log("attention: %s, %.1f%% of %s rows: %s", chosen, 100 * pairs, f"{rows:,}", what)
     return chosen
+
+
+def check_results(
+    config: Config, args: TrainArguments, model: TransformerConfig, groups: ProcessGroups
+) -> None:
+    """Compare block-sparse attention on this machine with plain arithmetic over the same blocks.
+
+    At the size of a step in training, on rank 0: each kernel that a shape compiles can be another one.
+
+    Raises:
+        ValueError: a result or a gradient is wrong.
+    """
+    share, shape = sparse_share(args.attention or "dense") or 0.0, run_shape(config, args, model)
+    reason = groups.on_main(
+        lambda: sparse_error(shape, model.text_length, share, args, groups.device)
+    )
+    torch.cuda.empty_cache()  # sync: once, before training
+    if reason is not None:
+        text = (
+            f"{_KEY}={args.attention} gives wrong numbers on this GPU with args.attention_backend="
+        )
+        refuse(config, _KEY, f"{text}{args.attention_backend}: {reason}; set {_KEY}=dense")
+
+
+def sparse_error(
+    shape: Shape, num_text: int, share: float, args: TrainArguments, device: torch.device
+) -> str | None:
+    """Return what is wrong with block-sparse attention of q, k, v [B, S, H, D]; None if nothing is."""
+    backend = None if args.attention_backend == "auto" else args.attention_backend
+    generator = torch.Generator(device).manual_seed(0)  # the default one's state belongs to the run
+    draw = lambda: torch.randn(
+        shape, generator=generator, dtype=DTYPES[args.precision], device=device
+    )
+    q, k, v = (draw().requires_grad_() for _ in range(3))
+    run = lambda q, k, v: sparse_attention(q, k, v, num_text, share, backend)[0]
+    attended = lambda rows: attended_keys(q, k, num_text, share, rows)
+    return find_error(run, (q, k, v), draw(), attended)
 
 
 def use_attention(transformer: DiffusionTransformer, attention: str) -> None:

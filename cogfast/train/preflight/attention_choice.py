@@ -194,7 +194,7 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
     qkv = (q, k, v)
     dout = draw(b, s, h, d)
     try:
-        reason = find_error(name, qkv, dout)
+        reason = find_error(lambda *qkv: flash_attention(*qkv, name), qkv, dout)
         if reason is not None:
             return Measured(name, reason=reason)
         forward, backward = [], []
@@ -223,22 +223,30 @@ def _timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return 1e3 * (time.perf_counter() - start), result
 
 
-def find_error(name: str, qkv: Sequence[Tensor], dout: Tensor) -> str | None:
-    """Compare some rows of a backend's results with float32 arithmetic; return None if they agree.
+def find_error(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    is_attended: Callable[[Tensor], Tensor] | None = None,
+) -> str | None:
+    """Compare some rows of an attention's results with float32 arithmetic; return None if they agree.
 
     The error may be twice that of plain arithmetic in the same dtype, plus a floor. q, k, v, dout:
     [B, S, H, D]. dout is zero in all other rows, so that dk and dv follow from these rows alone.
+    is_attended: of some rows [R], the keys that they attend to, bool [B, H, R, S]; None: all.
     """
     # Evenly spaced rows, the first and the last among them.
     rows = torch.linspace(0, dout.shape[1] - 1, _NUM_ROWS, device=dout.device).long().unique()
     few_dout = dout[:, rows]
     q, k, v = qkv
-    out = flash_attention(q, k, v, name)
+    out = run(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, qkv, torch.zeros_like(dout).index_copy(1, rows, few_dout))
     got = {"out": out.detach()[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
     few = [q[:, rows], k, v, few_dout]
+    mask = None if is_attended is None else is_attended(rows)
     # float32 arithmetic on all S x S scores would not fit into memory: few rows, whole k and v.
-    exact, plain = _attend([x.detach().float() for x in few]), _attend([x.detach() for x in few])
+    exact = _attend([x.detach().float() for x in few], mask)
+    plain = _attend([x.detach() for x in few], mask)
     for key, values in got.items():
         truth = exact[key]
         errors = ((x.float() - truth).norm() / truth.norm() for x in (values, plain[key]))
@@ -249,10 +257,12 @@ def find_error(name: str, qkv: Sequence[Tensor], dout: Tensor) -> str | None:
     return None
 
 
-def _attend(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def _attend(tensors: Sequence[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     """Return out, dq, dk, dv of q, dout [B, R, H, D], which are some rows, and whole k, v."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
     gradients = torch.autograd.grad(out, (q, k, v), tensors[3])
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))

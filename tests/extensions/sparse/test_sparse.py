@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cogfast.config.arguments import TrainArguments
+from cogfast.extensions.sparse import attention, check
 from cogfast.extensions.sparse import choose_blocks as gpu
 from cogfast.extensions.sparse.attention import (
     BLOCK,
@@ -13,6 +15,7 @@ from cogfast.extensions.sparse.attention import (
     choose_blocks_reference,
     sparse_attention,
 )
+from cogfast.extensions.sparse.check import sparse_error
 
 # B, S, H, D, text rows: prime numbers of rows, no text, a grid that does not divide the block, text
 # that ends inside a block and at one, text alone, one row
@@ -149,3 +152,36 @@ def test_flex_attention_reads_the_lists_of_blocks_alike(shape: str) -> None:
         found = torch.compile(flex_attention)(*heads, block_mask=mask).transpose(1, 2)
     wanted, _ = sparse_attention(q, k, v, num_text, 0.6)
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_flash_attn_4_is_given_the_lists_of_blocks() -> None:
+    """PyTorch leaves them out for masks that it takes for constants (pytorch issue 188322)."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.kernel.flex.flex_flash_attention import is_trivial_mask_graph
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.nn.attention.flex_attention import noop_mask
+
+    places = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    traced = lambda mask: make_fx(mask, decomposition_table=select_decomp_table())(*places)
+    assert is_trivial_mask_graph(traced(noop_mask))
+    assert not is_trivial_mask_graph(traced(attention._is_any_pair))
+    assert all(attention._is_any_pair(*(torch.arange(300),) * 4))
+
+
+@pytest.mark.parametrize("shape", ["prime", "whole blocks"])
+def test_results_are_checked_before_training(shape: str, monkeypatch) -> None:
+    """Right ones pass; dense attention, other blocks and a wrong gradient do not."""
+    *sizes, num_text = SHAPES[shape]
+    args = TrainArguments(attention="sparse:0.8", fp16=False, bf16=False)
+    find = lambda: sparse_error(tuple(sizes), num_text, 0.8, args, torch.device("cpu"))
+    assert find() is None
+    right = check.sparse_attention
+    halved = lambda k: k / 2 + k.detach() / 2
+    wrong = {
+        "out is wrong": lambda q, k, v, text, share, _: right(q, k, v, text, 0.0),
+        "dq is wrong": lambda q, k, v, *rest: right(halved(q), k, v, *rest),
+        "dk is wrong": lambda q, k, v, *rest: right(q, halved(k), v, *rest),
+    }
+    for line, attend in wrong.items():
+        monkeypatch.setattr(check, "sparse_attention", attend)
+        assert line in (find() or "")
