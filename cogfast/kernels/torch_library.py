@@ -113,6 +113,21 @@ def from_gpu(file: str, name: str, folder: str = "cogfast.kernels.gpu") -> Calla
     return call
 
 
+def on_device_of_tensors(implementation: Callable) -> Callable:
+    """Return a function of CUDA tensors that runs on their device: Triton and flash-attn launch on the current
+    one, PyTorch's own ops on that of their tensors."""
+
+    @functools.wraps(implementation)
+    def run(*inputs: Any, **options: Any) -> Any:
+        device = next(x for x in inputs if isinstance(x, Tensor)).device
+        if device.index == torch.cuda.current_device():
+            return implementation(*inputs, **options)
+        with torch.cuda.device(device):
+            return implementation(*inputs, **options)
+
+    return run
+
+
 def _below_autograd(op: Callable, *inputs: Any) -> Any:
     if torch.compiler.is_compiling():
         return op(*inputs)
@@ -143,7 +158,7 @@ def register_op(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key, implementation in (("CUDA", gpu), ("CPU", cpu)):
+    for key, implementation in (("CUDA", gpu and on_device_of_tensors(gpu)), ("CPU", cpu)):
         if implementation is not None:
             _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)

@@ -73,3 +73,13 @@ def test_memory_that_a_stream_may_still_use_is_found(found: dict) -> None:
 
 def faults(found: dict, name: str) -> list[str]:
     return [key for key in found[name]["counts"] if key.startswith("fault ")]
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
+    """PyTorch's are, and so a user of `apply_to_diffusers` need not set the current device."""
+    done = start(["-m", "tests.cuda.two_devices"], NULLCUDA_DEVICES="2", CUDA_VISIBLE_DEVICES="0,1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, counts in found.items():
+        assert any(key.startswith("launch triton") for key in counts), name
+        assert counts["launches on device 1"] == counts["launches"], name

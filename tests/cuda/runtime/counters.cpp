@@ -29,6 +29,9 @@ void count_launch(const std::string& kernel) {
   Lock lock(mutex);
   counters["launches"]++;
   counters["launch " + kernel]++;
+  if (const int device = current_device_number()) {
+    counters["launches on device " + std::to_string(device)]++;
+  }
 }
 
 void count_fault(const std::string& what) { count("fault " + what); }

@@ -41,6 +41,8 @@ int num_devices() {
   return static_cast<int>(number_from_environment("NULLCUDA_DEVICES", 1));
 }
 
+int current_device_number() { return current_device; }
+
 // Those of an H100. The names of the runtime and of the driver have the same numbers.
 int device_attribute(int attribute) {
   switch (attribute) {

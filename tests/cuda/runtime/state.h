@@ -28,6 +28,7 @@ cudaError_t fail(cudaError_t error);
 
 size_t number_from_environment(const char* name, size_t otherwise);
 int num_devices();
+int current_device_number();
 size_t device_bytes();
 int device_attribute(int attribute);
 
