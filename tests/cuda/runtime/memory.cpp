@@ -21,6 +21,12 @@ auto& device_ranges = *new std::map<uintptr_t, size_t>;
 auto& pinned_ranges = *new std::map<uintptr_t, size_t>;
 size_t used = 0;
 
+// NULLCUDA_GUARD=1: the host may not touch memory of cudaMalloc, as on a machine with a GPU.
+bool is_guarded() {
+  static const bool is_set = number_from_environment("NULLCUDA_GUARD", 0) == 1;
+  return is_set;
+}
+
 void* map_lazily(size_t bytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -44,6 +50,26 @@ size_t bytes_to_end(const std::map<uintptr_t, size_t>& ranges, const void* point
 
 bool is_pinned(const void* pointer) { return bytes_to_end(pinned_ranges, pointer, 1) > 0; }
 
+// Let the host touch device memory while this lives.
+class Access {
+ public:
+  Access(const void* pointer, size_t bytes) {
+    if (!is_guarded() || !is_on_device(pointer)) return;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(pointer), page = address / kHostPage;
+    place_ = reinterpret_cast<void*>(page * kHostPage);
+    bytes_ = address + bytes - page * kHostPage;
+    mprotect(place_, bytes_, PROT_READ | PROT_WRITE);
+  }
+  ~Access() {
+    if (place_ != nullptr) mprotect(place_, bytes_, PROT_NONE);
+  }
+
+ private:
+  Lock lock_{mutex};
+  void* place_ = nullptr;
+  size_t bytes_ = 0;
+};
+
 // Copies above this size are not carried out: nothing reads them, and they cost time and memory.
 size_t most_copied() {
   static const size_t bytes = number_from_environment("NULLCUDA_COPY_MAX", 256ull << 10);
@@ -65,12 +91,16 @@ void copy(const char* call, void* to, const void* from, size_t bytes) {
     count_sync("copy from pageable memory");
   check_range(call, to, bytes);
   check_range(call, from, bytes);
-  if (bytes <= most_copied()) memmove(to, from, bytes);
+  if (bytes > most_copied()) return;
+  const Access source_access(from, bytes), target_access(to, bytes);
+  memmove(to, from, bytes);
 }
 
 void fill(const char* call, void* to, int value, size_t bytes) {
   check_range(call, to, bytes);
-  if (bytes <= most_copied()) memset(to, value, bytes);
+  if (bytes > most_copied()) return;
+  const Access access(to, bytes);
+  memset(to, value, bytes);
 }
 
 }  // namespace
@@ -98,6 +128,7 @@ API cudaError_t cudaMalloc(void** out, size_t bytes) {
   if (used + rounded + kContextBytes > device_bytes()) return fail(cudaErrorMemoryAllocation);
   *out = map_lazily(rounded + kPage);  // a gap, so that two allocations never touch
   if (*out == nullptr) return fail(cudaErrorMemoryAllocation);
+  if (is_guarded()) mprotect(*out, rounded + kPage, PROT_NONE);
   device_ranges[reinterpret_cast<uintptr_t>(*out)] = rounded;
   used += rounded;
   return cudaSuccess;
