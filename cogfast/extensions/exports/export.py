@@ -130,7 +130,8 @@ def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
         number = counted(len(lacking), "frozen tensor")
         reason = f"checkpoints of this run lack {number}, first {min(lacking)}"
     if reason is not None:
+        more = " BASE DIR --to diffusers --merge-lora RUN" * bool(adapters)
         raise ValueError(
-            f"args.export={choice}: {reason}; set it to none, and use cogfast convert afterwards"
+            f"args.export={choice}: {reason}; set it to none, and use cogfast convert{more} afterwards"
         )
     return False

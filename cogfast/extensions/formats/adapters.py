@@ -21,7 +21,7 @@ from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.diffusers import from_diffusers
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
-from cogfast.model.weights.source import WeightSource, check_finite, num_blocks
+from cogfast.model.weights.source import WeightSource, check_finite, first_of, num_blocks
 
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
@@ -47,10 +47,15 @@ class Adapters:
         return f"rank {ranks}, alpha {alpha}, {counted(len(self.layers), 'layer')}, {names}"
 
 
-def open_adapter(path: str | Path, ema: bool | None = False) -> WeightSource:
+def open_adapter(
+    path: str | Path, ema: bool | None = False, with_others: bool = False
+) -> WeightSource:
     """Open the adapters of a LoRA file, or of a SAT folder or run that was trained with LoRA.
 
-    ValueError if there are none, or if tensors have unknown names.
+    with_others: and the other weights that the run trained, for a base that has them.
+
+    Raises:
+        ValueError: there are none, tensors have unknown names, or the run trained other weights, too.
     """
     if not Path(path).exists():
         raise ValueError(f"{path}: no such file or folder; give the path of LoRA adapters")
@@ -61,19 +66,28 @@ def open_adapter(path: str | Path, ema: bool | None = False) -> WeightSource:
             f"{brief(source.unexpected[0])}; remove them with cogfast convert {path} DST --to peft "
             "--allow-unexpected"
         )
-    return only_adapters(source)
+    return only_adapters(source, with_others)
 
 
-def only_adapters(source: WeightSource) -> WeightSource:
-    """Return the adapters of a source without the rest.
+def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSource:
+    """Return the adapters of a source without the rest. with_others: also the other weights that a run trained,
+    under the names of a model without LoRA.
 
     Raises:
-        ValueError: there are none, or a matrix has no partner.
+        ValueError: there are none, a matrix has no partner, or a run trained other weights, too.
     """
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     if not shapes:
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
     check_pairs(source.description, shapes)
+    others = sorted(name for name in source.trained if not is_lora_parameter(name))
+    if others and not with_others:
+        raise ValueError(
+            f"{source.description}: has trained {counted(len(others), 'tensor')} beside the adapters, which "
+            f"adapters alone lack: {first_of(others)}; write the whole model with cogfast convert BASE DST --to "
+            "diffusers --merge-lora RUN"
+        )
+    shapes |= {name: source.shapes[name] for name in others}
     return replace(source, shapes=shapes, is_partial=True)
 
 
@@ -135,9 +149,16 @@ def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
-    for name, (rows, columns) in adapter.shapes.items():
+    for name, shape in adapter.shapes.items():
         pair = PAIR.fullmatch(name)
-        assert pair is not None, f"{name}: check_pairs found a pair"
+        if pair is None:  # a weight that takes the place of the model's
+            if shapes.get(name) != shape:
+                raise ValueError(
+                    f"{adapter.description}: {name} {list(shape)} has no place in the model; use the base that "
+                    "it was trained on"
+                )
+            continue
+        rows, columns = shape
         weight = shapes.get(f"{pair['module']}.weight", (0, 0))
         size = columns if pair["side"] == "A" else rows * len(linear_parts(pair["module"]))
         if size == weight[1 if pair["side"] == "A" else 0]:
@@ -226,7 +247,7 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
         names[f"{module}.original.{kind}" if module in adapted else name] = name
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        is_base = name in names
+        is_base = name in names and name not in adapter.shapes
         return base.read(names[name], shard) if is_base else adapter.read(name, shard)
 
     return replace(
@@ -244,12 +265,15 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
     """Return `base` with W + scale (alpha / r) B A instead of W for every linear with adapters.
 
     Merged weights are computed when they are read, and are float32 whatever `dtypes` of the base is.
-    base: a model without LoRA; any of its linears may have adapters. ValueError if they do not fit.
+    base: a model without LoRA; any of its linears may have adapters. Other weights of `adapter` take the place
+    of the base's. ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
     adapted = _adapted(adapter)
 
     def read(name: str, shard: Shard | None) -> Tensor:
+        if name in adapter.shapes:
+            return adapter.read(name, shard)
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module not in adapted:
             return base.read(name, shard)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cogfast.config.json_files import read_json
 from cogfast.config.values import counted
@@ -24,11 +25,12 @@ from cogfast.extensions.formats.sat import write_sat
 from cogfast.extensions.formats.sat_names import has_sat_name
 from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
 from cogfast.model.config import Family
-from cogfast.model.lora import DEFAULT_TARGETS, is_lora_parameter
+from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
-from cogfast.model.weights.open import open_source
+from cogfast.model.weights.open import may_have_ema, open_source
+from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.source import verify as verify_target
 
@@ -71,6 +73,10 @@ def convert(
     # A VAE has formats and options of its own, and nothing in common with adapters.
     vae = open_vae(source_path)
     if vae is not None:
+        options = {"--ema": ema, "--merge-lora": merge_lora is not None, "--add-lora": add_lora}
+        options |= {"--lora-alpha": lora_alpha is not None, "--allow-unexpected": allow_unexpected}
+        if given := ", ".join(name for name, is_given in options.items() if is_given):
+            raise ValueError(f"{src} is a VAE, for which {given} has no meaning; leave it out")
         convert_vae(vae, target_path, to, kind, scaling_factor)
         if verify:
             logger.info("%s: %s", dst, verify_vae(vae, target_path, kind))
@@ -80,16 +86,19 @@ def convert(
             f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
             "out"
         )
-    source = _without_own(open_source(source_path, ema))
+    lora = merge_lora or add_lora
+    has_averages = ema and (lora is None or not _is_run(lora) or may_have_ema(source_path))
+    source = _without_own(open_source(source_path, has_averages))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
         _warn_of_sparse(run)
         if to in ("peft", "diffusers"):
             log_difference_of_run(run)
     _refuse_unexpected(source, allow_unexpected)
-    source = with_lora_options(source, merge_lora, add_lora, lora_alpha)
+    source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
     if to == "sat":
         _check_sat_adapters(source)
+        source = _with_sat_strength(source)
     if to == "peft":
         write_adapters(source, target_path, kind, verify)
         return
@@ -170,9 +179,14 @@ _TRAINING_FACTS = ("rotary_positions", "trained_size")
 
 
 def with_lora_options(
-    source: WeightSource, merge: str | None, add: str | None, alpha: float | None
+    source: WeightSource,
+    merge: str | None,
+    add: str | None,
+    alpha: float | None,
+    ema: bool = False,
 ) -> WeightSource:
-    """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha.
+    """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha. ema: take the
+    averaged adapters of a run.
 
     ValueError if the options do not fit each other or the source.
     """
@@ -208,7 +222,7 @@ def with_lora_options(
         return merge_lora(base, only_adapters(source))
     if lora is None:
         return source
-    adapter = _with_alpha(open_adapter(lora), alpha)
+    adapter = _with_alpha(open_adapter(lora, ema and _is_run(lora), with_others=True), alpha)
     whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter)
     # The adapters were trained later, so their facts replace the base's.
     trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
@@ -225,6 +239,29 @@ def write_adapters(
     if is_verified:
         expected = with_strength_in_b(source).as_written(dtype)
         logger.info("%s: %s", written, verify_target(expected, written, open_source(written)))
+
+
+def _with_sat_strength(source: WeightSource) -> WeightSource:
+    """Return `source` with adapters of SAT's alpha, which its files do not store: B is multiplied by the rest."""
+    if not _has_adapters(source) or source.alpha == SAT_ALPHA:
+        return source
+    factor = source.alpha / SAT_ALPHA
+    logger.info(
+        "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g",
+        source.description,
+        factor,
+        SAT_ALPHA,
+    )
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        values = source.read(name, shard)
+        return values.float() * factor if ".matrix_B." in name else values
+
+    return replace(source, read=read, lora_alpha=SAT_ALPHA)
+
+
+def _is_run(path: str) -> bool:
+    return find_run_checkpoint(Path(path)) is not None
 
 
 def _has_adapters(source: WeightSource) -> bool:

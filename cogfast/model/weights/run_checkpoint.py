@@ -184,6 +184,7 @@ def open_run(
         dtypes=dict.fromkeys(files.shapes, torch.float32),
         facts=facts | trained_size,
         is_partial=True,
+        trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
     )
 

@@ -57,6 +57,9 @@ class WeightSource:
     unexpected: list[str] = field(default_factory=list)  # unknown keys
     facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it stores
     is_partial: bool = False  # has only the tensors that a run trained
+    trained: frozenset[str] = (
+        frozenset()
+    )  # names of the tensors that a run trained, if it is of one
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
 
     def __post_init__(self) -> None:

@@ -19,9 +19,9 @@ from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import COMMAND_LINE, find_origin, refuse, to_dict
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_network import NETWORK_KEY, transformer_arguments
+from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
@@ -31,7 +31,7 @@ from cogfast.extensions.conditions.check import (
     check_prefixes,
     check_stated,
 )
-from cogfast.extensions.formats.adapters import check_config, open_adapter
+from cogfast.extensions.formats.adapters import adapters_of, check_config, open_adapter
 from cogfast.extensions.pipeline_folder.pipeline_folder import PLACEHOLDER, is_hub_id
 from cogfast.extensions.sample.flags import check_negative_prompt
 from cogfast.extensions.sample.prompt_files import given_prompts
@@ -40,6 +40,7 @@ from cogfast.extensions.scores.scores import check_scores
 from cogfast.extensions.sparse.check import check_sparse
 from cogfast.extensions.stores.store import is_url
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.transformer import network_class
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest
 from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_folder
@@ -195,6 +196,12 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     check_sparse(config, args, TransformerConfig(**network), is_training=True)
     _check_evaluation(config, args, takes_image="image" in model.inputs)
     try_training_parts(config, args)
+    if network.get("lora_alpha") == 0 and network.get("lora_rank") is not None:
+        key = f"{LORA_KEY}.lora_alpha"
+        text = (
+            f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha to"
+        )
+        refuse(config, key, f"{text} the rank, {network['lora_rank']}")
     _check_adapters(config, args)
 
 
@@ -361,6 +368,7 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
+    _check_alpha(config, args)
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
@@ -377,6 +385,22 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
     except ValueError as error:
         text = str(error)
         refuse(config, "args.resume", text if text.startswith("args.") else f"args.resume: {text}")
+
+
+def _check_alpha(config: Config, args: TrainArguments) -> None:
+    """Check that the adapters of a SAT folder keep their strength."""
+    network, key = _network(config), f"{LORA_KEY}.lora_alpha"
+    rank, alpha = network.get("lora_rank"), network.get("lora_alpha")
+    is_stated = find_origin(config.origins, key) != DEFAULT
+    if rank is None or alpha == SAT_ALPHA or is_stated or args.resume is not None:
+        return
+    for name in ("load", "load_lora"):
+        path = getattr(args, name)
+        found = None if path is None else adapters_of(open_source(Path(path), None))
+        if found is not None and found.alpha is None:
+            text = f"args.{name}={path} has adapters without their alpha, which SAT's files do not store; set "
+            text += f"args.lora_alpha to the one that they were trained with (SAT's default is {SAT_ALPHA:g}; "
+            refuse(config, f"args.{name}", f"{text}here it is the rank, {rank})")
 
 
 def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
