@@ -136,6 +136,17 @@ def adapters_of(source: WeightSource) -> Adapters | None:
     )
 
 
+def lacks_alpha(path: str | Path) -> str | None:
+    """Return what is missing if weights have adapters without their alpha, as SAT's do; None otherwise."""
+    found = adapters_of(open_source(Path(path), None))
+    if found is None or found.alpha is not None:
+        return None
+    return (
+        "has adapters without their alpha, which SAT's files do not store; set args.lora_alpha to the one that "
+        f"they were trained with (SAT's default is {SAT_ALPHA:g})"
+    )
+
+
 def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     """Return the width of the model that adapters of these shapes belong to; None if they do not show
     it."""

@@ -135,35 +135,22 @@ def choose_attention(
         log = logger.warning if pairs == 1 and share else logger.info
         what = "nothing is left out of so few" if pairs == 1 and share else "of the pairs of rows"
         log("attention: %s, %.1f%% of %s rows: %s", chosen, 100 * pairs, f"{rows:,}", what)
+    if is_training and share is not None and groups.device.type == "cuda":
+        # At the size of a step, since each shape has a kernel of its own.
+        shape, text = run_shape(config, args, model), model.text_length
+        error = groups.on_main(lambda: sparse_error(shape, text, share, args, groups.device))
+        if error is not None:
+            named = f"{_KEY}={chosen} gives wrong numbers here by args.attention_backend="
+            refuse(config, _KEY, f"{named}{args.attention_backend}: {error}; set {_KEY}=dense")
     return chosen
-
-
-def check_results(
-    config: Config, args: TrainArguments, model: TransformerConfig, groups: ProcessGroups
-) -> None:
-    """Compare block-sparse attention on this machine with plain arithmetic over the same blocks.
-
-    At the size of a step in training, on rank 0: each kernel that a shape compiles can be another one.
-
-    Raises:
-        ValueError: a result or a gradient is wrong.
-    """
-    share, shape = sparse_share(args.attention or "dense") or 0.0, run_shape(config, args, model)
-    reason = groups.on_main(
-        lambda: sparse_error(shape, model.text_length, share, args, groups.device)
-    )
-    torch.cuda.empty_cache()  # sync: once, before training
-    if reason is not None:
-        text = (
-            f"{_KEY}={args.attention} gives wrong numbers on this GPU with args.attention_backend="
-        )
-        refuse(config, _KEY, f"{text}{args.attention_backend}: {reason}; set {_KEY}=dense")
 
 
 def sparse_error(
     shape: Shape, num_text: int, share: float, args: TrainArguments, device: torch.device
 ) -> str | None:
-    """Return what is wrong with block-sparse attention of q, k, v [B, S, H, D]; None if nothing is."""
+    """Compare block-sparse attention of q, k, v [B, S, H, D] on a device with plain arithmetic over the same
+    blocks; return what is wrong, or None."""
+    run_without_dynamo(False)  # FlexAttention is compiled
     backend = None if args.attention_backend == "auto" else args.attention_backend
     generator = torch.Generator(device).manual_seed(0)  # the default one's state belongs to the run
     draw = lambda: torch.randn(
@@ -172,7 +159,10 @@ def sparse_error(
     q, k, v = (draw().requires_grad_() for _ in range(3))
     run = lambda q, k, v: sparse_attention(q, k, v, num_text, share, backend)[0]
     attended = lambda rows: attended_keys(q, k, num_text, share, rows)
-    return find_error(run, (q, k, v), draw(), attended)
+    error = find_error(run, (q, k, v), draw(), attended)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # sync: once, before training
+    return error
 
 
 def use_attention(transformer: DiffusionTransformer, attention: str) -> None:

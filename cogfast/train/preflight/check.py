@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
@@ -31,7 +30,7 @@ from cogfast.extensions.conditions.check import (
     check_prefixes,
     check_stated,
 )
-from cogfast.extensions.formats.adapters import adapters_of, check_config, open_adapter
+from cogfast.extensions.formats.adapters import check_config, lacks_alpha, open_adapter
 from cogfast.extensions.pipeline_folder.pipeline_folder import PLACEHOLDER, is_hub_id
 from cogfast.extensions.sample.flags import check_negative_prompt
 from cogfast.extensions.sample.prompt_files import given_prompts
@@ -50,6 +49,7 @@ from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import video_data
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
+from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
@@ -169,13 +169,13 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         text = f"args.push_to_hub={brief(args.push_to_hub)} must be a repository such as me/my-lora"
         refuse(config, "args.push_to_hub", f"{text}, and no path here; correct it")
     _check_precision(config, args)
-    _check_optimizer_state(config, args)
+    check_optimizer_state(config, args)
     check_compilers(config, args, is_training=True)
     network = _network(config)
     _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
-    _check_offload(config, args)
+    check_offload(config, args)
     check_fp8(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
     _check_export(config, args, network)
@@ -368,7 +368,15 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
 
 
 def _check_adapters(config: Config, args: TrainArguments) -> None:
-    _check_alpha(config, args)
+    network = _network(config)
+    if find_origin(config.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
+        # The rank stands for an alpha that nobody has stated.
+        is_other = network.get("lora_rank") and network["lora_alpha"] != SAT_ALPHA
+        for name in ("load", "load_lora"):
+            path, key = getattr(args, name), f"args.{name}"
+            if path is not None and is_other and (problem := lacks_alpha(path)):
+                text = f"{key}={path} {problem}; here it would be the rank, {network['lora_rank']}"
+                refuse(config, key, text)
     if args.load_lora is not None:
         try:
             check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
@@ -385,22 +393,6 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
     except ValueError as error:
         text = str(error)
         refuse(config, "args.resume", text if text.startswith("args.") else f"args.resume: {text}")
-
-
-def _check_alpha(config: Config, args: TrainArguments) -> None:
-    """Check that the adapters of a SAT folder keep their strength."""
-    network, key = _network(config), f"{LORA_KEY}.lora_alpha"
-    rank, alpha = network.get("lora_rank"), network.get("lora_alpha")
-    is_stated = find_origin(config.origins, key) != DEFAULT
-    if rank is None or alpha == SAT_ALPHA or is_stated or args.resume is not None:
-        return
-    for name in ("load", "load_lora"):
-        path = getattr(args, name)
-        found = None if path is None else adapters_of(open_source(Path(path), None))
-        if found is not None and found.alpha is None:
-            text = f"args.{name}={path} has adapters without their alpha, which SAT's files do not store; set "
-            text += f"args.lora_alpha to the one that they were trained with (SAT's default is {SAT_ALPHA:g}; "
-            refuse(config, f"args.{name}", f"{text}here it is the rank, {rank})")
 
 
 def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
@@ -487,44 +479,6 @@ def _check_precision(config: Config, args: TrainArguments) -> None:
     if args.fp16 and not torch.cuda.is_available():
         text = "args.fp16=true needs a GPU; on a CPU use args.bf16=true or neither"
         refuse(config, "args.fp16", text)
-
-
-def _check_optimizer_state(config: Config, args: TrainArguments) -> None:
-    device = OmegaConf.select(config.deepspeed, "zero_optimization.offload_optimizer.device")
-    offload = f"deepspeed.zero_optimization.offload_optimizer.device={device}"
-    if args.ema_device == "cpu" and device in ("cpu", "nvme"):
-        text = (
-            f"args.ema_device=cpu, but {offload} takes all state of the optimizer off the device, "
-            "the EMA included; leave out one of them"
-        )
-        refuse(config, "args.ema_device", text)
-    if args.optimizer_moments == "8bit" and device == "nvme":
-        text = (
-            f"args.optimizer_moments=8bit does not work with {offload}, which moves float32 state; "
-            "use device=cpu, or optimizer_moments=fp32"
-        )
-        refuse(config, "args.optimizer_moments", text)
-    section = config.deepspeed.get("optimizer")
-    if own_optimizer(section) and (args.zero_stage == 3 or device in ("cpu", "nvme")):
-        cause = "args.zero_stage=3" if args.zero_stage == 3 else offload
-        text = f"deepspeed.optimizer.type={section.type} does not work with {cause}, whose step sees a part of "
-        text += "the model at a time; use ZeRO 0 to 2 without offload_optimizer, or sat.ops.FusedEmaAdam"
-        refuse(config, "deepspeed.optimizer.type", text)
-
-
-def _check_offload(config: Config, args: TrainArguments) -> None:
-    if not args.offload_activations:
-        return
-    key, policy = "args.offload_activations", args.activation_checkpointing
-    text = f"{key}=true with args.activation_checkpointing={policy}"
-    if policy == "none":
-        text += " would copy every activation; use full, attention_kept, pointwise or auto"
-        refuse(config, key, text)
-    if args.compile and policy != "full":
-        text += (
-            " does not support args.compile=true, which keeps activations inside compiled blocks"
-        )
-        refuse(config, key, f"{text}; use full, or args.compile=false")
 
 
 def _network(config: Config) -> dict[str, Any]:

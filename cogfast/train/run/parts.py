@@ -42,12 +42,7 @@ from cogfast.extensions.publish.publish import warn_of_missing_token
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.flags import sampled_tensors
 from cogfast.extensions.scores.scores import Scores
-from cogfast.extensions.sparse.check import (
-    check_results,
-    choose_attention,
-    follow_weights,
-    use_attention,
-)
+from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
 from cogfast.extensions.sparse.warmup import SparseWarmup
 from cogfast.extensions.stores.mirror import Uploads, copy_of, name_of
 from cogfast.kernels.block_kernels import choose_kernels
@@ -212,8 +207,6 @@ class Parts:
         is_sparse = transformer.sparse_share is not None
         backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
-        if is_sparse and groups.device.type == "cuda":
-            check_results(config, args, transformer.config, groups)
         encode_choice = EncodeChoice(config, args, groups, manifest.get("encode_way"))
         encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)

@@ -1,4 +1,4 @@
-"""What a run has trained, taken out of its folder by each way that there is: the network computes the same."""
+"""The network that a run has trained computes the same by each way out of the run's folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
