@@ -370,7 +370,7 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
 def _check_adapters(config: Config, args: TrainArguments) -> None:
     network = _network(config)
     if find_origin(config.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
-        # The rank stands for an alpha that nobody has stated.
+        # The rank stands for an alpha that is not stated.
         is_other = network.get("lora_rank") and network["lora_alpha"] != SAT_ALPHA
         for name in ("load", "load_lora"):
             path, key = getattr(args, name), f"args.{name}"
