@@ -235,7 +235,7 @@ def test_adapters_have_diffusers_strength(
 
 
 def test_a_sat_folder_alone(pipelines: Pipelines, adapter: Path, tmp_path: Path) -> None:
-    """Base and adapters in SAT's one file are the base with the adapters on top.
+    """Base and adapters in SAT's one file, whose alpha is SAT's 1, are the base with the adapters on top.
 
     VAE and text encoder are named. A folder of averages beside the weights is read with --ema.
     """
@@ -247,8 +247,6 @@ def test_a_sat_folder_alone(pipelines: Pipelines, adapter: Path, tmp_path: Path)
         f"model.conditioner_config.params.emb_models[0].params.model_dir={base}",
         "model.sampler_config.params.timestep_spacing=trailing",  # as the pipeline's
         "model.sampler_config.target=sgm.modules.diffusionmodules.sampling.VideoDDIMSampler",
-        # SAT's files do not say alpha; its default is 1.
-        "model.network_config.params.modules.lora_config.params.lora_alpha=3",
     )
     sample(tmp_path / "on-top", base, *LATENTS, "--lora", adapter)
     expected = latents(tmp_path / "on-top")
