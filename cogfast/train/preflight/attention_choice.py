@@ -194,7 +194,7 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
     qkv = (q, k, v)
     dout = draw(b, s, h, d)
     try:
-        reason = find_error(lambda *qkv: flash_attention(*qkv, name), qkv, dout)
+        reason = find_error(lambda q, k, v: flash_attention(q, k, v, name), qkv, dout)
         if reason is not None:
             return Measured(name, reason=reason)
         forward, backward = [], []
