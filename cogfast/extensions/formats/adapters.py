@@ -80,7 +80,7 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
     if not shapes:
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
     check_pairs(source.description, shapes)
-    others = sorted(name for name in source.trained if not is_lora_parameter(name))
+    others = sorted(n for n in source.trained & source.shapes.keys() if not is_lora_parameter(n))
     if others and not with_others:
         raise ValueError(
             f"{source.description}: has trained {counted(len(others), 'tensor')} beside the adapters, which "

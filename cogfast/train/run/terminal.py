@@ -83,7 +83,7 @@ def log_commands(
         "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
         "to train on": f"the same command with {resume_words(config, folder)} {more}",
     }
-    if is_lora and model.trainable_modules is not None:
+    if is_lora and model.trainable_modules is not None and not is_own:
         base = shlex.quote(config.args.get("load") or "BASE")
         more_words = f" --merge-lora {run}" + " --ema" * shows_ema
         commands["to convert"] = f"cogfast convert {base} DIR --to diffusers{more_words}"

@@ -10,10 +10,13 @@ from diffusers import AutoencoderKLCogVideoX
 from torch import Tensor
 
 from cogfast.config import load_config
+from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
+from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
+from cogfast.model.weights.open import open_source
 from tests.model.test_lora import save_as_sat
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -192,3 +195,13 @@ def test_what_a_conversion_would_ignore_is_refused(
     assert_refused(lambda: convert(vae, tmp_path / "out", "sat", **options), line)
     run = trained["LoRA"].run.with_words("args.lora_alpha=0").into(tmp_path / "runs")
     assert_refused(lambda: run.train(steps=1), "lora_alpha=0 makes the adapters' output")
+
+
+def test_tensors_that_are_left_out_on_purpose_refuse_no_adapters(
+    trained: dict[str, Trained],
+) -> None:
+    """As those of a user's own network, with --allow-unexpected."""
+    source = open_source(trained["LoRA and other weights"].run.path)
+    kept = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
+    assert only_adapters(replace(source, shapes=kept)).shapes == kept
+    assert_refused(lambda: only_adapters(source), BESIDE)
