@@ -200,7 +200,7 @@ def test_what_a_conversion_would_ignore_is_refused(
 def test_tensors_that_are_left_out_on_purpose_refuse_no_adapters(
     trained: dict[str, Trained],
 ) -> None:
-    """Those of a user's own network are, with --allow-unexpected."""
+    """--allow-unexpected leaves out the tensors of a user's own network."""
     source = open_source(trained["LoRA and other weights"].run.path)
     kept = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     assert only_adapters(replace(source, shapes=kept)).shapes == kept
