@@ -62,7 +62,7 @@ usage: cogfast {train,cache,sample,convert,finetune,doctor,plan,report,publish} 
           or cogfast train --base model.yaml sft.yaml [key=value ...]
   cache   encode the videos once: cogfast cache FOLDER --data PATH args.latent_cache=PATH
   sample  generate videos: cogfast sample FOLDER --prompt TEXT --out DIR
-  convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft
+  convert convert weights to another format: cogfast convert SRC DST --to sat|diffusers|peft|fun
   finetune train with the arguments of CogVideo's diffusers trainer: cogfast finetune --model_path ...
   doctor  list what this machine lacks for training: cogfast doctor
   plan    predict a run's memory on a GPU: cogfast plan FOLDER [--lora RANK] --gpu h100-80 --gpus 8

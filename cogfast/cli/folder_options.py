@@ -83,10 +83,12 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     parser = Parser(prog="cogfast convert", description=text, allow_abbrev=False)
     parser.add_argument("src", metavar="SRC", help="the weights to convert, or their address")
     parser.add_argument("dst", metavar="DST", help="a folder that does not exist yet")
-    text = "format of DST; peft: adapters alone, as a LoRA file"
-    parser.add_argument("--to", required=True, choices=("sat", "diffusers", "peft"), help=text)
+    text = "format of DST; peft: adapters alone, as a LoRA file; fun: as a LoRA file for VideoX-Fun"
+    kinds = ("sat", "diffusers", "peft", "fun")
+    parser.add_argument("--to", required=True, choices=kinds, help=text)
     parser.add_argument("--ema", action="store_true", help="convert the averaged (EMA) weights")
-    text = "merge these adapters into the weights; without LORA: SRC's own adapters"
+    text = "merge these adapters into the weights, LORA:0.8 with 0.8 of their strength, and what else a run "
+    text += "trained; without LORA: SRC's own adapters"
     parser.add_argument("--merge-lora", nargs="?", const="", metavar="LORA", help=text)
     text = "keep these adapters separate beside SRC's weights, as in SAT's LoRA checkpoints"
     parser.add_argument("--add-lora", metavar="LORA", help=text)
@@ -102,7 +104,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
         metavar="{fp32,fp16,bf16}",
         help="dtype of the written weights; default: that of the source",
     )
-    text = "read the written weights back and compare each tensor with the source's"
+    text = "read the written weights back, and compare each tensor with the source's and the networks' outputs"
     parser.add_argument("--verify", action="store_true", help=text)
     text = "leave out tensors with unknown names"
     parser.add_argument("--allow-unexpected", action="store_true", help=text)
@@ -110,7 +112,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     parser.add_argument("--scaling-factor", type=float, metavar="X", help=text)
     text = "print the Python traceback of an error"
     parser.add_argument("--traceback", action="store_true", help=text)
-    kind = next((word for word in argv if word in ("sat", "peft")), "diffusers")
+    kind = next((word for word in argv if word in ("sat", "peft", "fun")), "diffusers")
     found = vars(_parse_of_one_run(parser, argv, "src", "dst", f"my_folder --to {kind}"))
     del found["traceback"]
     if is_url(found["dst"]):

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
 
 from cogfast.config.values import KeyProblem, Range, cut, printable, validated
+from cogfast.core.files import LFS, is_lfs_pointer
 
 # Limit. The index of a model with a million tensors is smaller than 64 MiB.
 MOST_BYTES = 64 << 20  # of a file
@@ -85,6 +86,8 @@ def parse_json(text: bytes | str, schema: Any, where: str, fix: str = _AGAIN) ->
         value = from_json(text, allow_inf_nan=False)
         json.dumps(value, allow_nan=False)  # 1e999 was read as infinity
     except ValueError as error:
+        if is_lfs_pointer(where):
+            raise ValueError(f"{where}: {LFS}") from None
         raise _error(where, f"damaged JSON ({brief(str(error))})", fix) from None
     return check(value, schema, where, fix, text)
 

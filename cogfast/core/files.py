@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,9 @@ UNFINISHED = ".incomplete"  # suffix of files that are being written
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+LFS = "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder"
 
 
 class WriteError(RuntimeError):
@@ -35,6 +39,15 @@ class DamageError(Exception):
 def is_disk_full(error: OSError) -> bool:
     """Return whether a write failed for lack of space, a quota or a size limit."""
     return error.errno in _NO_SPACE
+
+
+def is_lfs_pointer(path: str | Path) -> bool:
+    """Return whether a file has the few lines that Git LFS leaves in the place of a large file."""
+    try:
+        with open(path, "rb") as file:
+            return re.match(rb"version \S*git-lfs", file.read(40)) is not None
+    except OSError:
+        return False
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

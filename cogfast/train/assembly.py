@@ -35,11 +35,12 @@ from cogfast.distributed.parallelize import allocate, compile_blocks, find_shard
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.conditions.given_frames import GivenFrames
-from cogfast.extensions.formats.adapters import adapters_of, open_adapter
+from cogfast.extensions.formats.adapters import adapters_of, check_member, open_adapter
 from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
+from cogfast.model.config import Family
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
@@ -138,7 +139,11 @@ def assemble_transformer(
         model = ModelArguments.from_config(config)
         is_new, positions = model.new_channels is not None, model.learned_positions
         base = load(
-            args.load, allow_missing=allow_missing, new_channels=is_new, positions=positions
+            args.load,
+            allow_missing=allow_missing,
+            new_channels=is_new,
+            positions=positions,
+            is_base=True,
         )
         if base.lacking:
             _refuse_part(f"args.load={args.load}", base)
@@ -150,6 +155,7 @@ def assemble_transformer(
         logger.info("args.load is not set: the weights are random")
     if args.load_lora is not None and weights is None:
         adapter = open_adapter(args.load_lora)
+        check_member(adapter, Family.of_config(transformer.config), "the model")
         read(partial(load_source, transformer, adapter, args.load_lora, shards=shards, held=held))
         logger.info("%s: %s", adapter.description, adapters_of(adapter))
     if report is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +19,14 @@ from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.config.values import counted
 from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
 from cogfast.model.block import MLP_RATIO
-from cogfast.model.config import TransformerConfig
+from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
 from cogfast.model.weights.diffusers import from_diffusers
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, check_finite, first_of, num_blocks
 
+logger = logging.getLogger(__name__)
 _FAMILIES = {1920: "a 2B adapter", 3072: "a 5B adapter"}  # by model width
 _TARGET_OF = {place: target for target, place in TARGETS.items()}
 
@@ -45,6 +49,24 @@ class Adapters:
         alpha = f"unknown (SAT's default is {SAT_ALPHA:g})" if self.alpha is None else self.alpha
         names = ", ".join((*self.targets, *self.others))
         return f"rank {ranks}, alpha {alpha}, {counted(len(self.layers), 'layer')}, {names}"
+
+
+def split_scale(text: str, option: str) -> tuple[str, float]:
+    """Return path and scale of `PATH` or `PATH:SCALE`, the value of a command's option."""
+    path, colon, scale = text.rpartition(":")
+    # An existing path may contain a colon, as a URL without a scale does.
+    if not colon or os.path.exists(text) or scale.startswith("//"):
+        return text, 1.0
+    try:
+        number = float(scale)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"{option} {text}: no such file or folder, nor PATH:SCALE with a finite number; use "
+            "lora.safetensors:0.8"
+        )
+    return path, number
 
 
 def open_adapter(
@@ -77,7 +99,7 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
         ValueError: there are none, a matrix has no partner, or a run trained other weights, too.
     """
     shapes = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
-    if not shapes:
+    if not shapes and not (with_others and source.trained):
         raise ValueError(f"{source.description}: has no LoRA tensors; use a source with adapters")
     check_pairs(source.description, shapes)
     others = sorted(n for n in source.trained & source.shapes.keys() if not is_lora_parameter(n))
@@ -158,6 +180,24 @@ def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     return None
 
 
+def check_member(adapter: WeightSource, family: Family, where: str) -> None:
+    """Raise ValueError if adapters were trained on a model of other positions or patches than `family`, which
+    shapes do not show. Log a warning if they do not tell, or if it had other inputs. where: the model's name."""
+    name = family.member.name
+    trained = next((member for member in MEMBERS if member.name == adapter.member), None)
+    if trained is None:
+        text = "%s does not say on which model it was trained, and others than %s have linears of these shapes, too"
+        logger.warning(text, adapter.description, name)
+    elif (trained.patch, trained.is_rotary) != (family.member.patch, family.member.is_rotary):
+        raise ValueError(
+            f"{adapter.description}: was trained on {trained.name}, but {where} is {name}; use {trained.name} "
+            f"or adapters of {name}"
+        )
+    elif trained.name != name:
+        text = "%s was trained on %s, and %s is %s, which has other inputs"
+        logger.warning(text, adapter.description, trained.name, where, name)
+
+
 def check_fits(adapter: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if adapters do not fit a model without LoRA that has these shapes."""
     for name, shape in adapter.shapes.items():
@@ -203,6 +243,8 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
             "--merge-lora) and train new ones"
         )
     check_fits(adapter, _adaptable(config))
+    if adapter.member is not None:
+        check_member(adapter, Family.of_config(config), "the configured model")
     rank, *other_ranks = found.ranks
     if other_ranks:
         raise ValueError(

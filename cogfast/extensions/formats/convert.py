@@ -13,22 +13,25 @@ from cogfast.config.json_files import read_json
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import (
     adapters_of,
+    check_member,
     merge_lora,
     only_adapters,
     open_adapter,
+    split_scale,
     with_adapters,
     without_adapters,
 )
+from cogfast.extensions.formats.compare import compare_adapters, compare_networks
 from cogfast.extensions.formats.image_scale import log_difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
 from cogfast.extensions.formats.sat_names import has_sat_name
 from cogfast.extensions.formats.vae import convert_vae, open_vae, verify_vae
-from cogfast.model.config import Family
+from cogfast.model.config import Family, inpainting_channels
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
-from cogfast.model.weights.identify import check_complete, identify
+from cogfast.model.weights.identify import TRAINING_FACTS, check_complete, completed, identify
 from cogfast.model.weights.open import may_have_ema, open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of
@@ -88,7 +91,7 @@ def convert(
         )
     lora = merge_lora or add_lora
     has_averages = ema and (lora is None or not _is_run(lora) or may_have_ema(source_path))
-    source = _without_own(open_source(source_path, has_averages))
+    source = _without_own(completed(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
         _warn_of_sparse(run)
@@ -96,11 +99,12 @@ def convert(
             log_difference_of_run(run)
     _refuse_unexpected(source, allow_unexpected)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
+    trained = source
     if to == "sat":
         _check_sat_adapters(source)
         source = _with_sat_strength(source)
-    if to == "peft":
-        write_adapters(source, target_path, kind, verify)
+    if to in ("peft", "fun"):
+        write_adapters(source, target_path, kind, verify, to)
         return
     if all(is_lora_parameter(name) for name in source.shapes):
         raise ValueError(
@@ -118,11 +122,9 @@ def convert(
         log_positions(config, target_path)
     logger.info("%s: written for %s", dst, to)
     if verify:
-        logger.info(
-            "%s: %s",
-            dst,
-            verify_target(source.as_written(kind), target_path, open_source(target_path)),
-        )
+        found = open_source(target_path)
+        result = verify_target(source.as_written(kind), target_path, found)
+        logger.info("%s: %s; %s", dst, result, compare_networks(trained, found, target_path))
 
 
 def _warn_of_sparse(path: Path) -> None:
@@ -174,10 +176,6 @@ def _check_sat_adapters(source: WeightSource) -> None:
         )
 
 
-# Facts about the training, which adapters pass on to the base that they are combined with.
-_TRAINING_FACTS = ("rotary_positions", "trained_size")
-
-
 def with_lora_options(
     source: WeightSource,
     merge: str | None,
@@ -222,23 +220,31 @@ def with_lora_options(
         return merge_lora(base, only_adapters(source))
     if lora is None:
         return source
-    adapter = _with_alpha(open_adapter(lora, ema and _is_run(lora), with_others=True), alpha)
-    whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter)
+    path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
+    adapter = _with_alpha(open_adapter(path, ema and _is_run(path), with_others=True), alpha)
+    check_member(adapter, Family.of_config(identify(source)), source.description)
+    whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter, scale)
     # The adapters were trained later, so their facts replace the base's.
-    trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
+    trained = {k: adapter.facts[k] for k in TRAINING_FACTS if k in adapter.facts}
     return replace(whole, facts={**whole.facts, **trained})
 
 
 def write_adapters(
-    source: WeightSource, path: Path, dtype: torch.dtype | None, is_verified: bool
+    source: WeightSource, path: Path, dtype: torch.dtype | None, is_verified: bool, to: str = "peft"
 ) -> None:
-    """Write the adapters of `source`, without a model, as a LoRA file."""
+    """Write the adapters of `source`, without a model, as a LoRA file. to: "fun" for VideoX-Fun."""
     source = only_adapters(source)
-    written = write_peft(source, path, dtype)
+    written = write_peft(source, path, dtype, to)
     logger.info("%s: the adapters of %s: %s", written, source.description, adapters_of(source))
+    channels = source.facts.get("in_channels"), source.facts.get("out_channels", 0)
+    if to == "peft" and channels[0] == inpainting_channels(channels[1]):
+        text = "%s: VideoX-Fun, which has the pipeline of inpainting models, reads --to fun, not this file"
+        logger.warning(text, written)
     if is_verified:
-        expected = with_strength_in_b(source).as_written(dtype)
-        logger.info("%s: %s", written, verify_target(expected, written, open_source(written)))
+        expected = source if to == "fun" else with_strength_in_b(source)
+        found = open_source(written)
+        result = verify_target(expected.as_written(dtype), written, found)
+        logger.info("%s: %s; %s", written, result, compare_adapters(source, found, written))
 
 
 def _with_sat_strength(source: WeightSource) -> WeightSource:

@@ -1,8 +1,9 @@
-"""LoRA files of PEFT and diffusers: one safetensors file with `to_q.lora_A.weight` and so on.
+"""LoRA files: one file with `to_q.lora_A.weight` and so on (PEFT, diffusers, finetrainers), or with
+`lora_unet__..._to_q.lora_down.weight` and `.alpha` (kohya's names, which VideoX-Fun has).
 
 diffusers' pipelines read the strength, alpha / r, from the file's header (`lora_adapter_metadata`),
 PEFT reads it from adapter_config.json. Many loaders read neither and take strength 1: cogfast's files
-therefore have alpha = r, and the strength is a factor of matrix B.
+therefore have alpha = r, and the strength is a factor of matrix B. Kohya's files store alpha as tensors.
 """
 
 from __future__ import annotations
@@ -22,31 +23,42 @@ from torch import Tensor
 
 from cogfast.config.json_files import Range, brief, check, parse_json, read_json
 from cogfast.config.values import counted, show
+from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.diffusers import LINEARS, diffusers_names
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import (
     Outgoing,
-    SafetensorsFiles,
     new_folder,
+    open_tensors,
     write_safetensors,
 )
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_HEADER_KEY = "lora_adapter_metadata"
+_HEADER_KEYS = ("lora_adapter_metadata", "lora_config")  # of diffusers, and of finetrainers
+_MEMBER_KEY = "cogfast_model"  # the model that the adapters were trained on
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
-_PREFIXES = ("base_model.model.", _COMPONENT)
+# PEFT, diffusers, ComfyUI's files, DDP and torch.compile put these before the names of linears.
+_PREFIXES = re.compile(
+    r"(base_model\.model\.|transformer\.|diffusion_model\.|module\.|_orig_mod\.)+"
+)
+_KOHYA, _KOHYA_PREFIXES = "lora_unet__", re.compile(r"lora_(unet|transformer)_+")
 _T = TypeVar("_T")
-_Alpha = Annotated[float, Range(1e-6, 1e6)]
+_ALPHA = Range(1e-6, 1e6)
+_Alpha = Annotated[float, _ALPHA]
 _Rank = Annotated[int, Range(1, 2**16)]
 _NAME = re.compile(r"[\w.]{1,200}")
 _NO_ALPHA = (
     " (stores no alpha: strength 1; change it with cogfast convert --to peft --lora-alpha X)"
 )
-# PEFT's names, with or without an adapter's name.
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.(?!weight)[^.]+)?\.weight")
+# PEFT's names, with or without an adapter's name, kohya's, and diffusers' of 2023.
+_KEY = re.compile(
+    r"(?P<module>.+?)[._]lora[._](?P<side>A|B|down|up)(\.(?!weight)[^.]+)?\.weight"
+    r"|(?P<scaled>.+)\.alpha"
+)
+_SIDES = {"A": "A", "B": "B", "down": "A", "up": "B"}
 PAIR = re.compile(r"(?P<module>.+)\.matrix_(?P<side>[AB])\.(?P<part>\d+)")
 
 
@@ -69,10 +81,12 @@ def open_peft(path: str | Path) -> WeightSource:
     pairs, and files that cannot be read.
     """
     file = _find(Path(path))
-    files = SafetensorsFiles(file)
+    files = open_tensors(file)
     keys = files.names()
     found = _Keys.of(keys, file)
     if not found.ours:
+        if not any("lora" in key for key in keys):
+            refuse_foreign(file)
         raise ValueError(
             f"{file}: none of {counted(len(keys), 'tensor')} is a LoRA tensor of diffusers' "
             f"CogVideoXTransformer3DModel, first {brief(next(iter(keys), 'none'))}; use a LoRA file "
@@ -85,7 +99,8 @@ def open_peft(path: str | Path) -> WeightSource:
             f"{file}: {brief(dora[0])} is DoRA's, but cogfast reads only LoRA; merge it into its base "
             "with the tool that made it"
         )
-    shapes = {name: files.shape(key) for name, key in found.ours.items()}
+    # A pair of a convolution, such as 1.0's patch embedding: [r, C, h, w] and [M, r, 1, 1].
+    shapes = {name: _flat(files.shape(key)) for name, key in found.ours.items()}
     check_pairs(str(file), shapes)
     where, settings = _settings(file, files.metadata)
     if settings is not None:
@@ -93,34 +108,56 @@ def open_peft(path: str | Path) -> WeightSource:
     strengths = {}
     for name in sorted(shapes):
         if ".matrix_B." in name:
-            strengths[name] = _alpha(found.modules[name], shapes[name][1], settings)
+            module, rank = found.modules[name], shapes[name][1]
+            key = found.alphas.get(module)
+            given = None if key is None else _read_alpha(file, key, files.read(key))
+            strengths[name] = _alpha(module, rank, settings) if given is None else given
     # One alpha for the whole source; the few pairs with another are rescaled in `read`.
     alpha = Counter(strengths.values()).most_common(1)[0][0]
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        whole = files.read(found.ours[name])
+        whole = files.read(found.ours[name]).reshape(shapes[name])
         if strengths.get(name, alpha) != alpha:
             whole = (whole.float() * (strengths[name] / alpha)).to(whole.dtype)
         return whole if shard is None else shard.of(whole)
 
     return WeightSource(
-        description=f"PEFT LoRA {file}" + (_NO_ALPHA if settings is None else ""),
+        description=f"PEFT LoRA {file}" + _NO_ALPHA * (settings is None and not found.alphas),
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},
         unexpected=found.unexpected,
         is_partial=True,
         lora_alpha=alpha,
+        member=brief(files.metadata[_MEMBER_KEY]) if _MEMBER_KEY in files.metadata else None,
     )
 
 
-def write_peft(source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`.
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape
+
+
+def _read_alpha(file: Path, key: str, values: Tensor) -> float:
+    """Return the number in the tensor of an alpha."""
+    alpha = float(values) if values.numel() == 1 else math.nan  # sync: none, on the CPU
+    if not _ALPHA.low <= alpha <= _ALPHA.high:
+        raise ValueError(
+            f"{file}: {brief(key)} has {values.numel()} numbers, the first {values.view(-1)[:1].tolist()}, "
+            f"instead of one from {_ALPHA.low:g} to {_ALPHA.high:g}; copy it again"
+        )
+    return alpha
+
+
+def write_peft(
+    source: WeightSource, folder: str | Path, dtype: torch.dtype | None = None, to: str = "peft"
+) -> Path:
+    """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`, or for
+    VideoX-Fun (to: "fun").
 
     Other tensors of `source` are left out. dtype: of the file; None: the source's. ValueError without
     adapters.
     """
-    tensors, header = peft_tensors(source, dtype)
+    tensors, header = (kohya_tensors if to == "fun" else peft_tensors)(source, dtype)
     with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:
         write_safetensors(incomplete / FILE_NAME, tensors, header)
     return Path(folder) / FILE_NAME
@@ -150,7 +187,32 @@ def peft_tensors(
         Outgoing(peft_name(n), source.shapes[n], dtype or source.dtypes[n], partial(read, n, None))
         for n in names
     ]
-    return tensors, {_HEADER_KEY: json.dumps(_header(source.shapes, names))}
+    return tensors, _member_header(source) | {
+        _HEADER_KEYS[0]: json.dumps(_header(source.shapes, names))
+    }
+
+
+def kohya_tensors(
+    source: WeightSource, dtype: torch.dtype | None = None
+) -> tuple[list[Outgoing], dict[str, str]]:
+    """Return the tensors and the header of a LoRA file with kohya's names, as VideoX-Fun writes and merges
+    them: matrices as they are, and alpha as a tensor for each linear."""
+    tensors = []
+    for name in filter(is_lora_parameter, source.shapes):
+        module, matrix, part = name.rsplit(".", 2)
+        theirs = _KOHYA + _kohya(linear_parts(module)[int(part)])
+        side = "down" if matrix == "matrix_A" else "up"
+        kind = dtype or source.dtypes[name]
+        read = partial(source.read, name, None)
+        tensors.append(Outgoing(f"{theirs}.lora_{side}.weight", source.shapes[name], kind, read))
+        if side == "down":
+            alpha = partial(torch.tensor, source.alpha)
+            tensors.append(Outgoing(f"{theirs}.alpha", (), torch.float32, alpha))
+    return tensors, _member_header(source)
+
+
+def _member_header(source: WeightSource) -> dict[str, str]:
+    return {} if source.member is None else {_MEMBER_KEY: source.member}
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str, Any]:
@@ -172,22 +234,31 @@ def _header(shapes: Mapping[str, tuple[int, ...]], names: list[str]) -> dict[str
 @dataclass(frozen=True, slots=True)
 class _Keys:
     """The keys of a LoRA file. ours: {cogfast's name: key}; modules: {cogfast's name: diffusers'
-    linear}; unexpected: unknown keys."""
+    linear}; alphas: {diffusers' linear: key}; unexpected: unknown keys."""
 
     ours: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    alphas: dict[str, str] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, keys: Sequence[str], file: Path) -> _Keys:
         found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
+        modules = {_kohya(module): module for module in parts} | {
+            module: module for module in parts
+        }
         for key in keys:
             match = _KEY.fullmatch(key)
-            if match is None or (module := _plain_module(match["module"])) not in parts:
+            named = match and (match["module"] or match["scaled"])
+            module = modules.get(_plain_module(named)) if named else None
+            if match is None or module is None:
                 found.unexpected.append(key)
                 continue
+            if match["scaled"]:
+                found.alphas[module] = key
+                continue
             ours, part = parts[module]
-            name = f"{ours}.matrix_{match['side']}.{part}"
+            name = f"{ours}.matrix_{_SIDES[match['side']]}.{part}"
             if name in found.ours:
                 raise ValueError(
                     f"{file}: {brief(found.ours[name])} and {brief(key)} belong to the same linear, so the "
@@ -200,7 +271,7 @@ class _Keys:
 
 def _block_of(name: str) -> str | None:
     """Return the number of the block in a key or a linear's name."""
-    match = re.search(r"transformer_blocks\.(\d+)\.", name)
+    match = re.search(r"transformer_blocks[._](\d+)[._]", name)
     return None if match is None else match[1]
 
 
@@ -212,16 +283,23 @@ def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
 
 
 def _plain_module(name: str) -> str:
-    """Return diffusers' name of a linear, without the prefixes that PEFT and diffusers add."""
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+    """Return diffusers' name of a linear, or kohya's, without what other programs put before it."""
+    prefix = _KOHYA_PREFIXES.match(name)
+    if prefix is not None:
+        return name[prefix.end() :]
+    name = name.replace("._orig_mod.", ".")  # blocks that were compiled
+    prefix = _PREFIXES.match(name)
+    return name if prefix is None else name[prefix.end() :]
+
+
+def _kohya(module: str) -> str:
+    return module.replace(".", "_")
 
 
 def _find(path: Path) -> Path:
     if path.is_file():
         return path
-    names = (FILE_NAME, _PEFT_FILE_NAME)
+    names = (FILE_NAME, _PEFT_FILE_NAME, FILE_NAME.replace(".safetensors", ".bin"))
     for name in names:
         if (path / name).is_file():
             return path / name
@@ -270,9 +348,10 @@ class _Settings:
 def _settings(file: Path, header: Mapping[str, str]) -> tuple[str, _Settings | None]:
     """Return the name and content of PEFT's settings in the header, else in adapter_config.json; None
     if there are none."""
-    if _HEADER_KEY in header:
-        where = f"{file}: {_HEADER_KEY}"
-        found = parse_json(header[_HEADER_KEY], dict[str, Any], where)
+    key = next((key for key in _HEADER_KEYS if key in header), None)
+    if key is not None:
+        where = f"{file}: {key}"
+        found = parse_json(header[key], dict[str, Any], where)
         # diffusers prefixes its keys by the pipeline's component; other tools may not.
         prefixed = {k: v for k, v in found.items() if k.startswith(_COMPONENT)}
         found = {key.removeprefix(_COMPONENT): value for key, value in (prefixed or found).items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from cogfast.config.json_files import brief, read_name
 from cogfast.config.values import counted
 from cogfast.core.shapes import TokenGrid
+from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.extensions.formats.sat_names import (
     PREFIX,
     ROTARY_BUFFERS,
@@ -136,6 +137,7 @@ def _simplest_near(number: float, error: float) -> float:
 
 def find_sat_files(path: Path, ema: bool = False) -> list[Path]:
     """Return the mp_rank files of a SAT folder, of one iteration's folder, or the file itself."""
+    refuse_foreign(path)
     if path.is_file():
         return [path]
     folder = path

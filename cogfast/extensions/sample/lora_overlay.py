@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,15 @@ from pathlib import Path
 import torch
 
 from cogfast.distributed.parallelize import find_shards
-from cogfast.extensions.formats.adapters import adapters_of, merge_lora, open_adapter
+from cogfast.extensions.formats.adapters import (
+    adapters_of,
+    check_member,
+    merge_lora,
+    open_adapter,
+    split_scale,
+)
 from cogfast.extensions.stores.mirror import copy_of
+from cogfast.model.config import Family
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
@@ -32,22 +37,8 @@ class LoraOverlay:
     @classmethod
     def parse(cls, text: str) -> LoraOverlay:
         """Parse `PATH` or `PATH:SCALE`."""
-        path, colon, scale = text.rpartition(":")
-        # An existing path may contain a colon.
-        if not colon or os.path.exists(text):
-            return cls(text)
-        if scale.startswith("//"):  # a URL without a scale
-            return cls(copy_of(text))
-        try:
-            number = float(scale)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(
-                f"--lora {text}: no such file or folder, nor PATH:SCALE with a finite number; "
-                "use lora.safetensors:0.8"
-            )
-        return cls(copy_of(path), number)
+        path, scale = split_scale(text, "--lora")
+        return cls(copy_of(path), scale)
 
 
 def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[tuple[WeightSource, float]]:
@@ -89,6 +80,7 @@ def add_loras(
     # {weight: the differences of all files that adapt it}.
     deltas: dict[str, list[WeightSource]] = {}
     for adapter, scale in loras:
+        check_member(adapter, Family.of_config(transformer.config), "the model")
         delta = merge_lora(zeros, adapter, scale)
         for plain in {f"{name.split('.matrix_')[0]}.weight" for name in adapter.shapes}:
             deltas.setdefault(plain, []).append(delta)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_limited
+from cogfast.config.json_files import (
+    Size,
+    brief,
+    is_inside,
+    keys,
+    parse_json,
+    read_json,
+    read_limited,
+)
 from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
 from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
@@ -204,7 +213,20 @@ def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
         check_plain(sections)
     except ValueError as error:
         raise ValueError(refusal(checkpoint, DamageError(f"manifest.json: {error}"))) from None
-    return {name: _with_infinities(values) for name, values in sections.items()}
+    found = {name: _with_infinities(values) for name, values in sections.items()}
+    load = (found.get("args") or {}).get("load")
+    if isinstance(load, str) and "://" not in load and not Path(load).exists():
+        found["args"]["load"] = _from_start(run_of(checkpoint), load)
+    return found
+
+
+def _from_start(run: Path, path: str) -> str:
+    """Return a relative path as it was in the folder in which a run was started, if that is known."""
+    for file in sorted(run.glob("environment*.json")):
+        folder = read_json(file).get("working_folder")
+        if isinstance(folder, str):
+            return os.path.join(folder, path)
+    return path
 
 
 def _with_infinities(node: Any) -> Any:

@@ -21,8 +21,8 @@ from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import (
     Outgoing,
-    SafetensorsFiles,
     new_folder,
+    open_tensors,
     write_json,
     write_safetensors_folder,
 )
@@ -121,7 +121,8 @@ def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
 def find_diffusers_folder(path: Path) -> Path | None:
     """Return the transformer folder at `path` or in the pipeline's folder there; None if neither."""
     for folder in (path, path / "transformer"):
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+        kinds = ("*.safetensors*", "diffusion_pytorch_model*.bin")
+        if (folder / "config.json").is_file() and any(any(folder.glob(kind)) for kind in kinds):
             return folder
     return None
 
@@ -129,7 +130,7 @@ def find_diffusers_folder(path: Path) -> Path | None:
 def open_diffusers(folder: Path) -> WeightSource:
     """Open the weights in a diffusers transformer folder."""
     config = _read_config(folder)
-    files = SafetensorsFiles(folder)
+    files = open_tensors(folder)
     held = our_names(files.names())
     if not held:
         raise ValueError(f"{folder}: has no weights of diffusers' {CLASS_NAME}; copy it again")

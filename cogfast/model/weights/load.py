@@ -15,7 +15,7 @@ from cogfast.extensions.formats.adapters import adapters_of, check_config, only_
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.identify import identify
+from cogfast.model.weights.identify import completed, identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
@@ -60,6 +60,7 @@ def load_transformer(
     held: Mapping[str, Target] | None = None,
     new_channels: bool = False,
     positions: LearnedPositions | None = None,
+    is_base: bool = False,
 ) -> LoadReport:
     """Copy the weights at `path` into the transformer and return a report.
 
@@ -68,12 +69,14 @@ def load_transformer(
     that of a run, if it has one. A checkpoint without adapters also loads into a model with LoRA, whose adapters
     keep their values. allow_missing: accept checkpoints that lack other tensors too, and bf16
     weights in fp16. shards: the shard that the transformer holds of a parameter, by name. held: weights that are no parameters, by name. new_channels: input
-    channels that the checkpoint lacks get weights of zero. positions: model.learned_positions. ValueError for another member of the family and for damage.
+    channels that the checkpoint lacks get weights of zero. positions: model.learned_positions. is_base: for a run that
+    saved a part of a model, read the rest from the model that it started from. ValueError for another member of the family and for damage.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such folder; set args.load to a checkpoint or leave it out")
     source = open_source(path, ema)
+    source = completed(source) if is_base else source
     source = fitted(source, transformer.config, new_channels, positions)
     # With another alpha they would train and sample at another strength.
     if adapters_of(source) is not None:

@@ -10,7 +10,7 @@ from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint
 from cogfast.model.weights.diffusers import find_diffusers_folder, open_diffusers
 from cogfast.model.weights.run_checkpoint import open_run
 from cogfast.model.weights.source import WeightSource
-from cogfast.model.weights.tensor_files import SafetensorsFiles
+from cogfast.model.weights.tensor_files import open_tensors
 
 
 def open_source(path: Path, ema: bool | None = False) -> WeightSource:
@@ -34,7 +34,7 @@ def _open(path: Path, ema: bool | None) -> WeightSource:
     checkpoint = find_run_checkpoint(path)
     if checkpoint is not None:
         return open_run(checkpoint, ema)
-    source = _open_safetensors(path)
+    source = _open_named(path)
     if source is None and ema and path.is_file():
         raise ValueError(
             f"{path}: is one file, and EMA weights are in a folder; give the SAT folder"
@@ -49,15 +49,16 @@ def _open(path: Path, ema: bool | None) -> WeightSource:
     return source
 
 
-def _open_safetensors(path: Path) -> WeightSource | None:
-    """Open weights in safetensors files; None if there are none."""
+def _open_named(path: Path) -> WeightSource | None:
+    """Open weights under diffusers' names, or adapters; None if there are none."""
     is_file = path.is_file()
     folder = find_diffusers_folder(path.parent if is_file else path)
-    if is_file and path.suffix != ".safetensors":
+    if is_file and path.suffix not in (".safetensors", ".bin"):
         return None
-    if is_file or (folder is None and any(path.glob("*.safetensors"))):
+    loras = [] if is_file else [*path.glob("*.safetensors"), *path.glob("pytorch_lora_weights.bin")]
+    if is_file or (folder is None and loras):
         # LoRA files and diffusers' weights share the suffix: only the tensors' names differ.
-        names = SafetensorsFiles(path).names()
+        names = open_tensors(path if is_file or len(loras) > 1 else loras[0]).names()
         if any("lora" in name for name in names) or (is_file and folder is None):
             return open_peft(path)
     return None if folder is None else open_diffusers(folder)

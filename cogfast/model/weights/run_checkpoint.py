@@ -18,6 +18,7 @@ from torch import Tensor
 from cogfast.core.files import DamageError
 from cogfast.extensions.stores.mirror import name_of
 from cogfast.extensions.stores.store import StoreError
+from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.checkpoint_manifest import (
     config_of,
@@ -172,11 +173,15 @@ def open_run(
             raise ValueError(refusal(checkpoint_dir, error)) from None
         return values.view(shape)
 
-    facts = _config_of_run(checkpoint_dir, manifest)  # {}: the run has no config of a network
+    sections = config_of(checkpoint_dir, manifest)
+    facts = _config_of_run(
+        checkpoint_dir, sections.get("model", {})
+    )  # {}: the run has no config of a network
     # Known if all videos of the run had one size.
     sizes = manifest.get("video_sizes") or []
     trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
     which = "EMA weights" if ema else "weights"
+    family = Family.of_config(TransformerConfig(**facts)) if facts else None
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {name_of(checkpoint_dir)}",
         shapes=files.shapes,
@@ -186,16 +191,17 @@ def open_run(
         is_partial=True,
         trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
+        base=sections.get("args", {}).get("load"),
+        member=None if family is None else family.member.name,
     )
 
 
-def _config_of_run(checkpoint_dir: Path, manifest: dict) -> dict[str, Any]:
+def _config_of_run(checkpoint_dir: Path, model: dict) -> dict[str, Any]:
     """Return the fields of TransformerConfig with which the checkpoint was trained."""
     from omegaconf.errors import OmegaConfBaseException
 
     from cogfast.config.sat_network import transformer_arguments
 
-    model = config_of(checkpoint_dir, manifest).get("model", {})
     if "network_config" not in model:
         return {}
     try:

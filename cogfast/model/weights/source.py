@@ -61,6 +61,8 @@ class WeightSource:
         frozenset()
     )  # names of the tensors that a run trained, if it is of one
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
+    base: str | None = None  # of a run: the model that it started from
+    member: str | None = None  # the published model that adapters were trained on, if known
 
     def __post_init__(self) -> None:
         check_tensors(self.description, self.shapes, self.dtypes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import InsideNames, brief, keys, read_json
-from cogfast.core.files import ChecksumFile, is_disk_full
+from cogfast.core.files import LFS, ChecksumFile, is_disk_full, is_lfs_pointer
 
 _INDEX = keys({"weight_map": InsideNames})
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -109,7 +109,7 @@ class SafetensorsFiles:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        paths = [path] if path.is_file() else _files_of(path)
+        paths = [path] if path.is_file() else _files_of(path, ".safetensors")
         self._open, self._file_of = {}, {}
         self.metadata: dict[str, str] = {}
         for file in paths:
@@ -118,6 +118,8 @@ class SafetensorsFiles:
                 opened = self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 why = f"truncated or damaged ({brief(str(error))}); copy it again"
+                if is_lfs_pointer(file):
+                    why = LFS
                 if not os.access(file, os.R_OK):  # safetensors says that there is no such file
                     why = "cannot be read (Permission denied); check its rights"
                 raise ValueError(f"{file}: {why}") from None
@@ -151,10 +153,38 @@ class SafetensorsFiles:
         return self._open[self._file_of[name]].get_tensor(name)
 
 
-def _files_of(folder: Path) -> list[Path]:
+class TorchFiles:
+    """The tensors of the *.bin files in a folder, or of one file of torch.save; see SafetensorsFiles."""
+
+    def __init__(self, path: Path) -> None:
+        self.metadata: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for file in [path] if path.is_file() else _files_of(path, ".bin"):
+            self._tensors |= only_tensors(file, read_torch_file(file))
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def open_tensors(path: Path) -> SafetensorsFiles | TorchFiles:
+    """Open the safetensors files of a folder, or its *.bin files if it has none, or one file of either kind."""
+    is_torch = path.suffix == ".bin" if path.is_file() else not any(path.glob("*.safetensors*"))
+    return TorchFiles(path) if is_torch else SafetensorsFiles(path)
+
+
+def _files_of(folder: Path, suffix: str) -> list[Path]:
     """Return the files that a folder's index names, or all if it has no index."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    names = sorted(path.name for path in folder.glob(f"*{suffix}"))
+    indexes = sorted(folder.glob(f"*{suffix}.index.json"))
     if indexes:
         # Programs differ in which of the two they read.
         whole, present = indexes[0].name.removesuffix(".index.json"), names
@@ -252,6 +282,8 @@ def read_torch_file(path: Path) -> dict[str, Any]:
                 f"{path}: refused, since reading it would run pickled code ({brief(reason)}); save it "
                 "again with tensors only: torch.save({'module': state_dict}, path)"
             ) from None
+        if is_lfs_pointer(path):
+            raise ValueError(f"{path}: {LFS}") from None
         # PyTorch's own text asks the reader to file an issue.
         raise ValueError(
             f"{path}: truncated or damaged, or not a file of torch.save; copy it again and compare its "

@@ -525,6 +525,7 @@ def _environment(world_size: int) -> dict[str, object]:
 
     return {
         "command": command_line(),
+        "working_folder": os.getcwd(),  # where the relative paths of the configuration start
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,

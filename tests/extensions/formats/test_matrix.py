@@ -1,17 +1,24 @@
 """The network that a run has trained computes the same by each way out of the run's folder."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLCogVideoX
+from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cogfast.config import load_config
 from cogfast.extensions.formats.adapters import only_adapters
+from cogfast.extensions.formats.compare import compare_networks
 from cogfast.extensions.formats.convert import convert
+from cogfast.extensions.formats.peft import FILE_NAME
+from cogfast.extensions.publish.publish import publish
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
@@ -27,6 +34,7 @@ FAST = ("deepspeed.optimizer.params.lr=0.02",)  # so that averages differ from t
 OTHERS = "model.trainable_modules=[modulation]"
 # {what a run trains: its words}
 SOURCES = {"LoRA": LORA, "LoRA and other weights": (*LORA, OTHERS), "all weights": ()}
+SOURCES["part of a model"] = ("model.trainable_modules=[attention]",)
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,53 @@ def by_overlay(trained: Trained, ema: bool, folder: Path) -> Tensor:
     return output(transformer)
 
 
-def by_peft(trained: Trained, ema: bool, folder: Path) -> Tensor:
-    convert(trained.run.path, folder / "lora", "peft", ema=ema, verify=True)
-    run = replace(trained.run, last=None)
-    return by_overlay(replace(trained, run=_At(run, folder / "lora")), False, folder)
+def by_lora_file(to: str, reader: Callable) -> Callable[[Trained, bool, Path], Tensor]:
+    def take(trained: Trained, ema: bool, folder: Path) -> Tensor:
+        convert(trained.run.path, folder / "lora", to, ema=ema, verify=True)
+        run = _At(replace(trained.run, last=None), folder / "lora")
+        return reader(replace(trained, run=run), False, folder)
+
+    return take
+
+
+def merged_by_videox_fun(trained: Trained, _: bool, folder: Path) -> Tensor:
+    """VideoX-Fun's rules: a name without the prefix is a path through the modules, with _ between them."""
+    network = CogVideoXTransformer3DModel.from_pretrained(trained.base)
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, value in load_file(trained.run.path / FILE_NAME).items():
+        layer, part = key.split(".", 1)
+        layers.setdefault(layer.split("lora_unet_")[-1], {})[part] = value
+    for layer, parts in layers.items():
+        module, words = network, [word for word in layer.split("_") if word]
+        while words:
+            parts_of = dict(module.named_children())
+            number = next(n for n in range(1, 5) if "_".join(words[:n]) in parts_of)
+            module = getattr(module, "_".join(words[:number]))
+            words = words[number:]
+        up, down = parts["lora_up.weight"], parts["lora_down.weight"]
+        module.weight.data += float(parts["alpha"]) / up.shape[1] * (up @ down)
+    network.save_pretrained(folder / "merged")
+    return output(plain(trained, folder / "merged"))
+
+
+def by_load(key: str) -> Callable[[Trained, bool, Path], Tensor]:
+    """Start another run with the weights, or with the adapters."""
+
+    def take(trained: Trained, ema: bool, folder: Path) -> Tensor:
+        words = [f"args.load={trained.base}"] if key == "load_lora" else []
+        words += [f"args.{key}={trained.run.path}", *(LORA if key == "load_lora" else ())]
+        run = replace(trained.run, words=(), last=None).into(folder).with_words(*words)
+        engine = run.trainer("args.train_iters=1").engine
+        return output(engine.transformer)
+
+    return take
+
+
+def by_publishing(trained: Trained, ema: bool, folder: Path) -> Tensor:
+    path = Path(publish(trained.run.path, "me/x", is_dry_run=True))
+    if (path / FILE_NAME).exists():
+        return by_overlay(replace(trained, run=_At(trained.run, path)), False, folder)
+    return output(plain(trained, path))
 
 
 class _At:
@@ -118,9 +169,17 @@ TARGETS: dict[str, Callable[[Trained, bool, Path], Tensor]] = {
     "merged, diffusers": by_conversion("diffusers", "merge_lora"),
     "merged, sat": by_conversion("sat", "merge_lora"),
     "added, sat": by_conversion("sat", "add_lora"),
-    "peft": by_peft,
+    "peft": by_lora_file("peft", by_overlay),
+    "fun": by_lora_file("fun", by_overlay),
+    "fun, merged by VideoX-Fun": by_lora_file("fun", merged_by_videox_fun),
     "sample --lora": by_overlay,
+    "args.load": by_load("load"),
+    "args.load_lora": by_load("load_lora"),
+    "publish": by_publishing,
 }
+# {a target without an option for it: whether it takes averaged weights}
+CHOOSES = {"args.load": False, "args.load_lora": False, "publish": True}
+
 # {(source, target): the line that refuses it}
 ONLY = "has adapters only"
 LACKS = "has no LoRA tensors"
@@ -131,18 +190,36 @@ REFUSED = {
     ("LoRA and other weights", "diffusers"): "lacks",
     ("LoRA and other weights", "sat"): "lacks",
     ("LoRA and other weights", "peft"): BESIDE,
+    ("LoRA and other weights", "fun"): BESIDE,
+    ("LoRA and other weights", "fun, merged by VideoX-Fun"): BESIDE,
     ("LoRA and other weights", "sample --lora"): BESIDE,
-    ("all weights", "merged, diffusers"): LACKS,
-    ("all weights", "merged, sat"): LACKS,
-    ("all weights", "added, sat"): LACKS,
     ("all weights", "peft"): LACKS,
+    ("all weights", "fun"): LACKS,
+    ("all weights", "fun, merged by VideoX-Fun"): LACKS,
     ("all weights", "sample --lora"): LACKS,
+    ("LoRA", "args.load"): "do not fit the config, which has no adapters",
+    ("LoRA and other weights", "args.load"): BESIDE,
+    ("LoRA and other weights", "args.load_lora"): BESIDE,
+    ("LoRA and other weights", "publish"): BESIDE,
+    ("all weights", "args.load_lora"): LACKS,
+    ("part of a model", "args.load_lora"): LACKS,
+    ("part of a model", "peft"): LACKS,
+    ("part of a model", "fun"): LACKS,
+    ("part of a model", "fun, merged by VideoX-Fun"): LACKS,
+    ("part of a model", "sample --lora"): LACKS,
 }
 
 
-@pytest.mark.parametrize("ema", [False, True], ids=["plain", "averaged"])
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("source", SOURCES)
+CASES = [
+    pytest.param(source, target, ema, id=f"{source}-{target}-{'averaged' if ema else 'plain'}")
+    for source in SOURCES
+    for target in TARGETS
+    for ema in (False, True)
+    if CHOOSES.get(target, ema) == ema
+]
+
+
+@pytest.mark.parametrize(("source", "target", "ema"), CASES)
 def test_the_network_computes_the_same(
     source: str, target: str, ema: bool, trained: dict[str, Trained], tmp_path: Path
 ) -> None:
@@ -205,3 +282,236 @@ def test_tensors_that_are_left_out_on_purpose_refuse_no_adapters(
     kept = {name: shape for name, shape in source.shapes.items() if is_lora_parameter(name)}
     assert only_adapters(replace(source, shapes=kept)).shapes == kept
     assert_refused(lambda: only_adapters(source), BESIDE)
+
+
+RANK, ALPHA = 4, 6.0
+Weights = dict[str, Tensor]
+Written = tuple[Weights, dict[str, str]]  # tensors and header
+
+
+def peft_names(pairs: Weights) -> Written:
+    """The names of diffusers' pipelines, whose files have no alpha but in the matrices."""
+    scaled = {k: v * (ALPHA / RANK if "lora_B" in k else 1) for k, v in pairs.items()}
+    return {f"transformer.{name}": value for name, value in scaled.items()}, {}
+
+
+def with_header(key: str, prefix: str) -> Callable[[Weights], Written]:
+    settings = {"r": RANK, "lora_alpha": ALPHA}
+
+    def write(pairs: Weights) -> Written:
+        named = {prefix + name: value for name, value in settings.items()}
+        return {f"transformer.{k}": v for k, v in pairs.items()}, {key: json.dumps(named)}
+
+    return write
+
+
+def kohya(prefix: str, separator: str) -> Callable[[Weights], Written]:
+    """kohya's and VideoX-Fun's names, with an alpha for each linear."""
+
+    def write(pairs: Weights) -> Written:
+        found = {}
+        for name, value in pairs.items():
+            module, side = name.removesuffix(".weight").rsplit(".lora_", 1)
+            module = prefix + module.replace(".", separator)
+            found[f"{module}.lora_{'down' if side == 'A' else 'up'}.weight"] = value
+            found[f"{module}.alpha"] = torch.tensor(ALPHA)
+        return found, {}
+
+    return write
+
+
+def wrapped(pairs: Weights) -> Written:
+    """The names of a module in DDP and torch.compile, with peft's name of the adapter, and alpha as tensors."""
+    found, _ = kohya("module._orig_mod.base_model.model.", ".")(pairs)
+    renamed = {
+        k.replace("_down.", "_A.default.").replace("_up.", "_B.default."): v
+        for k, v in found.items()
+    }
+    return renamed, {}
+
+
+WRITERS: dict[str, Callable[[Weights], Written]] = {
+    "diffusers without alpha": peft_names,
+    "diffusers": with_header("lora_adapter_metadata", "transformer."),
+    "finetrainers": with_header("lora_config", ""),
+    "VideoX-Fun": kohya("lora_unet__", "_"),
+    "kohya": kohya("lora_transformer_", "_"),
+    "ComfyUI": kohya("diffusion_model.", "."),
+    "DDP and torch.compile": wrapped,
+}
+
+
+@pytest.fixture(scope="module")
+def foreign(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weights, Path]:
+    """Adapters of PEFT on diffusers' network, and the model into which PEFT merges them."""
+    network = CogVideoXTransformer3DModel.from_pretrained(base)
+    modules = ["to_q", "to_v", "to_out.0", "ff.net.0.proj", "norm1.linear", "patch_embed.text_proj"]
+    modules.append("patch_embed.proj")  # a convolution
+    network.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules))
+    random = torch.Generator().manual_seed(5)
+    for name, parameter in network.named_parameters():
+        if ".lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=random)
+    pairs = get_peft_model_state_dict(network)
+    network.fuse_lora()
+    network.unload_lora()
+    folder = tmp_path_factory.mktemp("merged")
+    network.save_pretrained(folder)
+    return pairs, folder
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".bin", "bf16"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_adapters_of_other_trainers_compute_the_same(
+    writer: str,
+    kind: str,
+    foreign: tuple[Weights, Path],
+    trained: dict[str, Trained],
+    tmp_path: Path,
+) -> None:
+    case = trained["LoRA"]
+    pairs, header = WRITERS[writer](foreign[0])
+    expected = output(plain(case, foreign[1]))
+    exact = 1e-5 * expected.norm()
+    if kind == "bf16":
+        pairs = {name: value.bfloat16() for name, value in pairs.items()}
+        # Twice the error of rounding the matrices alone
+        rounded, _ = WRITERS[writer](foreign[0])
+        exact = 2 * 2**-8 * len(rounded) ** 0.5 * expected.norm()
+    file = tmp_path / f"lora{'.bin' if kind == '.bin' else '.safetensors'}"
+    if kind == ".bin":
+        torch.save(pairs, file)
+        if header:  # which a file of torch.save cannot have
+            text = json.dumps({"r": RANK, "lora_alpha": ALPHA})
+            (tmp_path / "adapter_config.json").write_text(text)
+    else:
+        save_file(pairs, file, header)
+    convert(case.base, tmp_path / "merged", "diffusers", merge_lora=str(file), verify=True)
+    assert (output(plain(case, tmp_path / "merged")) - expected).norm() <= exact
+    at = lambda path: replace(case, run=_At(replace(case.run, last=None), path))
+    for to in ("peft", "fun"):
+        convert(file, tmp_path / to, to, verify=True)
+        for path in (file, tmp_path / to):
+            assert (by_overlay(at(path), False, tmp_path) - expected).norm() <= exact
+    assert (output(plain(case, case.base)) - expected).norm() > 0.1 * expected.norm()
+
+
+def test_a_part_of_the_strength_is_merged(trained: dict[str, Trained], tmp_path: Path) -> None:
+    case = trained["LoRA"]
+    half = f"{case.run.path}:0.5"
+    convert(case.base, tmp_path / "merged", "diffusers", merge_lora=half, verify=True)
+    transformer = plain(case, case.base)
+    add_loras(transformer, open_loras([LoraOverlay(case.run.path, 0.5)], False))
+    expected = output(transformer)
+    assert (output(plain(case, tmp_path / "merged")) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [
+        ("1.5_5b", "was trained on CogVideoX-5B, but <...> is CogVideoX1.5-5B; use CogVideoX-5B"),
+        ("2b", "was trained on CogVideoX-5B, but <...> is CogVideoX-2B; use CogVideoX-5B"),
+        ("5b_i2v", None),
+    ],
+)
+@pytest.mark.parametrize("source", ["run", "peft", "fun"])
+def test_adapters_of_another_model_of_equal_shapes(
+    source: str,
+    family: str,
+    line: str | None,
+    trained: dict[str, Trained],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model with other positions or patches is refused, and one with other inputs is warned of."""
+    case = trained["LoRA"]
+    other = build_transformer(replace(case.run, words=()).of(family).config().model)
+    file = str(case.run.path)
+    if source != "run":
+        convert(file, tmp_path / "lora", source)
+        file = str(tmp_path / "lora")
+    save_as_sat(other, tmp_path / "sat")
+    merge = lambda: convert(tmp_path / "sat", tmp_path / "out", "sat", merge_lora=file)
+    overlay = lambda: add_loras(other, open_loras([LoraOverlay(file)], False))
+    # SAT's files do not tell the latent channels, so that those of a tiny 1.5 look like 1.0.
+    for action in (overlay,) if family == "1.5_5b" else (merge, overlay):
+        if line is not None:
+            assert_refused(action, line)
+        else:
+            caplog.clear()
+            action()
+            assert "is CogVideoX-5B-I2V, which has other inputs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line"),
+    [
+        ("model.gguf", b"GGUF", "quantized weights (GGUF), which cogfast does not read; use the model's"),
+        ("__0_0.distcp", b"", "a checkpoint of torch.distributed.checkpoint (FSDP)"),
+        ("pytorch_model/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "python zero_to_fp32.py"),
+        ("pytorch_model-00001-of-00002.bin", b"", "weights without a config.json (of zero_to_fp32.py"),
+        ("model.safetensors", b"", "weights without a config.json of diffusers"),
+        ("diffusion_pytorch_model.bin", b"", "weights without a config.json of diffusers"),
+    ],
+)  # fmt: skip
+def test_weights_in_other_wrappings_are_named(
+    file: str, content: bytes, line: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    if path.suffix == ".safetensors":
+        save_file({"blocks.weight": torch.ones(2)}, path)
+    if path.suffix == ".pt":
+        (tmp_path / "x" / "latest").write_text("pytorch_model")
+    assert_refused(lambda: convert(tmp_path / "x", tmp_path / "out", "sat"), line)
+
+
+def test_a_pointer_of_git_lfs_is_named(base: Path, tmp_path: Path) -> None:
+    pointer = "version https:" + "//git-lfs/spec/v1\noid sha256:0\nsize 9\n"
+    for name in ("diffusion_pytorch_model.safetensors", "config.json"):
+        folder = tmp_path / name
+        shutil.copytree(base, folder)
+        (folder / name).write_text(pointer)
+        line = f"{name}: is a pointer of Git LFS, not the file itself; run git lfs pull"
+        assert_refused(lambda folder=folder: convert(folder, tmp_path / "out", "sat"), line)
+
+
+def test_weights_of_torch_save_are_read(
+    base: Path, trained: dict[str, Trained], tmp_path: Path
+) -> None:
+    shutil.copyfile(base / "config.json", tmp_path / "config.json")
+    weights = load_file(base / "diffusion_pytorch_model.safetensors")
+    torch.save(weights, tmp_path / "diffusion_pytorch_model.bin")
+    found, expected = (output(plain(trained["LoRA"], path)) for path in (tmp_path, base))
+    assert torch.equal(found, expected)
+
+
+def test_a_run_is_used_from_another_folder(
+    base: Path, trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative args.load starts where the run was started."""
+    monkeypatch.chdir(base.parent)
+    words = (*SOURCES["part of a model"], f"args.load={base.name}", *FAST)
+    run = replace(trained["LoRA"].run, words=(), last=None).into(tmp_path / "run")
+    run = run.with_words(*words).train(steps=1)
+    monkeypatch.chdir(tmp_path)
+    convert(run.path, "here", "diffusers", verify=True)
+    monkeypatch.chdir(base.parent)
+    convert(run.path, tmp_path / "there", "diffusers")
+    found, expected = (
+        output(plain(trained["LoRA"], tmp_path / name)) for name in ("here", "there")
+    )
+    assert torch.equal(found, expected)
+
+
+def test_outputs_that_differ_are_found(base: Path, tmp_path: Path) -> None:
+    """The comparison of --verify sees a change of any block's weights and of the adapters' strength."""
+    source = open_source(base)
+    name = "blocks.1.attention.out.weight"
+    read = lambda n, shard: source.read(n, shard) * (1.01 if n == name else 1.0)
+    changed = replace(source, read=read)
+    assert_refused(
+        lambda: compare_networks(changed, source, base), "the outputs of the networks differ"
+    )
+    assert "differ by at most" in compare_networks(source, source, base)

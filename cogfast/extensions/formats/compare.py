@@ -1,0 +1,212 @@
+"""Compares what two sets of weights compute, for `cogfast convert --verify`.
+
+The networks have one block at a time, so that models of any size take little memory. Files of diffusers run
+in diffusers' own class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cogfast.config.json_files import read_json
+from cogfast.core.shapes import TokenGrid
+from cogfast.extensions.formats.adapters import (
+    merge_lora,
+    only_adapters,
+    without_adapters,
+)
+from cogfast.model.config import TransformerConfig
+from cogfast.model.lora import is_lora_parameter
+from cogfast.model.transformer import assemble_transformer
+from cogfast.model.weights.diffusers import find_diffusers_folder
+from cogfast.model.weights.identify import identify
+from cogfast.model.weights.load import load_source
+from cogfast.model.weights.source import WeightSource
+from cogfast.model.weights.tensor_files import open_tensors
+
+_Network = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+_NUM_TEXT = 3
+_OFS = 2.0  # of CogVideoX 1.5's image-to-video model
+# Relative norms of differences: float32 with diffusers' epsilon of the last norm, and rounding to 16 bits.
+_LIMITS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+_TABLE = "position_table.weight"
+
+
+def compare_networks(source: WeightSource, target: WeightSource, folder: Path) -> str:
+    """Return in a line how much the outputs of two models differ on drawn inputs.
+
+    source: what was to be written, with its adapters; target: as the written files are read, and folder theirs.
+    ValueError if they differ by more than the target's dtype explains.
+    """
+    ours, written = _merged(source), _merged(target)
+    config = _one_block(identify(ours))
+    of_diffusers = find_diffusers_folder(folder)
+    worst = 0.0
+    for i in range(identify(ours).num_layers):
+        inputs = _draw(config, i)
+        expected = _network(ours, config, i)(*inputs)
+        other = _network(written, config, i) if of_diffusers is None else None
+        other = other or _diffusers_network(of_diffusers or folder, config, i)
+        worst = max(worst, _difference(expected, other(*inputs)))
+    return _judge(worst, target.main_dtype, folder, "the outputs of the networks")
+
+
+def compare_adapters(source: WeightSource, target: WeightSource, file: Path) -> str:
+    """Return in a line how much adapters of two sources, of the strengths that they have there, differ in what
+    they add to the outputs of their linears. ValueError as compare_networks."""
+    worst, random = 0.0, torch.Generator().manual_seed(0)
+    for name in (name for name in source.shapes if ".matrix_A." in name):
+        x = torch.randn(8, source.shapes[name][1], generator=random)
+        worst = max(worst, _difference(*(_added(each, name, x) for each in (source, target))))
+    return _judge(worst, target.main_dtype, file, "what the adapters add to outputs")
+
+
+def _added(source: WeightSource, name: str, x: Tensor) -> Tensor:
+    """Return what the pair of a matrix A adds to its linear's output for x [N, in]: [N, out]."""
+    a, b = (source.read(each, None).float() for each in (name, name.replace("_A.", "_B.")))
+    return (x @ a.T @ b.T) * (source.alpha / a.shape[0])
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    found = float((a - b).norm() / a.norm().clamp_min(1e-30))  # sync: none, on the CPU
+    return math.inf if math.isnan(found) else found
+
+
+def _judge(worst: float, dtype: torch.dtype, where: Path, what: str) -> str:
+    if worst > _LIMITS[dtype]:
+        raise ValueError(
+            f"{where}: {what} differ from the source's by {worst:.2g} of their norm, more than {dtype} "
+            "explains; delete it and report this".replace("torch.", "")
+        )
+    return f"{what} differ by at most {worst:.1e} of their norm"
+
+
+def _merged(source: WeightSource) -> WeightSource:
+    if not any(map(is_lora_parameter, source.shapes)):
+        return source
+    return merge_lora(without_adapters(source), only_adapters(source))
+
+
+def _one_block(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration of a network with one block and small videos."""
+    patch = config.patch_size
+    sizes = {
+        "num_frames": 8 * patch.t + 1,
+        "latent_height": 2 * patch.h,
+        "latent_width": 3 * patch.w,
+    }
+    return replace(config, num_layers=1, text_length=_NUM_TEXT, trained_size=None, **sizes)
+
+
+def _draw(config: TransformerConfig, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return latents [2, C, T, h, w], timesteps [2], text [2, L, E] and the ofs [1] of 1.5-I2V."""
+    random, grid, patch = torch.Generator().manual_seed(seed), config.grid, config.patch_size
+    shape = grid.t * patch.t, grid.h * patch.h, grid.w * patch.w
+    latents = torch.randn(2, config.in_channels, *shape, generator=random)
+    text = torch.randn(2, config.text_length, config.text_hidden_size, generator=random)
+    ofs = None if config.ofs_embed_dim is None else torch.tensor([_OFS])
+    return latents, torch.tensor([17, 863]), text, ofs
+
+
+def _rows(table: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the first rows of a learned position table [1, rows, M], those of text and of a small video."""
+    return table[:, : config.text_length + config.grid.num_tokens]
+
+
+@torch.no_grad()
+def _network(source: WeightSource, config: TransformerConfig, i: int) -> _Network:
+    """Return cogfast's network with block i of these weights."""
+    names = {
+        name.replace(f"blocks.{i}.", "blocks.0."): name
+        for name in source.shapes
+        if not name.startswith("blocks.") or name.startswith(f"blocks.{i}.")
+    }
+    is_learned = config.position == "rotary"
+    names = {n: old for n, old in names.items() if n != _TABLE or is_learned}
+
+    def read(name: str, _: object) -> Tensor:
+        values = source.read(names[name], None)
+        return _rows(values, config) if name == _TABLE else values
+
+    shapes = {name: source.shapes[old] for name, old in names.items()}
+    if _TABLE in shapes:
+        shapes[_TABLE] = (1, config.text_length + config.grid.num_tokens, config.hidden_size)
+    part = replace(
+        source,
+        shapes=shapes,
+        dtypes={name: source.dtypes[old] for name, old in names.items()},
+        read=read,
+        is_partial=True,
+    )
+    transformer = assemble_transformer(config)
+    load_source(transformer, part, source.description)
+
+    def run(latents: Tensor, timesteps: Tensor, text: Tensor, ofs: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return transformer(latents, timesteps, text, ofs=ofs)
+
+    return run
+
+
+@torch.no_grad()
+def _diffusers_network(folder: Path, config: TransformerConfig, i: int) -> _Network:
+    """Return diffusers' network with block i of the weights in a transformer folder."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    about = read_json(folder / "config.json") | {
+        "num_layers": 1,
+        "max_text_seq_length": config.text_length,
+        "sample_frames": config.num_frames,
+        "sample_height": config.latent_height,
+        "sample_width": config.latent_width,
+    }
+    network: Any = CogVideoXTransformer3DModel.from_config(about).eval()
+    files, state = open_tensors(folder), {}
+    for name in files.names():
+        if not name.startswith("transformer_blocks.") or name.startswith(
+            f"transformer_blocks.{i}."
+        ):
+            values = files.read(name).float()
+            values = _rows(values, config) if name == "patch_embed.pos_embedding" else values
+            state[name.replace(f"transformer_blocks.{i}.", "transformer_blocks.0.")] = values
+    network.load_state_dict(state)
+    rotary = _rotary(config) if about["use_rotary_positional_embeddings"] else None
+
+    def run(latents: Tensor, timesteps: Tensor, text: Tensor, ofs: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            found = network(
+                hidden_states=latents.transpose(1, 2),
+                encoder_hidden_states=text,
+                timestep=timesteps,
+                ofs=ofs,
+                image_rotary_emb=rotary,
+                return_dict=False,
+            )
+        return found[0].transpose(1, 2)
+
+    return run
+
+
+def _rotary(config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """Return diffusers' cosines and sines, [V, D] each."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    grid: TokenGrid = config.grid
+    if config.patch_size.joins_frames:
+        more: dict[str, Any] = {"grid_type": "slice", "max_size": (grid.h, grid.w)}
+    else:
+        more = {}
+    return get_3d_rotary_pos_embed(
+        config.head_width,
+        None if more else ((0, 0), (grid.h, grid.w)),
+        (grid.h, grid.w),
+        grid.t,
+        **more,
+    )
