@@ -120,16 +120,18 @@ def _parse_run(
             raise ValueError(f"--data is missing before {word!r}; write {example} {word}")
         text = f"{word!r} is neither an option nor key=value; files go after --base"
         raise ValueError(f"{text}, and videos after --data")
-    if model is not None and base:
-        text = f"{model!r} and --base are both given; give the folder as args.load={model}"
-        raise ValueError(f"{text}, since files go after --base")
-    if model is None and not base:
+    settings = start.settings_of(found)
+    overrides = _all_overrides(found, [*moved, *overrides], settings)
+    runs = [word.partition("=")[2] for word in overrides if word.startswith("args.resume=")]
+    run = json.loads(runs[-1]) if runs and runs[-1].startswith('"') else "".join(runs[-1:])
+    is_run = run not in ("", "auto", "latest", "null") and "://" not in run and Path(run).exists()
+    if model is None and not base and is_run:  # the run has its configuration
+        settings = trained_settings(Path(run)) | settings
+    elif model is None and not base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
             f"configs/sft.yaml, or a pipeline: {example} PATH"
         )
-    settings = start.settings_of(found)
-    overrides = _all_overrides(found, [*moved, *overrides], settings)
     if model is not None:
         if loads := [word for word in overrides if word.startswith("args.load=")]:
             raise ValueError(f"{model!r} and {loads[0]} are both given; give one of them")
@@ -137,7 +139,8 @@ def _parse_run(
         is_plan = parser.prog.endswith("plan")
         has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
         may_download = not (is_plan or getattr(found, "dry_run", False))
-        base, settings = start.find_model(model, settings, has_data, may_download)
+        files, settings = start.find_model(model, settings, has_data, may_download)
+        base = [*files, *base]  # the user's own files count more
     request = Request(
         base=base, overrides=overrides, allow_import=found.allow_import, settings=settings
     )

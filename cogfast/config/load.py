@@ -20,6 +20,7 @@ import yaml
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import resolve
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import (
@@ -75,8 +76,8 @@ def load_config(
 
     A `target` may name the classes listed in config/components.py and classes that a package in
     `allow_import` defines. is_of_run: the files belong to a run, perhaps downloaded; interpolations
-    in them are refused. settings: {dotted key: (value, origin)}, applied between files and overrides;
-    a mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
+    in them are refused. settings: {dotted key: (value, origin)}, applied between files and overrides,
+    but for keys of a user's own file that no option sets; a mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
@@ -100,7 +101,11 @@ def load_config(
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(one_line(f"{name}: cannot be merged: {what}")) from None
     ignored = _ignored_of_files(merged, origins)
+    own = {n for path, n in zip(paths, names, strict=True) if CONFIGS not in Path(path).parents}
     for key, (value, origin) in (settings or {}).items():
+        # What a folder's files tell is no wish, as a user's own file is; an option is one.
+        if not (is_of_run or origin.startswith("--")) and origins.get(key) in own:
+            continue
         _set(merged, key, value, origins, origin, merge=False)
     for override in overrides:
         _override(merged, override, origins)
@@ -124,10 +129,39 @@ def load_config(
         text = f"{find_origin(origins, problem.key)}: {problem}"
         raise ValueError(one_line(text)) from None
     sections = {name: OmegaConf.create(plain.get(name) or {}) for name in SECTIONS}
+    unused |= _without_effect(plain["args"])
     unused |= {key: why for key, why in ignored.items() if origins[key] == DEFAULT}
     if (cache := sections["args"].get("local_cache")) is not None:
         os.environ[CACHE_VARIABLE] = cache  # for all processes of the run
     return Config(**sections, origins=origins, unused=unused, allow_import=tuple(allow_import))
+
+
+# {key of args: the schedules that read it}
+_OF_SCHEDULES = {
+    "min_lr_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial"),
+    "lr_num_cycles": ("cosine_with_restarts",),
+    "lr_power": ("polynomial",),
+    "lr_decay_style": ("sat",),
+    "lr_decay_iters": ("sat",),
+    "lr_decay_ratio": ("sat",),
+}
+_OF_EVALUATIONS = ("valid_data", "eval_prompts", "eval_prompt_file", "eval_images", "eval_command")
+
+
+def _without_effect(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of args that training does not read because of other keys, with the reason."""
+    found, defaults = {}, TrainArguments()
+    if args["mode"] == "inference":
+        return {}
+    for name, schedules in _OF_SCHEDULES.items():
+        if args[name] != getattr(defaults, name) and args["lr_schedule"] not in schedules:
+            found[f"args.{name}"] = f"args.lr_schedule={args['lr_schedule']} does not read it"
+    if not (args["eval_interval"] or args["eval_at_start"] or args["eval_at_end"]):
+        why = "the run has no evaluations; set args.eval_interval"
+        found |= {f"args.{name}": why for name in _OF_EVALUATIONS if args[name]}
+    if args["keep_best"] and not args["save_interval"]:
+        found["args.keep_best"] = "only the last checkpoint is saved; set args.save_interval"
+    return found
 
 
 def _check_addresses(plain: dict[str, Any]) -> None:

@@ -243,8 +243,12 @@ def problem_of(
     if only:
         return KeyProblem(key, f"{shown}: only {only} is supported; use it")
     parts = re.findall(r"[^\s,x*]+", value) if isinstance(value, str) else []
-    is_list = node.get("type") == "array" and len(parts) > 1
-    hint = f"; write [{', '.join(map(printable, parts))}]" if is_list else ""
+    items = node.get("items") or {}
+    if items.get("type") == "string" and "enum" not in items and isinstance(value, str):
+        hint = f"; write [{printable(json.dumps(cut(value), ensure_ascii=False))}]"  # one item
+    else:
+        is_list = node.get("type") == "array" and len(parts) > 1
+        hint = f"; write [{', '.join(map(printable, parts))}]" if is_list else ""
     return KeyProblem(key, f"{shown} must be {rule}{near or hint}")
 
 

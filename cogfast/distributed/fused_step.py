@@ -7,7 +7,7 @@ DeepSpeed's own step around the same optimizer moves 78 in bf16, and reads the n
 The all-gathers of the new weights overlap the preparation of the next batch (the frozen VAE and text
 encoder, or only copies and noise for cached latents) and the next forward pass: groups of parameters are
 gathered in the order of the blocks (`order_by_blocks`), and a block waits for its own weights.
-Nothing here was timed on a GPU. DeepSpeed reduces the gradients; a rank without others has nothing to
+DeepSpeed reduces the gradients; a rank without others has nothing to
 reduce. Only this file and zero_engine.py use private names of DeepSpeed 0.19.
 """
 

@@ -27,7 +27,7 @@ from cogfast.kernels.torch_library import register_gradient, register_op
 _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
-_MAX_PLAIN_ROWS = 2048  # a bfloat16 score matrix of 8 MiB per head; with more rows memory decides
+_MAX_PLAIN_SCORES = 1 << 20  # entries of a sample's scores, 4 MiB in float32: caches hold them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +61,15 @@ BACKENDS = {
 
 
 def flash_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of q, k, v [B, S, H, D] with the whole score matrix [B, H, S, S] in memory."""
+    """Attention of q, k, v [B, S, H, D] with the whole score matrix [B, H, S, S] in memory, in float32 for
+    inputs of 16 bits, as in PyTorch's fused kernels."""
     b, s, h, d = q.shape
     q, k, v = (x.transpose(1, 2).reshape(b * h, s, d) for x in (q, k, v))
+    if q.dtype in _HALF:
+        q, k = q.float(), k.float()
     zero = q.new_zeros(())  # added with factor 0: baddbmm scales the product by alpha in one pass
     scores = torch.baddbmm(zero, q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
-    return torch.bmm(scores.softmax(-1), v).view(b, h, s, d).transpose(1, 2)
+    return torch.bmm(scores.softmax(-1).to(v.dtype), v).view(b, h, s, d).transpose(1, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
@@ -112,11 +115,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
 
 def _is_math_faster(q: Tensor) -> bool:
     """Whether plain PyTorch is faster than PyTorch's fused kernel on a CPU."""
-    # Forward and backward of [16, 80, 4, 64] on one core with avx512_bf16, torch 2.13: bfloat16
-    # takes 2.4 ms in plain PyTorch and 12.7 ms in the fused kernel, whose backward is slow in half
-    # precision; float32 takes 3.5 and 3.7 ms. In bfloat16 at [1, 1000, 4, 64] plain PyTorch takes
-    # 13.2 ms and the fused kernel 16.9 ms.
-    return q.requires_grad and q.dtype in _HALF and q.shape[1] <= _MAX_PLAIN_ROWS
+    # Forward and backward in bfloat16 on one core with avx512_bf16, torch 2.13, plain and fused, in ms:
+    # [16, 80, 4, 64] 5.5 and 20.5, [2, 300, 4, 64] 7.2 and 10.8, [1, 400, 12, 64] 15.7 and 16.2,
+    # [1, 1000, 4, 64] 33.8 and 26.2. One sample decides, so that a split batch has the same numbers.
+    is_small = q.shape[2] * q.shape[1] ** 2 <= _MAX_PLAIN_SCORES
+    return q.requires_grad and q.dtype in _HALF and is_small
 
 
 def is_deterministic() -> bool:

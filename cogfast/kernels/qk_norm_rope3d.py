@@ -10,7 +10,7 @@ rotation gives:
 
 The first D/8 pairs of a head are rotated by the token's time, 3D/16 by its row, 3D/16 by its
 column. Text rows, which come first, are normed and not rotated. Forward moves 4 U of memory,
-backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them. Not yet timed on a GPU.
+backward 8 U, with U the bytes of [B, S, H, D]; docs/kernels.md counts them.
 """
 
 from __future__ import annotations

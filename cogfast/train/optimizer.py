@@ -64,6 +64,11 @@ def parameter_groups(
     # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     matrices = muon_matrices(module) if is_for_muon else {}
+    if is_for_muon and not matrices:
+        raise ValueError(
+            "deepspeed.optimizer.type=Muon: the run trains none of the matrices that it orthogonalizes (attention, "
+            "fc1, fc2), so that it would be AdamW; use sat.ops.FusedEmaAdam"
+        )
     others = [p for p in decayed if p not in matrices]
     groups = [{"params": others, **decay}, {"params": undecayed, "weight_decay": 0.0}]
     for num_parts in sorted({*matrices.values()}):
@@ -138,10 +143,22 @@ def build_optimizer(
     return optimizer
 
 
+TENTH = "a tenth of the run's steps"
 _SAT_AUTO_WARMUP_STEPS = 100  # sat/training/deepspeed_training.py get_learning_rate_scheduler
 _SAT_AUTO_WARMUP_RATE = 0.05  # fraction of lr
 _SMALL_FACTOR = 0.1  # of Prodigy, as CogVideo's diffusers trainer warns
 _POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
+
+
+def shorter_warmup(
+    origins: Mapping[str, str], args: TrainArguments, num_steps: int, stored: int | None
+) -> int | None:
+    """Return the warm-up of a run that `cogfast train FOLDER` starts without one: that of the packaged file,
+    or a tenth of the steps if that is less. None for other runs. stored: that of the resumed checkpoint."""
+    of_file, is_own = origins.get("args.warmup_steps"), origins.get("args.mode")
+    if of_file not in ("sft.yaml", TENTH) or is_own != origins.get("args.load"):
+        return None
+    return min(args.warmup_steps or 0, num_steps // 10) if stored is None else stored
 
 
 def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:

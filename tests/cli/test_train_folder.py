@@ -95,3 +95,75 @@ def test_mistakes_end_in_one_line(
     *logged, line = capsys.readouterr().err.splitlines()
     assert_line(line, refusal.line)
     assert not logged or "none.csv: 2 of 2 rows name a file that does not exist" in logged[-1]
+
+
+def test_a_short_run_has_a_shorter_warmup(
+    tmp_path: Path,
+    pipelines: Pipelines,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """A tenth of the steps, which a resume keeps, also one that has nothing but the run's folder."""
+    monkeypatch.chdir(tmp_path)
+    words = [str(pipelines.path("5b")), "--data", str(data), "--lora", "2", "args.log_interval=1"]
+    words += ["args.num_workers=0", "args.lr=0.001", "args.run_folder=run"]
+    assert main(["train", *words, "args.train_iters=20", "args.exit_interval=3"]) == 0
+    assert (
+        "args.warmup_steps=2: the smaller of 100 and a tenth of the steps"
+        in capsys.readouterr().err
+    )
+    assert OmegaConf.load("run/training_config.yaml").args.warmup_steps == 2
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line).get("lr") for line in lines]
+    assert [rate for rate in rates if rate][:2] == pytest.approx([0.0005, 0.001])
+    again = ["args.train_iters=40", "args.exit_interval=2"]
+    assert main(["train", *words, "--resume", "run", *again]) == 0
+    assert "args.warmup_steps=2: the smaller" in capsys.readouterr().err
+    assert main(["train", "--resume", "run", *again, "args.exit_interval=1"]) == 0
+    assert "step 6/40" in capsys.readouterr().err
+
+
+def test_a_file_of_ones_own_counts_more_than_the_folders(
+    tmp_path: Path,
+    pipelines: Pipelines,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = {
+        "args": {"lr": 0.003, "save": "elsewhere"},
+        "model": {"network_config": {"params": {"num_frames": 9}}},
+    }
+    Path("mine.yaml").write_text(json.dumps(mine))
+    words = ["train", str(pipelines.path("5b")), "--data", str(data), "--out", "runs"]
+    assert main([*words, "--base", "mine.yaml", "--dry-run"]) == 0
+    found = OmegaConf.create(capsys.readouterr().out)
+    params = found.model.network_config.params
+    assert (found.args.lr, params.num_frames, found.args.save) == (0.003, 9, "runs")
+    assert found.args.load == str(pipelines.path("5b")) and found.args.train_iters == 1000
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("args.min_lr_ratio=0.5 args.lr_schedule=sat", "args.min_lr_ratio: no effect, args.lr_sch"),
+        ("args.lr_power=2", "args.lr_power: no effect, args.lr_schedule=cosine does not read it"),
+        (
+            "args.valid_data=[{data}]",
+            "args.valid_data: no effect, the run has no evaluations; set ",
+        ),
+        ("args.eval_prompts=[a]", "args.eval_prompts: no effect, the run has no evaluations; set"),
+    ],
+)
+def test_keys_without_effect_are_named(
+    word: str, line: str, pipelines: Pipelines, data: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The dry run lists them, and the log of a run has a line for each of the command line."""
+    words = ["train", str(pipelines.path("5b")), "--data", str(data)]
+    words += word.format(data=data).split()
+    assert main([*words, "--dry-run"]) == 0
+    key, _, why = line.partition(": no effect, ")
+    assert f"{key} is accepted and not used: {why}" in capsys.readouterr().out
+    assert main([*words, "args.batch_size=7", "deepspeed.train_batch_size=8"]) == 2

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -330,3 +332,27 @@ def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
         assert error <= 2 * allowed + 1e-3, name
     if backend != "math":
         assert_runs_once(partial(flash_attention, backend=backend), *inputs)
+
+
+def test_scores_of_16_bits_are_float32() -> None:
+    """As in PyTorch's own attention: its errors, and not those of scores that are rounded to 16 bits."""
+    inputs = draw((2, 130, 2, 64), torch.bfloat16)
+    inputs = (*(3 * x.detach() for x in inputs[:2]), *inputs[2:])
+    inputs = tuple(x.detach().requires_grad_() if i < 3 else x for i, x in enumerate(inputs))
+
+    def of_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+    want, theirs = expected(*inputs), with_gradients(of_torch, *inputs)
+    for name, value in with_gradients(flash_attention, *inputs).items():
+        errors = [(x.double() - want[name]).norm() for x in (value, theirs[name])]
+        assert errors[0] <= 1.6 * errors[1], name
+
+
+def test_a_split_batch_has_the_numbers_of_the_whole() -> None:
+    q, k, v, _ = draw((3, 600, 2, 64), torch.bfloat16)
+    whole = flash_attention(q, k, v)
+    parts = [flash_attention(*(x[i : i + 1] for x in (q, k, v))) for i in range(3)]
+    assert torch.equal(whole, torch.cat(parts))

@@ -433,3 +433,15 @@ def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
     # A width that the kernels do not support is refused.
     with pytest.raises(ValueError, match="D, its last dim, must be a multiple of 16 up to 128"):
         qk_norm_rope3d(torch.zeros(1, 1, 3, 1, 144, device="cuda"), None, None, None, 0)
+
+
+@NEEDS_CPU_KERNELS
+def test_the_first_row_of_each_sample_without_text_is_in_its_place() -> None:
+    case = make((3, 0, (1, 2, 3), 2, 16), VARIANTS["another-order"])
+    case.order = torch.tensor([4, 2, 0, 1, 5, 3], dtype=torch.int32)
+    qkv, affine, _ = case.to(torch.float32)
+    arguments = (*case.norms(affine), case.rotation(), 0)
+    for a, b in zip(
+        qk_norm_rope3d(qkv, *arguments), qk_norm_rope3d_reference(qkv, *arguments), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

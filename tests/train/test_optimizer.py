@@ -11,9 +11,11 @@ import yaml
 from torch import nn
 
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.model.transformer import freeze
 from cogfast.train.optimizer import build_optimizer, parameter_groups
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.tiny_run import launch_ranks
+from tests.support.tiny_transformers import tiny
 
 GROUPS = [{"params": [torch.zeros(2, requires_grad=True)]}]
 SFT = {  # sft.yaml's section
@@ -196,3 +198,12 @@ def test_zero2_equals_a_plain_loop():
 if __name__ == "__main__":
     os.environ["LOCAL_RANK"] = "0"
     _zero2_run()
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    transformer = tiny("5b")
+    freeze(transformer, (), False, ["modulation"])
+    assert_refused(
+        lambda: parameter_groups(transformer, is_for_muon=True),
+        "deepspeed.optimizer.type=Muon: the run trains none of the matrices that it orthogonalizes",
+    )

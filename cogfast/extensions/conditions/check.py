@@ -14,6 +14,7 @@ from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
 from cogfast.config.values import show
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
+from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import (
     Family,
     derived_models,
@@ -72,13 +73,11 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
         text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
         fix = "leave it out (noised_image_dropout is that of the image)"
         refuse(config, "model.condition_dropout", f"{text} {_list(inputs)}; {fix}")
-    is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
-    if model.new_channels is not None and is_frozen:
+    if model.new_channels is not None and not _trains_patches(model):
         key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
-        text = f"{shown_new}: LoRA does not train the patch embedding, whose new channels would stay zero"
-        refuse(
-            config, key, f"{text}; train all weights, or start from a model that has the channels"
-        )
+        text = f"{shown_new}: the run does not train the patch embedding, whose new channels would stay zero; "
+        text += "train all weights or add patch_embedding to model.trainable_modules, or start from a model "
+        refuse(config, key, f"{text}that has the channels")
     if model.learned_positions == "drop" and network.get("learnable_position"):
         key, flag = "model.learned_positions", f"{POSITION_KEY}.learnable_pos_embed"
         text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
@@ -211,13 +210,24 @@ def stated_conditions(folder: Path, family: Family) -> tuple[str, ...] | None:
     return ("control",) if is_control else None
 
 
+def _trains_patches(model: ModelArguments) -> bool:
+    """Return whether a run trains the patch embedding (transformer.freeze)."""
+    if model.trainable_modules is not None:
+        return "patch_embedding" in model.trainable_modules
+    prefixes = tuple(model.not_trainable_prefixes)
+    is_frozen = sat_name("patch_embedding.weight").startswith(prefixes)
+    return not (model.lora_train or "all" in prefixes or is_frozen)
+
+
 def condition_values(folder: Path, family: Family) -> dict[str, Any]:
     """Return the keys by which a configuration of the family's member takes the model's conditions."""
     stated = stated_conditions(folder, family)
     published = ("image",) if family.member.has_image else ()
     if stated is None or stated == published:
         return {}
-    off: dict[str, Any] = {"model.noised_image_input": False} if published else {}
+    off: dict[str, Any] = {}
+    if published:  # keys of the member's file for the image, which this model does not have
+        off = {"model.noised_image_input": False, "model.noised_image_dropout": 0.0}
     if "frames" in stated:
         off["model.given_frames"] = "first_last"
     elif stated == _INPAINTING:

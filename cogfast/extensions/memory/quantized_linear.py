@@ -157,7 +157,7 @@ def _register_linear(
         def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
             (dy,) = output_gradients
             dx = gradient(dy, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-            db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+            db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
             return dx, None, None, db
 
     keep = lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:3])

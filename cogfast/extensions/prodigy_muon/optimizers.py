@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.kernels.fused_ema_adam import FusedEmaAdam, average_
 from cogfast.model.weights.shard import Shard, join
 
 
@@ -70,7 +70,8 @@ class Prodigy(ShardedOptimizer):
         d' = max(d, d_coef r / sum(|s|))              x -= d lr m / (sqrt(v) + d' eps)
 
     So m, v and x are Adam's, with the gradient d g and the rate d lr. The defaults and the order of
-    operations are those of the library prodigyopt 1.1.2. `args.lr` is a factor of d, usually 1; a
+    operations are those of the library prodigyopt 1.1.2, but for b1 = 0, where that library scales the
+    gradient by the new d. `args.lr` is a factor of d, usually 1; a
     step with lr = 0, the first of a warm-up, changes nothing.
 
     State beside FusedEmaAdam's: s and x0 ("p0") per element, and d, d_max and d_numerator (r), which
@@ -310,7 +311,9 @@ class Muon(ShardedOptimizer):
             weights, update = cut(p.detach()), whole.narrow(0, piece.start, piece.numel).float()
             weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
             if self.other_ema is None:
-                cut(state["shadow"]).lerp_(weights, self.ema_weight(state["step"]))
+                # By the op of an average in host memory, so that both have the same numbers.
+                weight = self.ema_weight(state["step"])
+                average_(cut(state["shadow"]), weights, weight, self.kernels)
             if copy is not None:
                 cut(copy).copy_(weights)
 

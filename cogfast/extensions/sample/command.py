@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,12 @@ from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of_run
 from cogfast.extensions.sample.flags import check_negative_prompt
-from cogfast.extensions.sample.generate import Prompt, VideoMaker, write_samples
+from cogfast.extensions.sample.generate import (
+    Prompt,
+    VideoMaker,
+    refuse_fixed_frames,
+    write_samples,
+)
 from cogfast.extensions.sample.inputs import read_inputs, read_tensors
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
 from cogfast.extensions.sample.sizes import sampled_sizes
@@ -74,6 +80,7 @@ def sample(
             raise ValueError(text)
     check_negative_prompt(config)
     _refuse_results(out)
+    _check_writable(out)
     sizes, data = sampled_sizes(config, args, files["image"]), data_arguments(config)
     # Before the weights: a video that is too short should not cost the user a long start.
     model = ModelArguments.from_config(config)
@@ -86,6 +93,7 @@ def sample(
     )
     # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(config)
+    refuse_fixed_frames(diffusion.sampler)
     if groups.is_main:
         log_unused(config)
         if not all(prompts):
@@ -188,6 +196,13 @@ def _refuse_results(out: Path) -> None:
             f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
             "--out"
         )
+
+
+def _check_writable(out: Path) -> None:
+    """Raise ValueError if no folder can be made at `out`, before any time is spent on sampling."""
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--out {out}: {there} cannot be written; give another folder with --out")
 
 
 def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.json_files import brief
 from cogfast.config.values import counted, show
 from cogfast.core.files import WriteError
 from cogfast.core.slot_random import SlotRandom
@@ -46,6 +47,7 @@ from cogfast.extensions.sample.generate import (
     VideoMaker,
     file_name,
     in_model,
+    refuse_fixed_frames,
     write_samples,
 )
 from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
@@ -55,6 +57,7 @@ from cogfast.train.encode import Encoder
 from cogfast.train.run.folder import samples_place
 from cogfast.train.video_size import LatentSize
 
+_MOST_LOGGED = 10  # prompts
 logger = logging.getLogger(__name__)
 
 _SEED = 0  # of held-out noise and samples; the same in every run, so that runs are comparable
@@ -93,7 +96,12 @@ class Evaluator:
             # Held-out losses before and after a restart compare: both are of the same samples.
             of_rank = args.batch_size * args.gradient_accumulation_steps
             _, self.batch_size, self.accumulation = divide(of_rank, self.batch_size, 1)
+        if args.has_evaluation:
+            refuse_fixed_frames(diffusion.sampler)
         self.given = given_prompts(args) if args.has_evaluation else []
+        if groups.is_main:
+            for prompt in self.given[:_MOST_LOGGED]:
+                logger.info("evaluations sample the prompt %s", brief(repr(prompt.text)))
         self.samples: Path | None = None  # folder of the last videos
         self.sampled_step: int | None = None  # of the last videos
         self.make_videos: Callable[..., VideoMaker] = VideoMaker  # with its arguments
@@ -273,6 +281,7 @@ class Evaluator:
             self.groups.on_all(lambda: self.encoder.first_stage)
             clip = torch.empty(1, 3, size.num_frames, *size.pixels, device="meta")
             self.encoder.choose_for(clip)
+        logger.info("step %d: sampling %s", step, counted(len(prompts), "video"))
         maker = self.make_videos(
             self.engine,
             self.diffusion,

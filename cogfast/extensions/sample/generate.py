@@ -7,11 +7,15 @@ import hashlib
 import json
 import logging
 import re
+import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +29,7 @@ from cogfast.core.slot_random import SlotRandom
 from cogfast.data.batches import in_unit_range
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
+from cogfast.diffusion.sampler import VideoDDIMSampler
 from cogfast.distributed.lost_ranks import UnsharedError
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.stores import store
@@ -61,6 +66,46 @@ class Prompt:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def refuse_fixed_frames(sampler: VideoDDIMSampler | None) -> None:
+    if sampler is not None and sampler.fixed_frames:
+        raise ValueError(
+            f"model.sampler_config.params.fixed_frames={sampler.fixed_frames}: a video is sampled from noise, "
+            "which these frames would keep; set it to 0, and give frames with model.conditions=[frames] and "
+            "model.given_frames=prefix:N"
+        )
+
+
+class StepBar:
+    """Shows the steps of the videos that rank 0 samples, on a terminal."""
+
+    def __init__(self, num_videos: int, num_steps: int) -> None:
+        self.num_videos, self.num_steps, self.video, self.step = num_videos, num_steps, 0, 0
+        self._start = time.monotonic()
+
+    def around(self, network: Network) -> Network:
+        """Return a network that shows each of its calls."""
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            out = network(*args, **kwargs)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)  # sync: the bar of a terminal shows what is done
+            self.step += 1
+            done = self.step / self.num_steps
+            left = (time.monotonic() - self._start) * (1 - done) / done
+            text = (
+                f"video {self.video + 1} of {self.num_videos}: step {self.step} of {self.num_steps}"
+            )
+            sys.stderr.write(f"\r{text}, {timedelta(seconds=round(left))} left\x1b[K")
+            sys.stderr.flush()
+            return out
+
+        return call
+
+    def next_video(self, number: int) -> None:
+        self.video, self.step, self._start = self.video + number, 0, time.monotonic()
+        sys.stderr.write("\r\x1b[K")
+
+
 class VideoMaker:
     """Turns prompts into latents and latents into frames.
 
@@ -86,11 +131,13 @@ class VideoMaker:
         if diffusion.sampler is None:
             raise ValueError("model.sampler_config is missing; sampling needs one")
         self.sampler = diffusion.sampler
+        refuse_fixed_frames(self.sampler)
         if num_steps is not None:
             self.sampler = self.sampler.with_num_steps(num_steps)
         self.network, self.denoiser, self.encoder = network, diffusion.denoiser, encoder
         self.size, self.device = size, device
         self.negative_prompt = negative_prompt
+        self.bar: StepBar | None = None
         self.negative: Tensor | None = None  # its embedding [1, L, E], once `condition` made it
 
     def size_of(self, prompt: Prompt) -> LatentSize:
@@ -128,7 +175,7 @@ class VideoMaker:
         unconditional = dataclasses.replace(conditioning, text=text)
         return self.sampler(
             self.denoiser,
-            self.network,
+            self.network if self.bar is None else self.bar.around(self.network),
             rng.normal("sample", shape),
             conditioning,
             unconditional,
@@ -290,12 +337,15 @@ def write_samples(
     is_in_step = network_ranks is not None
     mine = share(prompts, groups, is_in_step)
     run = groups.on_all if is_in_step else groups.together
+    if groups.is_main and sys.stderr.isatty():
+        maker.bar = StepBar(len(mine), maker.sampler.num_steps)
     for start in range(0, len(mine), at_a_time):
         part = mine[start : start + at_a_time]
         is_over = is_asked_to_stop()
         if groups.decide(is_over) if is_in_step else is_over:
             error = EvaluationStopped(f"left out {counted(len(mine) - start, 'video')}")
             break
+        begun = time.monotonic()
         try:
             conditioning = run(partial(_condition, folder, maker, part), None)
             conditioning = in_model(conditioning, groups)
@@ -305,6 +355,11 @@ def write_samples(
             pairs = list(zip(part, latents, strict=True)) if groups.is_first_of_model else []
             write = partial(_write, folder, maker, pairs, latents_only, start_of_names, done)
             run(write, None)
+            if maker.bar is not None:
+                maker.bar.next_video(len(part))
+            seconds = time.monotonic() - begun
+            videos = f"{start + len(part)} of {counted(len(mine), 'video')}"
+            logger.info("sampled %s, %.1f s", videos, seconds)
         except UnsharedError:
             raise
         except Exception as caught:

@@ -18,7 +18,14 @@ from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
 from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
+from cogfast.config.merged_config import (
+    COMMAND_LINE,
+    DEFAULT,
+    find_origin,
+    level,
+    refuse,
+    to_dict,
+)
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
@@ -50,9 +57,10 @@ from cogfast.train.assembly import video_data
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
-from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh, check_reduction
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
+    fit_warmup,
     missing_frozen,
     try_diffusion,
     try_training_parts,
@@ -102,7 +110,8 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
             # The global batch of this run is not known yet: it is compared when the run starts.
-            check_changes(checkpoint, manifest, config, manifest["global_batch"])
+            fitted, _ = fit_warmup(config, args, 0, manifest)
+            check_changes(checkpoint, manifest, fitted, manifest["global_batch"])
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
@@ -149,6 +158,13 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
         refuse(config, "args.mode", text)
+    for key in (f"args.{name}" for name in _OF_SAMPLING):
+        if level(find_origin(config.origins, key)) > 0:
+            fix = "set args.run_folder" if key.endswith("output_dir") else "leave it out"
+            refuse(config, key, f"{key} is for cogfast sample and has no effect on training; {fix}")
+    if config.origins.get("args.save") == "--out" and args.run_folder is not None:
+        key, text = "args.run_folder", f"--out {args.save} and args.run_folder={args.run_folder}"
+        refuse(config, key, f"{text} are both given; keep one")
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
@@ -175,6 +191,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
+    check_reduction(config)
     check_offload(config, args)
     check_fp8(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
@@ -257,6 +274,9 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
     check_sparse(config, args, TransformerConfig(**network))
 
 
+_OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
+
+
 def _refuse_training_keys(config: Config) -> None:
     """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
     group = ""
@@ -277,8 +297,9 @@ def log_unused(config: Config) -> None:
     if names:
         text = counted(len(names), "key of the configuration has", "keys of the configuration have")
         logger.info("%s no effect (--dry-run lists them with the reasons)", text)
-    if COMMAND_KEY in config.unused:
-        logger.warning("%s: %s", COMMAND_KEY, config.unused[COMMAND_KEY])
+    for key, why in config.unused.items():
+        if key == COMMAND_KEY or level(find_origin(config.origins, key)) > 0:  # of the command line
+            logger.warning("%s: %s", key, why if key == COMMAND_KEY else f"no effect, {why}")
     if own := own_defaults(config):
         logger.info("no file sets %s", ", ".join(own))
     # Only rank 0 comes here, so that nothing may be raised.

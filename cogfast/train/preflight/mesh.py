@@ -8,6 +8,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.values import show
 from cogfast.model.config import TransformerConfig
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
@@ -88,6 +89,23 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
             f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or change "
         )
         refuse(config, key, f"{text}one of them")
+
+
+def check_reduction(config: Config) -> None:
+    """Refuse a division before the sum of gradients, which DeepSpeed does not support in a reduce-scatter."""
+    section = config.deepspeed
+    zero = section.get("zero_optimization") or {}
+    factor = section.get("gradient_predivide_factor", 1.0)
+    if (section.get("prescale_gradients") or factor != 1) and zero.get("reduce_scatter", True):
+        name = (
+            "prescale_gradients"
+            if section.get("prescale_gradients")
+            else "gradient_predivide_factor"
+        )
+        text = f"deepspeed.{name}={show(section[name])} does not work with DeepSpeed's reduce_scatter; set "
+        refuse(
+            config, f"deepspeed.{name}", f"{text}deepspeed.zero_optimization.reduce_scatter=false"
+        )
 
 
 def _world(world_size: int | None) -> int:

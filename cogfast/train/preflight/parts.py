@@ -5,6 +5,7 @@ Cheap parts are built once, so that their errors are reported early, with the fi
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import sys
@@ -18,11 +19,12 @@ from torch import nn
 from cogfast.config import Config, instantiate, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
+from cogfast.config.load import with_words
 from cogfast.config.merged_config import find_origin, refuse
 from cogfast.config.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.train.assembly import Diffusion
-from cogfast.train.optimizer import build_learning_rate, build_optimizer
+from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer, shorter_warmup
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,8 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     )
     _try(config, "deepspeed.optimizer", optimizer)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
-    _try(config, "args.lr_schedule", partial(build_learning_rate, args, num_steps))
+    _, rated = fit_warmup(config, args, num_steps)
+    _try(config, "args.lr_schedule", partial(build_learning_rate, rated, num_steps))
 
 
 def try_diffusion(config: Config) -> None:
@@ -160,3 +163,18 @@ def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
         logger.warning("%s; before sampling there: %s", text, code)
     elif text is not None:
         logger.warning("%s; model.image_latent_scale=%s is the same", text, stock)
+
+
+def fit_warmup(
+    config: Config,
+    args: TrainArguments,
+    num_steps: int,
+    manifest: Mapping = {},  # noqa: B006
+) -> tuple[Config, TrainArguments]:
+    """Give a run of `cogfast train FOLDER` the warm-up of shorter_warmup. manifest: of what it resumes."""
+    stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
+    steps = shorter_warmup(config.origins, args, num_steps, stored)
+    if steps is None or steps == args.warmup_steps:
+        return config, args
+    words = [f"args.warmup_steps={steps}"]
+    return with_words(config, words, TENTH), dataclasses.replace(args, warmup_steps=steps)

@@ -67,6 +67,7 @@ from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.optimizer import (
+    TENTH,
     build_learning_rate,
     build_optimizer,
     parameter_groups,
@@ -75,7 +76,11 @@ from cogfast.train.optimizer import (
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
-from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
+from cogfast.train.preflight.parts import (
+    fit_warmup,
+    warn_of_different_schedules,
+    warn_of_image_scale,
+)
 from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
@@ -156,6 +161,7 @@ class Parts:
             log_pictures(datasets.train, order)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
+        config, args = fit_warmup(config, args, num_steps)
         learning_rate = build_learning_rate(args, num_steps)
         if groups.is_main:
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
@@ -168,6 +174,8 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
+            config, args = fit_warmup(config, args, num_steps, manifest)
+            learning_rate = build_learning_rate(args, num_steps)
             check_changes(checkpoint, manifest, config, global_batch)
             step = manifest["step"]
             if groups.is_main and step > num_steps:
@@ -178,6 +186,11 @@ class Parts:
             folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
         )
         held.callback(self.uploads.close)
+        if groups.is_main and config.origins.get("args.warmup_steps") == TENTH:
+            logger.info(
+                "args.warmup_steps=%d: the smaller of 100 and a tenth of the steps",
+                args.warmup_steps,
+            )
         describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
         groups.on_main(describe)
         if groups.is_main:

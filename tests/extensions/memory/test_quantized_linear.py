@@ -289,3 +289,12 @@ def test_fp8_on_a_gpu(shape: tuple[int, int, int], has_bias: bool) -> None:
         outs.append((y.detach().cpu().double(), leaf.grad.cpu().double()))
     for wanted, found in zip(*outs, strict=True):
         assert (found - wanted).norm() <= 3.7e-3 * wanted.norm()
+
+
+def test_a_single_row_has_the_gradients_of_a_matrix() -> None:
+    q, scale = quantize_rows(draw(5, 8), INT8)
+    x, bias = draw(8, seed=1).requires_grad_(), draw(5, seed=2).requires_grad_()
+    quantized_linear(x, q, scale, bias).backward(draw(5, seed=3))
+    rows, other = x.detach()[None].requires_grad_(), bias.detach().requires_grad_()
+    quantized_linear(rows, q, scale, other).backward(draw(5, seed=3)[None])
+    assert torch.equal(x.grad, rows.grad[0]) and torch.equal(bias.grad, other.grad)

@@ -86,8 +86,12 @@ def test_inpainting_is_videox_funs(pipelines: Pipelines, tmp_path: Path) -> None
     assert_close(latents(tmp_path / "image"), expected_latents(folder, pipelines, condition))
 
 
-def test_first_and_last_frame_are_in_their_places(pipelines: Pipelines, tmp_path: Path) -> None:
-    folder = write_control_pipeline(pipelines, "5b", tmp_path / "ends")
+@pytest.mark.parametrize("family", ["5b", "5b_i2v"])
+def test_first_and_last_frame_are_in_their_places(
+    family: str, pipelines: Pipelines, tmp_path: Path
+) -> None:
+    """The released CogVideoX-Interpolation is an image-to-video model, whose file drops images in training."""
+    folder = write_control_pipeline(pipelines, family, tmp_path / "ends")
     change_json(folder / "model_index.json", _class_name="CogVideoXInterpolationPipeline")
     pictures = np.random.default_rng(0).integers(0, 255, (2, *SIZE, 3), np.uint8)
     words = []

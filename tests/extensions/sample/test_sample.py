@@ -1,7 +1,9 @@
 """`cogfast sample`: videos of a run, through the real command line."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from cogfast.data.video.reader import open_video
 from cogfast.extensions.sample.generate import VideoMaker
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, open_loras
 from cogfast.extensions.sample.sizes import read_image
-from tests.support.refusals import assert_command_refused
+from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import CHANNELS, launch_ranks
 from tests.support.video_files import decode_all
@@ -302,3 +304,49 @@ def test_an_image_covers_the_frame_and_is_cut_around_its_centre(tmp_path: Path) 
     (tmp_path / "no.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"--image .*no.png: not a readable image; use PNG, JPEG"):
         read_image(tmp_path / "no.png", (32, 32))
+
+
+def test_the_steps_of_videos_are_shown(
+    tmp_path: Path,
+    runs: dict[str, Path],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("--prompt", "a", "--prompt", "b", LATENTS, "--steps", "2", "args.batch_size=1")
+    sample(runs["1.5_5b"], tmp_path / "plain", *words)
+    err = capsys.readouterr().err
+    assert "sampled 1 of 2 videos, " in err and "sampled 2 of 2 videos, " in err
+    assert "step 1 of 2" not in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    sample(runs["1.5_5b"], tmp_path / "terminal", *words)
+    err = capsys.readouterr().err
+    places = [err.index(f"video {i} of 2: step {j} of 2, ") for i in (1, 2) for j in (1, 2)]
+    assert places == sorted(places)
+    assert torch.equal(latents(tmp_path / "plain"), latents(tmp_path / "terminal"))
+
+
+def test_fixed_frames_of_the_sampler_are_refused(
+    tmp_path: Path, runs: dict[str, Path], fast: Run, capsys: pytest.CaptureFixture
+) -> None:
+    """They would be the noise that a video is made from."""
+    word = "model.sampler_config.params.fixed_frames=1"
+    line = (
+        "fixed_frames=1: a video is sampled from noise, which these frames would keep; set it to 0"
+    )
+    words = ["sample", runs["5b"], "--out", tmp_path / "out", "--prompt", "a", word]
+    assert_command_refused(capsys, words, line)
+    evaluated = fast.into(tmp_path).with_words(word, "args.eval_at_end=true")
+    assert_refused(lambda: evaluated.train(steps=1), line)
+
+
+def test_a_folder_that_cannot_be_written_ends_before_sampling(
+    tmp_path: Path,
+    runs: dict[str, Path],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    words = ["sample", runs["5b"], "--out", tmp_path / "a" / "b", "--prompt", "a"]
+    assert_command_refused(
+        capsys, words, f"{tmp_path} cannot be written; give another folder with --out"
+    )

@@ -50,6 +50,7 @@ struct Place {
     if (++token == op.num_tokens) {
       ++sample;
       token = frame = row = column = 0;
+      if (op.order) find(op);  // without text the first row is a video token
     } else if (op.order) {
       find(op);
     } else if (token > op.num_text && ++column == op.w) {
