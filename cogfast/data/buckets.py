@@ -20,17 +20,27 @@ import numpy as np
 import cogfast.extensions.stores.store as store
 from cogfast.config.values import counted, printable
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_notes import ClipNotes
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import TYPES, ClipList
 from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
-from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
+from cogfast.data.video.clip import (
+    TOO_SHORT,
+    Bucket,
+    ClipSettings,
+    Span,
+    frames_within,
+    select_frames,
+)
 from cogfast.extensions.tar.tar_shards import read_member
 
 ReadHeaders = Callable[[ClipList, range, bool], Sequence[Header | None]]  # trust_index is the last
 _NAMES = {"image": "picture", "video": "video"}
 _SAME = 0.02  # by which the rates and shapes of a clip and its control may differ
 _SLOW = 0.95  # fraction of data.params.fps; 7.99 fps still counts as 8
+_CUT = 0.5  # percent of the picture up to which a crop is not worth a line
+_SAME_SPEED = 0.05  # difference up to which a speed is not worth a line
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -39,14 +49,13 @@ class Survey:
     """The bucket of every sample, or of some.
 
     buckets: int16 [n], indices into the settings' sizes, -1 for samples that fit none. reasons:
-    {sample: why it fits none}. refused: those of them that can be read nevertheless. slow: samples whose video has a lower frame rate than configured, so
-    that frame_selection=timestamp repeats frames.
+    {sample: why it fits none}. refused: those of them that can be read nevertheless. notes: of all.
     """
 
     buckets: np.ndarray
     reasons: Mapping[int, str]
-    slow: Sequence[int] = ()
     refused: Mapping[int, str] = field(default_factory=dict)
+    notes: ClipNotes = field(default_factory=ClipNotes)
 
 
 def survey(
@@ -62,7 +71,8 @@ def survey(
     reasons: dict[int, str] = {}
     buckets = np.full(len(samples), -1, dtype=np.int16)
     seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
-    slow, refused = [], {}
+    facts: dict[tuple, dict[str, float]] = {}
+    refused, notes = {}, ClipNotes()
     headers = read(clips, samples, settings.trust_index)
     of_others = {
         name: read(other.clips, samples, settings.trust_index)
@@ -88,18 +98,45 @@ def survey(
             continue
         span = None if clips.spans is None else tuple(clips.spans[i].tolist())
         fps = settings.fps if clips.fps is None or np.isnan(clips.fps[i]) else float(clips.fps[i])
-        key = (header, span, fps)
+        # NaN is not equal to itself.
+        key = (header, span and tuple(None if np.isnan(second) else second for second in span), fps)
         if key not in seen:
-            seen[key] = choose(header, replace(settings, fps=fps), settings.sizes, span)
+            own = replace(settings, fps=fps)
+            seen[key] = choose(header, own, settings.sizes, span)
+            facts[key] = facts_of(header, own, seen[key], span)
         bucket = seen[key]
+        for kind, value in facts[key].items():
+            notes.add(kind, 1, value, value, i)
         if isinstance(bucket, str):
             reasons[i] = bucket
         else:
             buckets[place] = bucket
-            is_slow = not header.is_picture and header.fps < _SLOW * fps
-            if settings.frame_selection == "timestamp" and is_slow:
-                slow.append(i)
-    return Survey(buckets, reasons, slow, refused)
+    return Survey(buckets, reasons, refused, notes)
+
+
+def facts_of(
+    header: Header, settings: ClipSettings, bucket: int | str, span: Span | None
+) -> dict[str, float]:
+    """Return what ClipNotes counts of a clip: {kind: value}. bucket: what `choose` returned."""
+    if isinstance(bucket, str):
+        if not bucket.endswith(TOO_SHORT):
+            return {}
+        last = (len(_times(header, span)) - 1) / header.fps
+        # The last frame that is read may be shown half of its time early.
+        return {"short": last + 1 / header.fps, "fitting": int(last * settings.fps + 1.5 + 1e-6)}
+    size, facts = settings.sizes[bucket], dict.fromkeys(header.notes.split(), 0.0)
+    cut = 100 * (1 - shown_share(header.height, header.width, size))
+    if settings.resize == "crop" and cut > _CUT:
+        facts["cut"] = cut
+    if header.is_picture:
+        return facts
+    selection = select_frames(_times(header, span), header.fps, settings.for_bucket(size))
+    if selection.num_padded:
+        facts["padded"] = selection.num_padded
+    if settings.frame_selection == "timestamp":
+        return facts | ({"slow": header.fps} if header.fps < _SLOW * settings.fps else {})
+    step = np.diff(selection.indices[:2]).sum() / header.fps * settings.fps
+    return facts | ({"speed": step} if abs(step - 1) > _SAME_SPEED else {})
 
 
 def _type_problem(clips: ClipList, index: int, header: Header) -> str:
@@ -113,11 +150,14 @@ def _type_problem(clips: ClipList, index: int, header: Header) -> str:
 
 def join_surveys(parts: Sequence[Survey]) -> Survey:
     """Join the surveys of consecutive samples."""
+    notes = ClipNotes()
+    for kind, found in (item for part in parts for item in part.notes.items()):
+        notes.add(kind, *found)
     return Survey(
         np.concatenate([part.buckets for part in parts]),
         {i: reason for part in parts for i, reason in part.reasons.items()},
-        [i for part in parts for i in part.slow],
         {i: reason for part in parts for i, reason in part.refused.items()},
+        notes,
     )
 
 
@@ -222,9 +262,14 @@ def choose(
 def kept_share(height: int, width: int, size: Bucket) -> float:
     """The share of a frame's picture and sharpness that scaling and cropping keep, 0 to 1."""
     scale = max(size.height / height, size.width / width)
+    return shown_share(height, width, size) * min(1.0, scale)
+
+
+def shown_share(height: int, width: int, size: Bucket) -> float:
+    """The share of a frame's picture that is left when it covers `size` and the centre is cropped, 0 to 1."""
     # The crop cuts one axis only: the other is scaled to fit exactly.
-    shown = (size.height / scale) * (size.width / scale) / (height * width)
-    return shown * min(1.0, scale)
+    scale = max(size.height / height, size.width / width)
+    return (size.height / scale) * (size.width / scale) / (height * width)
 
 
 def in_buckets(dataset: CaptionedVideos, found: Survey) -> CaptionedVideos:

@@ -88,7 +88,7 @@ def test_survey_and_table(folder):
         14: "3 frames at 8 fps = 0", 15: "3 frames at 8 fps = 0", 16: "not a readable video "
     }  # fmt: skip
     slower = VideoFolder(folder, **{**SMALL, "fps": 9, "max_num_frames": 5})
-    assert not found.slow and survey(slower).slow == list(range(14))
+    assert "slow" not in found.notes and survey(slower).notes["slow"] == (14, 8, 8, 0)
     lines = table(data, found, 4).splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["9x32x48", "4"], ["9x48x32", "3"], ["5x32x32", "5"], ["17x32x48", "2"]
@@ -112,7 +112,7 @@ def test_headers_are_read_once(folder, monkeypatch):
     write_clip(folder / "videos/03.mp4", constant_rate(17, 8), size=(48, 48))
     again = read_headers(data.clips)
     assert sorted(opened[1:]) == ["03.mp4", "99.mp4"]  # threads read them in any order
-    assert again[3] == (17, 8, 48, 48, "") and again[:3] + again[4:] == first[:3] + first[4:]
+    assert again[3] == (17, 8, 48, 48, "", "") and again[:3] + again[4:] == first[:3] + first[4:]
     sat_folder(folder / "videos/more", 1)  # a new file is the only one that is opened
     more = VideoFolder(folder, **SMALL, allow_empty_captions=True)
     assert len(read_headers(more.clips)) == 18 and sorted(opened[3:]) == ["00.mp4", "99.mp4"]
@@ -144,7 +144,7 @@ def test_parts_are_surveyed_as_the_whole(folder):
     parts = [survey(data, range(start, min(start + 5, 17))) for start in range(0, 17, 5)]
     joined = join_surveys(parts)
     assert joined.buckets.tolist() == whole.buckets.tolist() and len(joined.buckets) == 17
-    assert joined.reasons == whole.reasons and joined.slow == whole.slow
+    assert joined.reasons == whole.reasons and joined.notes == whole.notes
 
 
 def test_an_index_is_trusted_only_on_request(folder, tmp_path_factory):

@@ -33,9 +33,14 @@ def write_clip(
     codec: str = "libx264",
     options: dict[str, str] | None = None,
     faststart: bool = False,
+    pictures: Sequence[np.ndarray] | None = None,
+    pix_fmt: str = "yuv420p",
+    turned: tuple[int, bool, bool] | None = None,
+    **context: object,
 ) -> Path:
     """A video whose frame i, shown at times[i] seconds, is grey of level 20 + 8*(i % 24) with a
-    moving block, so that decoded frames tell which one they are."""
+    moving block, so that decoded frames tell which one they are. pictures: [H, W, 3] in place of these.
+    turned: what set_display_rotation takes. context: attributes of the encoder, such as color_trc."""
     height, width = size
     seconds = times[-1] - times[0]
     rate = Fraction((len(times) - 1) / seconds).limit_denominator(1001) if seconds else 30
@@ -45,13 +50,18 @@ def write_clip(
     flags = {"movflags": "faststart"} if faststart else {}
     with _usual_priority(), av.open(str(path), "w", options=flags) as container:
         stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
         stream.time_base = stream.codec_context.time_base = tick
+        for name, value in context.items():
+            setattr(stream.codec_context, name, value)
+        if turned is not None:
+            stream.set_display_rotation(*turned)
         stream.options = options or {"crf": "12", "g": "12"}
         for i, time in enumerate(times):
             picture = np.full((height, width, 3), 20 + 8 * (i % 24), np.uint8)
             left = i * 3 % (width - 8)
             picture[:8, left : left + 8] = (255, 0, 0)
+            picture = picture if pictures is None else pictures[i]
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = round(time / tick), tick
             container.mux(stream.encode(frame))

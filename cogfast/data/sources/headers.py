@@ -1,6 +1,6 @@
-"""Reads the container headers of a data set: frame count, frame rate and size of every video.
+"""Reads the container headers of a data set: frame count, frame rate and shown size of every video.
 
-Nothing is decoded. Headers are saved in an index beside the data, or in the user's cache folder, under each
+Only the first frame is decoded. Headers are saved in an index beside the data, or in the user's cache folder, under each
 file's name, size and mtime, so that only new and changed files are opened at the next start.
 """
 
@@ -16,17 +16,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cogfast.extensions.stores.store as store
 from cogfast.data.bad_samples import BadSample
+from cogfast.data.clip_notes import NOTES
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
 from cogfast.data.video.file import (
     MAX_FRAMES,
+    Look,
     check_file,
+    decode_errors,
+    look_of,
     one_line,
     open_container,
     video_stream,
@@ -34,6 +38,10 @@ from cogfast.data.video.file import (
 from cogfast.data.video.picture import holds_picture, picture_size
 from cogfast.extensions.stores.store import StoreError
 from cogfast.extensions.tar.tar_shards import MEMBER, open_member
+
+if TYPE_CHECKING:
+    import av
+    from av.container import InputContainer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +55,8 @@ _MAX_SIDE = 2**16  # rows or columns of a video
 class Header(NamedTuple):
     """Header of one video or picture, which has one frame and no rate.
 
-    reason: "" for a readable one, else why it is not; then the other fields are 0.
+    height, width: as players show it. reason: "" for a readable one, else why it is not; then the other fields
+    are 0. notes: what readers do not apply (clip_notes.py), with blanks between.
     """
 
     num_frames: int = 0
@@ -55,6 +64,7 @@ class Header(NamedTuple):
     height: int = 0  # rows
     width: int = 0  # columns
     reason: str = ""
+    notes: str = ""
 
     @property
     def is_picture(self) -> bool:
@@ -101,11 +111,12 @@ class _Scan:
     def _take(self, name: str, values: list | None) -> bool:
         """Take a header of the index; False if it is none that a video can have."""
         try:
-            num_frames, fps, height, width, reason = values or []
+            num_frames, fps, height, width, reason, notes = values or []
             is_one = 0 < num_frames <= MAX_FRAMES and 0 < height <= _MAX_SIDE >= width > 0
-            is_one &= reason == "" and (0 < fps < math.inf or num_frames == 1 and fps == 0)
-            key = int(num_frames), float(fps), int(height), int(width)
-        except (TypeError, ValueError, OverflowError):
+            is_one &= reason == "" and set(notes.split()) <= NOTES.keys()
+            is_one &= 0 < fps < math.inf or num_frames == 1 and fps == 0
+            key = int(num_frames), float(fps), int(height), int(width), "", notes
+        except (AttributeError, TypeError, ValueError, OverflowError):
             return False
         if is_one:
             self._found[name] = self._seen.setdefault(key, Header(*key))
@@ -247,8 +258,12 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             else:
                 seconds = (container.duration or 0) / av.time_base
             fps = float(rate or 0)
-            num_frames = stream.frames or round(seconds * fps)
-            height, width = stream.height or 0, stream.width or 0
+            # stream.frames counts what an edit list cuts off, too.
+            index = stream.index_entries
+            cut = sum(1 for _ in takewhile(lambda each: each.is_discard, index))
+            num_frames = min(stream.frames, len(index) or MAX_FRAMES) - cut
+            num_frames = num_frames if stream.frames else round(seconds * fps)
+            height, width, notes = _shown(container, stream)
     except BadSample as error:
         return Header(reason=error.reason)
     except StoreError:
@@ -260,4 +275,19 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     # A damaged header may claim billions of frames.
     if num_frames > MAX_FRAMES:
         return Header(reason=f"header claims {num_frames} frames; at most {MAX_FRAMES} are read")
-    return Header(num_frames, fps, height, width)
+    return Header(num_frames, fps, height, width, "", notes)
+
+
+def _shown(container: InputContainer, stream: av.VideoStream) -> tuple[int, int, str]:
+    """Return rows and columns as players show the video, and its notes: its first frame has what containers lack."""
+    look = Look()
+    try:
+        look = look_of(next(container.decode(stream)), stream)
+    except StoreError:
+        raise
+    except (StopIteration, *decode_errors()):
+        pass  # the reader reports it
+    height, width = stream.height or 0, stream.width or 0
+    height, width = (width, height) if look.is_transposed else (height, width)
+    height, width = height / min(1, look.pixel_aspect), width * max(1, look.pixel_aspect)
+    return round(height), round(width), " ".join(look.notes)

@@ -43,6 +43,8 @@ FramesPerSecond = Annotated[float, Range(0.01, 1000)]
 NumFrames = Annotated[int, Range(1, 10**5)]
 SkippedFrames = Annotated[float, Range(0, 10**6)]
 Mebibytes = Annotated[int, Range(0, 2**24)]
+TOO_SHORT = "(data.params.short_clips=pad repeats the last frame)"  # the end of the reason
+_ROUNDED = 0.5  # seconds by which the end of a part may be beyond the video's, since tables have rounded ones
 
 
 class Bucket(NamedTuple):
@@ -176,7 +178,7 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
         raise ValueError(
             f"{counted(len(times), 'frame')} at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
-            "(data.params.short_clips=pad repeats the last frame)"
+            f"{TOO_SHORT}"
         )
     return selection
 
@@ -192,6 +194,9 @@ def frames_within(times: np.ndarray, span: Span | None) -> slice:
     last = len(times) if np.isnan(end) else int(np.searchsorted(times, end - half))
     if first >= last:
         raise ValueError(f"no frame from {start:g} to {end:g} s; the video ends at {times[-1]:.2f}")
+    if end - times[-1] - 2 * half >= _ROUNDED:
+        text = f"end={end:g} is beyond the video, which ends at {times[-1] + 2 * half:.2f} s"
+        raise ValueError(f"{text}; start and end are seconds, and no numbers of frames")
     return slice(first, last)
 
 
@@ -235,7 +240,7 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
         parts = [
             part.permute(0, 3, 1, 2).contiguous()
             if is_stretched
-            else resize_and_center_crop(part, settings.video_size)
+            else resize_and_center_crop(part, settings.video_size, video.look.pixel_aspect)
             for part in video.parts(chosen.tolist())
         ]
     finally:

@@ -8,7 +8,7 @@ import re
 import stat
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from cogfast.data.bad_samples import BadSample
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
+    from numpy.typing import NDArray
 
 MAX_PIXELS = 2**26  # per frame: 8192 x 8192
 MAX_FRAMES = 2**24  # per video: three days at 60 per second
@@ -26,6 +27,9 @@ _FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,obu,ivf,flv,asf,ogg,gif,mxf,dv,nut,"
     "yuv4mpegpipe,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 )
+# FFmpeg's numbers of linear and logarithmic light, PQ, SMPTE 428 and HLG, and of BT.2020's and P3's colours
+_HDR_TRANSFERS, _WIDE_PRIMARIES = {8, 9, 10, 16, 17, 18}, {9, 11, 12}
+_MOST_STRETCHED = 8.0  # width of a pixel by its height, or the inverse; more is a damaged header
 
 
 def check_file(path: str) -> int:
@@ -83,11 +87,18 @@ def open_container(source: str | io.BufferedReader, is_probed: bool = False) -> 
         ) from None
 
 
+def moving_streams(container: InputContainer) -> list[av.VideoStream]:
+    """The video streams but for attached pictures (the cover of an album), of which players show the default one."""
+    every = container.streams.video
+    found = [s for s in every if not s.disposition & s.disposition.attached_pic] or every
+    return sorted(found, key=lambda s: not s.disposition & s.disposition.default)
+
+
 def video_stream(path: str, container: InputContainer) -> av.VideoStream:
     """The stream to decode; BadSample if there is none, or if it cannot be decoded."""
     if not container.streams.video:
         raise BadSample(path, "no video stream in it (truncated, or not a video)")
-    stream = container.streams.video[0]
+    stream = moving_streams(container)[0]
     if stream.codec_context is None:
         raise BadSample(
             path, "no decoder for its video (damaged, or a codec that FFmpeg does not have)"
@@ -153,7 +164,7 @@ def read_header(path: str) -> VideoHeader:
 
 def header_of(path: str, container: InputContainer) -> VideoHeader:
     """Read the header of an open video. path: its name, for errors."""
-    stream = container.streams.video[0]
+    stream = video_stream(path, container)
     try:
         packets = [
             Packet(p.pts, p.dts, p.is_keyframe, p.is_discard)
@@ -188,10 +199,59 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
     )
 
 
-def first_frame(path: str) -> av.VideoFrame:
+class Look(NamedTuple):
+    """How players show the decoded frames of a video: first transposed, then flipped.
+
+    pixel_aspect: width of a shown pixel by its height. notes: what is not applied, as NOTES of clip_notes.py.
+    """
+
+    is_transposed: bool = False
+    flips_rows: bool = False
+    flips_columns: bool = False
+    pixel_aspect: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_upright(self) -> bool:
+        return not (self.is_transposed or self.flips_rows or self.flips_columns)
+
+    def turned(self, pixels: NDArray) -> NDArray:
+        """Return a decoded frame [H, W, 3] as it is shown."""
+        pixels = pixels.swapaxes(0, 1) if self.is_transposed else pixels
+        return pixels[:: -1 if self.flips_rows else 1, :: -1 if self.flips_columns else 1]
+
+
+def look_of(frame: av.VideoFrame, stream: av.VideoStream) -> Look:
+    """Return how players show a frame that was just decoded."""
+    get: Any = frame.side_data.get
+    found = get("DISPLAYMATRIX")
+    # (x, y) is shown at (a x + c y, b x + d y).
+    a, b, _, c, d = (1, 0, 0, 0, 1) if found is None else np.frombuffer(found, np.int32)[:5]
+    is_transposed = abs(int(a)) < abs(int(b))
+    rows, columns = (b, c) if is_transposed else (d, a)
+    # The container's aspect precedes that of the codec, which some decoders know only now.
+    aspect = float(stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio or 1)
+    aspect = aspect if 1 / _MOST_STRETCHED <= aspect <= _MOST_STRETCHED else 1.0
+    is_hdr = frame.color_trc in _HDR_TRANSFERS or frame.color_primaries in _WIDE_PRIMARIES
+    notes = {
+        "hdr": is_hdr or get("DOVI_RPU_BUFFER") is not None,
+        "interlaced": frame.interlaced_frame,
+        # FFmpeg's own decoders of VP8 and VP9 drop the transparency that Matroska notes.
+        "alpha": "alpha_mode" in stream.metadata
+        or any(c.is_alpha for c in frame.format.components),
+        "streams": len(moving_streams(stream.container)) > 1,  # pyright: ignore[reportArgumentType]
+    }
+    aspect = 1 / aspect if is_transposed else aspect
+    found = tuple(name for name, is_found in notes.items() if is_found)
+    return Look(is_transposed, bool(rows < 0), bool(columns < 0), aspect, found)
+
+
+def first_frame(path: str) -> tuple[av.VideoFrame, Look]:
     """Decode the first frame, which has properties that the container lacks; BadSample on errors."""
     with closing(open_video_file(path)) as container:
+        stream = video_stream(path, container)
         try:
-            return next(container.decode(video=0))
+            frame = next(container.decode(stream))
         except (StopIteration, *decode_errors()) as error:
             raise BadSample(path, f"not a readable video ({one_line(error)})") from None
+        return frame, look_of(frame, stream)

@@ -21,10 +21,14 @@ from torch import Tensor
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.file import (
+    Look,
     Packet,
     check_file,
     decode_errors,
+    first_frame,
     header_of,
+    look_of,
+    moving_streams,
     one_line,
     open_video_file,
 )
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
 ReaderName = Literal["pyav", "decord"]
 
 _FRAMES_AT_ONCE = 4  # that decord decodes in one call
-# FFmpeg's transposition for a number of counterclockwise quarter turns.
-_TURNS = {0: (), 1: ("cclock",), 2: ("clock", "clock"), 3: ("clock",)}
 
 
 class VideoReader(ABC):
@@ -47,6 +49,7 @@ class VideoReader(ABC):
     path: str
     times: np.ndarray
     fps: float  # mean frame rate
+    look = Look()  # of the frames that `parts` has yielded last
 
     def __len__(self) -> int:
         return len(self.times)
@@ -85,9 +88,8 @@ def open_video(
     check_file(path)
     if reader == "pyav":
         return PyAVReader(path, size)
-    # decord would open other files that a playlist names; open_video_file refuses such formats.
-    open_video_file(path).close()
-    return DecordReader(path, size)
+    # decord would open other files that a playlist names; first_frame refuses such formats.
+    return DecordReader(path, size, first_frame(path)[1])
 
 
 class DecordReader(VideoReader):
@@ -97,11 +99,11 @@ class DecordReader(VideoReader):
     fourth channel (dmlc/decord issue 336).
     """
 
-    def __init__(self, path: str, size: tuple[int, int] | None = None) -> None:
+    def __init__(self, path: str, size: tuple[int, int] | None, look: Look) -> None:
         import decord
 
         decord.logging.set_level(decord.logging.QUIET)  # the exceptions hold the same messages
-        self.path = path
+        self.path, self.look = path, look
         self._errors = (
             decord.DECORDError,
             RuntimeError,
@@ -142,7 +144,10 @@ class DecordReader(VideoReader):
                 raise BadSample(self.path, f"{reason} ({one_line(error)})") from None
             # It is a tensor if the process has called decord.bridge.set_bridge("torch"), as CogVideo's
             # diffusers trainer does when it is imported.
-            yield found if isinstance(found, Tensor) else torch.from_numpy(found.asnumpy())
+            frames = found if isinstance(found, Tensor) else torch.from_numpy(found.asnumpy())
+            # decord turns frames as their upper edge is shown, and does not mirror them.
+            is_mirrored = sum(self.look[:3]) % 2
+            yield frames.flip(2 if self.look.is_transposed else 1) if is_mirrored else frames
 
 
 class PyAVReader(VideoReader):
@@ -197,13 +202,12 @@ class PyAVReader(VideoReader):
                 if frame.pts == packets[first].pts:
                     is_sound = is_sound or frame.key_frame
                 if is_sound and left and frame.pts == packets[shown[left[-1]]].pts:
-                    yield from self._copies(frame, left)
+                    yield from self._copies(frame, left, self._stream)
 
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        container, context = self._opened, self._context
-        stream = container.streams.video[0]
+        container, context, stream = self._opened, self._context, self._stream
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
         container.seek(at, stream=stream)
@@ -227,10 +231,11 @@ class PyAVReader(VideoReader):
         """Yield as `_by_pts` does, but decode and count all frames from the start of the file."""
         number = 0
         with closing(open_video_file(self.path, is_probed=True)) as container:
+            stream = moving_streams(container)[0]
             try:
-                for frame in container.decode(video=0):
+                for frame in container.decode(stream):
                     if left[-1] == number:
-                        yield from self._copies(frame, left)
+                        yield from self._copies(frame, left, stream)
                     if not left:
                         return
                     number += 1
@@ -239,18 +244,21 @@ class PyAVReader(VideoReader):
                 why = one_line(error)
         raise BadSample(self.path, f"frame {number} of {len(self)} does not decode ({why})")
 
-    def _copies(self, frame: av.VideoFrame, left: list[int]) -> Iterator[Tensor]:
+    def _copies(
+        self, frame: av.VideoFrame, left: list[int], stream: av.VideoStream
+    ) -> Iterator[Tensor]:
         """Yield a frame [1, H, W, 3] as often as it is next in `left`.
 
-        The frame is rotated for display, as decord does.
+        The frame is turned as players show it.
         """
+        self.look = look_of(frame, stream)
         if self._stretch is not None:
-            pixels = self._stretch(frame)
+            pixels = self._stretch(frame, self.look)
         else:
             # Frames of one video may differ in size, for instance in recordings of video calls.
             self._size = self._size or (frame.width, frame.height)
             rgb = self._reformatter.reformat(frame, *self._size, format="rgb24", threads=1)
-            pixels = np.ascontiguousarray(np.rot90(rgb.to_ndarray(), frame.rotation // 90))
+            pixels = np.ascontiguousarray(self.look.turned(rgb.to_ndarray()))
         index = left[-1]
         while left and left[-1] == index:
             yield torch.from_numpy(pixels)[None]
@@ -262,8 +270,12 @@ class PyAVReader(VideoReader):
         return self._container
 
     @property
+    def _stream(self) -> av.VideoStream:
+        return moving_streams(self._opened)[0]
+
+    @property
     def _context(self) -> av.VideoCodecContext:
-        return self._opened.streams.video[0].codec_context
+        return self._stream.codec_context
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:
@@ -314,17 +326,16 @@ class FrameStretcher:
         self._graph: Graph | None = None
         self._kind: tuple = ()  # of the frames that the graph was built for
 
-    def __call__(self, frame: av.VideoFrame) -> np.ndarray:
-        """Return the frame, rotated for display, as uint8 [rows, columns, 3]."""
-        turns = frame.rotation // 90 % 4
+    def __call__(self, frame: av.VideoFrame, look: Look) -> np.ndarray:
+        """Return the frame, turned as players show it, as uint8 [rows, columns, 3]."""
         # Frames of one video may differ in size, and a graph takes one kind of frames.
-        kind = (frame.width, frame.height, frame.format.name, turns)
+        kind = (frame.width, frame.height, frame.format.name, look)
         if self._graph is None or kind != self._kind:
-            self._graph, self._kind = self._build(frame, turns), kind
+            self._graph, self._kind = self._build(frame, look), kind
         self._graph.vpush(frame)
         return np.ascontiguousarray(self._graph.vpull().to_ndarray())
 
-    def _build(self, frame: av.VideoFrame, turns: int) -> Graph:
+    def _build(self, frame: av.VideoFrame, look: Look) -> Graph:
         from av.filter import Graph
 
         graph = Graph()
@@ -332,7 +343,9 @@ class FrameStretcher:
         first = graph.add_buffer(
             width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1)
         )
-        chain = [("transpose", direction) for direction in _TURNS[turns]]
+        # cclock_flip transposes a frame and turns nothing.
+        chain = [("transpose", "cclock_flip")] * look.is_transposed
+        chain += [("vflip",)] * look.flips_rows + [("hflip",)] * look.flips_columns
         chain.append(("scale", f"{self._columns}:{self._rows}:flags=bilinear"))
         chain += [("format", "rgb24"), ("buffersink", None)]
         graph.link_nodes(first, *(graph.add(*step) for step in chain)).configure()

@@ -65,12 +65,18 @@ def write_video(
 
 def _encode(path: Path, frames: np.ndarray, fps: float, crf: float) -> None:
     import av
+    from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=_rate(fps))
         stream.height, stream.width = frames.shape[1:3]
         # The only format that all players and browsers decode.
         stream.pix_fmt = "yuv420p"
+        # FFmpeg converts RGB by BT.601's matrix; the rest is what clips are read as. Without tags players take
+        # BT.709's matrix for large videos.
+        colours = stream.codec_context
+        colours.colorspace, colours.color_range = Colorspace.ITU601, ColorRange.MPEG
+        colours.color_primaries, colours.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
         # With several threads x264's output is not deterministic, nor is its macroblock tree on
         # processors with AVX-512: equal frames gave up to 9 different files in 60 trials.
         stream.options = {"crf": str(crf), "threads": "1", "x264-params": "mbtree=0"}

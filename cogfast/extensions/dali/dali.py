@@ -113,7 +113,7 @@ class DaliVideo:
     times: np.ndarray
     fps: float
     height: int
-    width: int
+    width: float  # of a shown frame, in heights of a pixel
     kind: str
     colour_matrix: int
 
@@ -150,21 +150,22 @@ class DaliReader:
     def open(self, path: str) -> DaliVideo | None:
         """Read the header of a file; None if PyAV is to read the file, or to report its fault."""
         try:
-            header, first = read_header(path), first_frame(path)
+            header, (first, look) = read_header(path), first_frame(path)
         except BadSample:
             return None
         kind = f"{header.codec} {first.format.name} {first.width}x{first.height}"
         if kind not in self._known and self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
             return None
-        # DALI ignores rotation, and counts discarded frames as shown ones.
-        if header.num_bytes > _MAX_BYTES or header.num_discarded or first.rotation:
+        # DALI ignores rotation, counts discarded frames as shown ones, and may take another stream.
+        is_other = bool(header.num_discarded) or not look.is_upright or "streams" in look.notes
+        if header.num_bytes > _MAX_BYTES or is_other:
             return None
         return DaliVideo(
             path=path,
             times=header.times,
             fps=header.fps,
             height=first.height,
-            width=first.width,
+            width=first.width * look.pixel_aspect,
             kind=kind,
             colour_matrix=int(first.colorspace),
         )

@@ -54,16 +54,17 @@ def survey_datasets(
         # In memory, since the folder of the run does not exist yet.
         log = BadSampleLog(None, len(train), args.max_bad_fraction)
         log.reasons.update(bad)
+        notes = found[0].notes
+        if short := notes.too_short(len(train), train.settings):
+            short += f" (first: {train.name(notes['short'][3])})"
+            if not log.limit >= len(bad) < len(train):
+                raise ValueError(
+                    f"{short}; {counted(len(bad) - notes['short'][0], 'other clip')} unusable"
+                )
+            logger.warning("%s; they are left out", short)
         log.check()
-        if found[0].slow:
-            logger.warning(
-                "frames will be duplicated in %d of %s with a lower frame rate than configured "
-                "(data.params.fps=%g, or a manifest's fps), first: %s",
-                len(found[0].slow),
-                counted(len(train), "video"),
-                train.settings.fps,
-                train.name(found[0].slow[0]),
-            )
+        for line in notes.lines(len(train), train.settings, train.name):
+            logger.warning("%s", line)
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:
             logger.info(table(train, found[0], global_batch))
