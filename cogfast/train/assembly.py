@@ -290,7 +290,7 @@ def assemble_datasets(
             valid = valid.with_clips(valid.clips.in_split("valid"))
     # A manifest without rows of split `valid` uses args.split.
     if valid is not None and len(valid):
-        return Datasets(train, valid)
+        return Datasets(train, _each_once(valid, args))
     shares = [float(s) for s in args.split.split(",")]
     # The third share, SAT's test data, stays in the training data: there is no test phase.
     num_valid = round(len(train) * shares[1] / sum(shares)) if len(shares) > 1 else 0
@@ -298,7 +298,17 @@ def assemble_datasets(
         return Datasets(train, None)
     held_out = sorted(shuffled(i, len(train), args.seed, "split") for i in range(num_valid))
     rest = np.delete(np.arange(len(train)), held_out).tolist()  # sync: none, of NumPy
-    return Datasets(_part(train, rest), _part(train, held_out))
+    return Datasets(_part(train, rest), _each_once(_part(train, held_out), args))
+
+
+def _each_once(dataset: SizedDataset, args: TrainArguments) -> SizedDataset:
+    """Return held-out data, for args.strict_eval without weights other than 0 and 1."""
+    if not (args.strict_eval and isinstance(dataset, CaptionedVideos)):
+        return dataset
+    weights = dataset.clips.weights
+    if weights is not None:
+        weights = None if (weights > 0).all() else (weights > 0).astype(float)
+    return dataset.with_clips(dataclasses.replace(dataset.clips, weights=weights))
 
 
 def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOnce) -> SizedDataset:

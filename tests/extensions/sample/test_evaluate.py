@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cogfast.__main__ import main
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.video.reader import open_video
@@ -19,6 +20,7 @@ from cogfast.diffusion.denoiser import Conditioning
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.generate import VideoMaker
+from cogfast.train.assembly import assemble_datasets
 from cogfast.train.trainer import Trainer
 from tests.support.runs import Run
 from tests.support.tiny_run import CHANNELS, write_clips
@@ -93,6 +95,19 @@ def test_strict_evaluation_takes_every_sample_once(run: Run) -> None:
     found = trainer.evaluator(0, trainer.size.latents)
     bands = [found[f"valid_loss_band_{i}"] for i in range(4)]
     torch.testing.assert_close(bands, hand_computed(trainer, 6), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "strict", "length"), [(3, "false", 9), (3, "true", 3), (0.5, "true", 3)]
+)
+def test_weights_of_training_do_not_count_in_a_strict_evaluation(
+    run: Run, weights: float, strict: str, length: int
+) -> None:
+    words = (f"args.train_data_weights=[{weights}]", f"args.strict_eval={strict}")
+    config = run.with_args(valid_data=None, split="1,1").config(*words)
+    found = assemble_datasets(config, TrainArguments.from_config(config))
+    assert found.valid.order(0, 1).epoch_size == length == len(found.valid) * length / 3
+    assert found.train.order(0, 1).epoch_size == round(3 * weights)
 
 
 def test_evaluating_changes_no_training_number(run: Run, tmp_path: Path) -> None:
