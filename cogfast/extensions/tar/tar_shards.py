@@ -180,7 +180,8 @@ def list_shard(
     except OSError as error:
         raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
-    index = user_index("shard", [url, caption_key])
+    name = url if store.is_url(url) else os.path.abspath(url)
+    index = user_index("shard", [name, caption_key])
     version = about.version + (f"-{of_meta.version}" if of_meta else "")
     kept = index.get(url, version)
     if kept is None:

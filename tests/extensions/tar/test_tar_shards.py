@@ -81,6 +81,17 @@ def test_the_index_is_made_once(shards, monkeypatch):
     assert len(opened) == 2  # that shard's, and our own writing
 
 
+def test_the_index_of_a_relative_name_is_that_of_its_file(tmp_path, monkeypatch):
+    """Shards of equal size and time in two folders, as unpacked archives have them."""
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        os.utime(_tar(Path("s.tar"), {"x.mp4": b"video", "x.txt": name.encode()}), (1, 1))
+        found += VideoShards(["s.tar"], **CLIP).captions
+    assert found == ["a", "b"]
+
+
 def test_remote_shards(shards):
     memory = fsspec.filesystem("memory")
     for path in shards.iterdir():
