@@ -123,7 +123,8 @@ def _folder(part: str, folder: str) -> list[list[str]]:
     """Return [name, content hash] of the files that an encoder may read."""
     inner = [os.path.join(folder, name) for name in _FOLDERS[part]]
     found = []
-    for place in [path for path in inner if os.path.isdir(path)] or [folder]:
+    # Encoders read a pipeline's folders only if they are complete.
+    for place in inner if all(map(os.path.isdir, inner)) else [folder]:
         for root, folders, names in os.walk(place):
             # os.walk descends in this order, which must be the same on every machine.
             folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -258,10 +258,20 @@ class _CacheRun:
         shape = largest_clips(self.config, self.args)
         how = stage.limit_encode_memory(budget, shape)
         if spec[ENCODE_CHUNKS] == "auto":
-            # The way of the entries that are there is kept if it takes no more memory.
+            # Entries that are there have one way: others would have other latents.
             before = ENCODE_MODES[ENCODE_MODES.index(work.entries.spec[ENCODE_CHUNKS])]
-            if ENCODE_MODES.index(before) > ENCODE_MODES.index(how.mode):
-                how = stage.limit_encode_memory(budget, shape, [(before, True)])
+            num_there = len({*self.keys["video"]}) - len(work.missing)
+            if num_there and before != how.mode:
+                kept = stage.limit_encode_memory(budget, shape, [(before, True)])
+                if kept.num_bytes > budget:
+                    key = "model.first_stage_config.params.encode_chunks"
+                    raise ValueError(
+                        f"args.latent_cache={self.folder} has {counted(num_there, 'clip')} with encode_chunks={before}, "
+                        f"for which {kept.num_bytes / 2**30:.1f} GiB are needed and {budget / 2**30:.1f} are free (or "
+                        f"args.vae_memory_gib); free memory, set {key}={before} to try it, or ={how.mode} to encode "
+                        "all clips again"
+                    )
+                how = kept
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
         log_plan(stage, shape, how, budget)
         stage.use(how)

@@ -19,6 +19,7 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.extensions.cache.entries import ENCODE_CHUNKS, CachedVideos
 from cogfast.model.autoencoder import (
     ENCODE_MODES,
     EncodePlan,
@@ -42,7 +43,8 @@ _NAMES = {
 class EncodeChoice:
     """Makes the choice of a run when its first clip is encoded. `way` is None before. Collective.
 
-    stored: [mode, is_sliced] of the checkpoint that the run resumes from.
+    stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
+    a latent cache, its way is stored in the checkpoints.
     """
 
     def __init__(
@@ -51,9 +53,18 @@ class EncodeChoice:
         args: TrainArguments,
         groups: ProcessGroups,
         stored: Sequence[Any] | None = None,
+        dataset: object = None,
     ) -> None:
         self.args, self.groups = args, groups
         self.shape = largest_clips(config, args)
+        if isinstance(dataset, CachedVideos):
+            way = dataset.entries["video"].spec.get(ENCODE_CHUNKS)
+            if groups.is_main and stored and way not in (None, stored[0]):
+                text = (
+                    "args.latent_cache has clips of encode_chunks=%s, and the run was trained on %s"
+                )
+                logger.warning(text, way, stored[0])
+            stored = stored if way is None else (way, True)
         # A mode of another version of cogfast is left out.
         self.stored: EncodeWay | None = None
         if stored and stored[0] in ENCODE_MODES:

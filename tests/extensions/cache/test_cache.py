@@ -23,6 +23,7 @@ from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import cache_latents
 from cogfast.extensions.cache.entry_keys import hash_file, hash_text
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
+from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES
@@ -208,6 +209,12 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     (tmp_path / "frames" / videos_in(tmp_path / "frames")[-1]).unlink()
     cache_latents(cached.config())
     assert contents(tmp_path / "frames") == before
+    # A way that no longer fits is kept all the same, unless another one is asked for.
+    (tmp_path / "whole" / videos_in(tmp_path / "whole")[-1]).unlink()
+    small = run.cached_in(tmp_path / "whole").config(limits["frames"])
+    line = "encode_chunks=whole to try it, or =frames to encode all clips again"
+    assert_refused(lambda: cache_latents(small), line)
+    assert read_manifest(cache.checkpoint)["encode_way"] == ("frames", True)
     tiles = cached.config("model.first_stage_config.params.encode_chunks=tiles")
     line = "cache made by encode_chunks frames, the config has tiles"
     assert_refused(lambda: datasets_of(tiles), line)
@@ -215,6 +222,17 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     log.clear()
     run.by(Trainer).train(f"args.resume={pixels.path}", steps=2)
     assert "clips of 17x32x32 are encoded 8 frames at a time" in log.text
+
+
+def test_the_key_of_an_encoder_has_the_folder_that_it_reads(tmp_path: Path) -> None:
+    """A folder of T5 with its weights in the root, and one of its two parts, is no pipeline."""
+    (tmp_path / "tokenizer").mkdir()
+    keys = set()
+    for weights in (b"a", b"b"):
+        (tmp_path / "model.safetensors").write_bytes(weights * 9)
+        keys.add(str(cache_key._folder("text encoder", str(tmp_path))))
+        (tmp_path / "model.safetensors").unlink()
+    assert len(keys) == 2
 
 
 def test_encoding_first_trains_as_from_a_cache_that_was_there(
