@@ -25,14 +25,7 @@ from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import TYPES, ClipList
 from cogfast.data.sources.folders import ADD_BUCKET
 from cogfast.data.sources.headers import Header, read_headers
-from cogfast.data.video.clip import (
-    TOO_SHORT,
-    Bucket,
-    ClipSettings,
-    Span,
-    frames_within,
-    select_frames,
-)
+from cogfast.data.video.clip import Bucket, ClipSettings, Span, frames_within, select_frames
 from cogfast.extensions.tar.tar_shards import read_member
 
 ReadHeaders = Callable[[ClipList, range, bool], Sequence[Header | None]]  # trust_index is the last
@@ -70,8 +63,8 @@ def survey(
     samples = range(len(clips)) if samples is None else samples
     reasons: dict[int, str] = {}
     buckets = np.full(len(samples), -1, dtype=np.int16)
-    seen: dict[tuple, int | str] = {}  # cache of `choose`: many clips have equal headers
-    facts: dict[tuple, dict[str, float]] = {}
+    # Cache of `choose`, since many clips have equal headers
+    seen: dict[tuple, tuple[int | str, dict[str, float]]] = {}
     refused, notes = {}, ClipNotes()
     headers = read(clips, samples, settings.trust_index)
     of_others = {
@@ -102,10 +95,10 @@ def survey(
         key = (header, span and tuple(None if np.isnan(second) else second for second in span), fps)
         if key not in seen:
             own = replace(settings, fps=fps)
-            seen[key] = choose(header, own, settings.sizes, span)
-            facts[key] = facts_of(header, own, seen[key], span)
-        bucket = seen[key]
-        for kind, value in facts[key].items():
+            bucket = choose(header, own, settings.sizes, span)
+            seen[key] = bucket, facts_of(header, own, bucket, span)
+        bucket, facts = seen[key]
+        for kind, value in facts.items():
             notes.add(kind, 1, value, value, i)
         if isinstance(bucket, str):
             reasons[i] = bucket
@@ -119,7 +112,7 @@ def facts_of(
 ) -> dict[str, float]:
     """Return what ClipNotes counts of a clip: {kind: value}. bucket: what `choose` returned."""
     if isinstance(bucket, str):
-        if not bucket.endswith(TOO_SHORT):
+        if "short_clips=pad" not in bucket:  # for another reason than its length
             return {}
         last = (len(_times(header, span)) - 1) / header.fps
         # The last frame that is read may be shown half of its time early.

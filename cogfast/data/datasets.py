@@ -41,7 +41,7 @@ from cogfast.data.sources.folders import (
     is_picture,
     list_files,
     named,
-    other_videos,
+    no_source,
     read_labels,
     refuse_samples,
     sat_label,
@@ -407,6 +407,8 @@ class ListedVideos(CaptionedVideos, ABC):
 
 def _missing_folder(key: str, source: str) -> str | None:
     is_table = source.lower().endswith(TABLE_ENDINGS)
+    if source.startswith("http") and not is_table:
+        return no_source(key, "folder", source)
     if store.is_url(source) and not is_table:
         found = store.list_folder(source)
         is_file, is_folder = [*found] == [source], bool(found)
@@ -417,7 +419,7 @@ def _missing_folder(key: str, source: str) -> str | None:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
         fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
-    return None if is_folder else _no_source(key, "file" if is_table else "folder", source)
+    return None if is_folder else no_source(key, "file" if is_table else "folder", source)
 
 
 def _missing_manifest(key: str, source: str) -> str | None:
@@ -427,13 +429,7 @@ def _missing_manifest(key: str, source: str) -> str | None:
         return f"{key}={error}"
     except ValueError as error:
         return f"{key}: {error}"
-    return None if is_there else _no_source(key, "file", source)
-
-
-def _no_source(key: str, what: str, source: str) -> str:
-    shown = cut(source, 160) or repr(source)
-    several = "; write several as [A,B]" if "," in source else ""
-    return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data{several}"
+    return None if is_there else no_source(key, "file", source)
 
 
 def _missing_shard(key: str, source: str) -> str | None:
@@ -465,13 +461,11 @@ class VideoFolder(ListedVideos):
         lists, missing, empty = [], [], []
         for folder in data_folders(data_dir):
             files = list_files(folder)
-            found = list(find_videos(files, self.has_pictures))
+            found = find_videos(files, folder, self.has_pictures)
             if not found:
                 more = table_hint(folder) or in_place_of_videos(files)
                 what = "no .mp4 file and no picture" if self.has_pictures else "no .mp4 file"
                 raise SourceError(f"{folder}: {what} in it{more}")
-            if others := other_videos(files):
-                logger.warning("%s: not read: %s", folder, others)
             versions = Versions({path: about for path in found if (about := files[path])})
             captions, longer = [], []
             for path, (label, caption, has_more) in zip(

@@ -1,18 +1,21 @@
 """Both folder layouts: which files are found, which frames are returned, what is refused."""
 
 import os
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader, to_device
-from cogfast.data.datasets import VideoFolder
+from cogfast.data.datasets import VideoFolder, VideoShards
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.data.video.clip import ClipSettings, read_clip
 from cogfast.data.video.transform import resize_and_center_crop
+from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.refusals import assert_refused
 from tests.support.video_files import (
     BIKES,
@@ -78,7 +81,8 @@ def test_real_clips_by_the_clock(clip):
     nearest = np.abs(times[:, None] - np.arange(25) / 8 + 1e-6).argmin(axis=0)
     assert selection.indices.tolist() == nearest.tolist()
     whole = torch.from_numpy(decode_all(path)[nearest])
-    assert torch.equal(frames, resize_and_center_crop(whole, (64, 96)))
+    aspect = 128 / 117 if clip == "carphone" else 1.0  # of its pixels, as ffprobe shows it
+    assert torch.equal(frames, resize_and_center_crop(whole, (64, 96), aspect))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +146,7 @@ def test_missing_and_empty_folders(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir=\[\] must list at least one source; give a"):
         VideoFolder([], **CLIP)
     (tmp_path / "x.avi").write_bytes(b"")
-    message = r"no .mp4 file in it, but 1 video not in .mp4 format: .*x.avi; convert to .mp4"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="1/1 videos without a label file: .*x.txt"):
         VideoFolder(tmp_path, **CLIP)
 
 
@@ -153,13 +156,42 @@ def test_unread_files_of_a_folder_are_logged(tmp_path, caplog):
     (tmp_path / "labels/02.txt").write_text("the caption\n\nand more\n")
     (tmp_path / "labels/03.txt").write_text("the caption\n\n")
     (tmp_path / "readme.txt").write_text("no label")
+    others = [f"{tmp_path}/{name}" for name in ("cover.jpg", "raw.mov", "videos/00.mkv")]
+    for name in others:  # a picture, a video without a caption, and the source of an .mp4
+        Path(name).write_bytes(b"x")
     data = VideoFolder(tmp_path, **CLIP)
-    assert list(data.captions) == ["clip 00", "the caption", "the caption"]
-    videos, labels = f"{tmp_path}/videos", f"{tmp_path}/labels"
+    assert list(data.captions) == ["clip 00", "clip 01", "the caption", "the caption"]
+    labels = f"{tmp_path}/labels"
     assert [message.removeprefix(f"{tmp_path}: ") for message in caplog.messages] == [
-        f"not read: 1 video not in .mp4 format: {videos}/01.MOV; convert to .mp4",
+        "not read: 3 files (pictures, unless you add [1, rows, columns] to data.params.buckets; other formats "
+        f"without a label or beside an .mp4): {', '.join(others)}",
         f"only the first line is read of 1 label file with several lines: {labels}/02.txt",
     ]
+
+
+NO_DATA = [".hidden/x", ".ipynb_checkpoints/x", "__MACOSX/x", "lost+found/x", "a/@eaDir/x"]
+NO_DATA += ["a/.trashed", "runs/sft/samples/step-1/x", "runs/sft/x", "samples/x"]
+
+
+@pytest.mark.parametrize("layout", ["folder", "tar", "bucket"])
+def test_what_is_no_data_is_left_out_and_counted(layout, tmp_path, caplog):
+    """By one rule: the folders of runs (here also that of the data), hidden ones, those of an operating system."""
+    root, place = str(tmp_path / "d"), str(tmp_path / "d")
+    if layout == "bucket":
+        root = place = f"file://{tmp_path}/d"
+    files = {f"{name}.{end}": b"x" for name in ("a/good", *NO_DATA) for end in ("mp4", "txt")}
+    files |= {"runs/sft/training_config.yaml": b"", "training_config.yaml": b""}
+    files |= {f"runs/sft/{i}.mp4": b"x" for i in range(20)}  # they have no labels
+    if layout == "tar":
+        place = str(_tar(tmp_path / "s.tar", files))
+    for name in files if layout != "tar" else ():
+        with fsspec.open(f"{root}/{name}", "wb", auto_mkdir=True) as file:
+            file.write(files[name])
+    for _ in range(2):  # the second time from the index of the shard
+        data = (VideoShards if layout == "tar" else VideoFolder)([place], **CLIP)
+        assert [path[-10:] for path in data.paths] == ["a/good.mp4"]
+    found = [text for text in caplog.messages if "left out" in text]
+    assert len(found) == 2 and f"left out {len(NO_DATA) + 20} files in folders of runs" in found[0]
 
 
 def test_packed_strings():

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted
+from cogfast.config.values import counted, cut
 from cogfast.extensions.stores.store import Stat
+
+logger = logging.getLogger(__name__)
 
 DataDir = str | Path | Sequence[str | Path]
 
@@ -22,7 +26,11 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 
 # str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_OTHER_VIDEOS = (".avi", ".mov", ".mkv", ".webm")
+_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
+VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+_RUN = "/training_config.yaml"  # marks the folder of a run
+_NO_DATA = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
+_NO_WORDS = "nan", "NaN", "None", "NULL", "null", "<NA>"  # what pandas writes for a missing caption
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 ADD_BUCKET = "add [1, rows, columns] to data.params.buckets"
 
@@ -51,10 +59,40 @@ def data_folders(data_dir: DataDir) -> list[str]:
     return [d.rstrip("/") if store.is_url(d) else str(Path(d)) for d in dirs]
 
 
-def find_videos(files: Iterable[str], has_pictures: bool = False) -> Iterator[str]:
-    """Yield every .mp4 file of `files`; with has_pictures every picture, too."""
-    endings = (".mp4", *PICTURE_ENDINGS) if has_pictures else ".mp4"
-    return (path for path in files if path.lower().endswith(endings))
+def find_videos(files: Mapping[str, Stat | None], folder: str, has_pictures: bool) -> list[str]:
+    """Return the videos of a folder and, with has_pictures, its pictures; log what is not read."""
+    found, unread = [], []
+    of_mp4 = {file[:-4] for file in files if file.lower().endswith(".mp4")}
+    for file in in_data(files, folder):
+        stem, ending = os.path.splitext(file)
+        is_read = has_pictures or ending.lower() not in PICTURE_ENDINGS
+        if is_read and of_mp4 and ending.lower() in VIDEO_ENDINGS[1:]:
+            # The source of an .mp4, or one that nobody has described
+            is_read = stem not in of_mp4 and label_of(file, folder, files) is not None
+        if ending.lower() in VIDEO_ENDINGS + PICTURE_ENDINGS:
+            (found if is_read else unread).append(file)
+    if found and unread:
+        text = "%s: not read: %s (pictures, unless you %s; other formats without a label or beside an .mp4): %s"
+        logger.warning(text, folder, counted(len(unread), "file"), ADD_BUCKET, named(unread))
+    return found
+
+
+def in_data(files: Iterable[str], folder: str) -> list[str]:
+    """Leave out files below a folder that are no data: hidden ones, those of operating systems, and those of runs."""
+    files = list(files)
+    runs = {file[: -len(_RUN)] for file in files if file.endswith(_RUN)}
+    of_runs = tuple(f"{run}/samples/" if run == folder else f"{run}/" for run in runs)
+
+    def is_left(file: str) -> bool:
+        parts = file[len(folder) :].split("/")
+        return file.startswith(of_runs) or any(p[:1] == "." or p in _NO_DATA for p in parts)
+
+    left = {file for file in files if is_left(file)}
+    endings = (".tar", *VIDEO_ENDINGS, *PICTURE_ENDINGS)
+    if shown := [file for file in files if file in left and file.lower().endswith(endings)]:
+        text = "%s: left out %s in folders of runs, of an operating system or hidden ones: %s"
+        logger.warning(text, folder, counted(len(shown), "file"), named(shown))
+    return [file for file in files if file not in left]
 
 
 def list_files(folder: str) -> dict[str, Stat | None]:
@@ -96,20 +134,8 @@ def _refuse_folder(error: OSError) -> None:
     ) from None
 
 
-def other_videos(files: Iterable[str]) -> str:
-    """Describe the videos of a folder that are not read, because of their format; "" if there are none."""
-    others = [file for file in files if file.lower().endswith(_OTHER_VIDEOS)]
-    if not others:
-        return ""
-    number = counted(len(others), "video")
-    return f"{number} not in .mp4 format: {named(others)}; convert to .mp4"
-
-
 def in_place_of_videos(files: Iterable[str]) -> str:
     """Return what an error about a folder without a video adds: what it has, and what training needs."""
-    others = other_videos(files)
-    if others:
-        return f", but {others}"
     number = sum(file.lower().endswith(PICTURE_ENDINGS) for file in files)
     if number:
         text = f", but {counted(number, 'picture')}; training needs clips, also for image-to-video, which"
@@ -211,7 +237,12 @@ def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> s
 def first_line(file: str, about: Stat | None = None) -> tuple[str, bool]:
     """Return the first line of a file ("" if it is empty), and whether more text follows. about: as of text_of."""
     first, _, rest = _LINE_END.sub("\n", text_of(file, True, about)).partition("\n")
-    return first.strip(), bool(rest.strip())
+    return worded(first), bool(rest.strip())
+
+
+def worded(caption: str) -> str:
+    """Return a caption without blanks around it; "" for what stands for a missing one."""
+    return "" if (text := caption.strip()) in _NO_WORDS else text
 
 
 def text_lines(file: str) -> list[str]:
@@ -235,6 +266,37 @@ def are_missing(paths: Iterable[str], found: Collection[str]) -> list[bool]:
 
     split = ((path, *os.path.split(path)) for path in paths)
     return [p not in found and name not in files_of(folder) for p, folder, name in split]
+
+
+def find_missing(paths: list[str], found: Collection[str]) -> list[bool]:
+    """Return as are_missing does; a path whose file has the same letters in another Unicode form gets its name."""
+    is_gone = are_missing(paths, found)
+    for i in (i for i, gone in enumerate(is_gone) if gone and not paths[i].isascii()):
+        forms = (unicodedata.normalize(form, paths[i]) for form in ("NFC", "NFD"))
+        paths[i] = next(filter(os.path.exists, forms), paths[i])
+        is_gone[i] = not os.path.exists(paths[i])
+    return is_gone
+
+
+def placed(folder: str, name: str) -> str:
+    """Return the path that a table names: relative to its folder; ~ and $NAME are as in a shell."""
+    if name[:1] in ("~", "$"):
+        name = os.path.expandvars(os.path.expanduser(name))
+    return store.join(folder, name)
+
+
+def no_source(key: str, what: str, source: str) -> str:
+    """Return an error message about a source that does not exist."""
+    shown = cut(source, 160) or repr(source)
+    hints = {
+        "write several as --data A --data B, or args.train_data=[A,B]": "," in source,
+        "write ~ without quotes, or $HOME": source.startswith("~"),
+        "write / in place of \\": "\\" in source,
+        f"a data set of the hub is hf://datasets/{shown}": bool(_HUB_ID.fullmatch(source)),
+        "a web page holds no data: download its clips": source.startswith("http"),
+    }
+    hint = next((f"; {text}" for text, is_one in hints.items() if is_one), "")
+    return f"{key}: {what} {shown} does not exist; set it to the {what}s of your data{hint}"
 
 
 def refuse_samples(

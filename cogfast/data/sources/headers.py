@@ -27,7 +27,6 @@ from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
 from cogfast.data.video.file import (
     MAX_FRAMES,
-    Look,
     check_file,
     decode_errors,
     look_of,
@@ -280,14 +279,13 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
 
 def _shown(container: InputContainer, stream: av.VideoStream) -> tuple[int, int, str]:
     """Return rows and columns as players show the video, and its notes: its first frame has what containers lack."""
-    look = Look()
+    height, width = stream.height or 0, stream.width or 0
     try:
         look = look_of(next(container.decode(stream)), stream)
     except StoreError:
         raise
-    except (StopIteration, *decode_errors()):
-        pass  # the reader reports it
-    height, width = stream.height or 0, stream.width or 0
+    except (StopIteration, *decode_errors()):  # the reader reports it
+        return height, width, ""
     height, width = (width, height) if look.is_transposed else (height, width)
-    height, width = height / min(1, look.pixel_aspect), width * max(1, look.pixel_aspect)
-    return round(height), round(width), " ".join(look.notes)
+    aspect = look.pixel_aspect
+    return round(height / min(1, aspect)), round(width * max(1, aspect)), " ".join(look.notes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.values import nearest
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
-from cogfast.data.sources.folders import are_missing, text_lines
+from cogfast.data.sources.folders import find_missing, placed, text_lines, worded
 from cogfast.data.sources.manifest import table_hint
 
 _WHAT = {
@@ -26,6 +27,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     `image_column`, `control_column` and `mask_column`. Paths are relative to the list that names them.
     """
     raw = {key: _read(key, file) for key, file in files.items()}
+    raw["caption_column"] = [worded(line) for line in raw["caption_column"]]
     if not allow_empty_captions:
         _refuse_gaps(files, raw)
     lines = {
@@ -49,7 +51,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     columns, found = {}, {}
     for key in ("video_column", "image_column", "control_column", "mask_column"):
         if key in lines:
-            paths = [store.join(store.parent(files[key]), line) for line in lines[key]]
+            paths = [placed(store.parent(files[key]), line) for line in lines[key]]
             found |= store.stats(paths)
             _refuse_missing(files[key], raw[key], paths, found)
             columns[key] = PackedStrings(paths)
@@ -98,12 +100,10 @@ def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -
 
 
 def _refuse_missing(
-    file: str, lines: Sequence[str], paths: Sequence[str], found: Collection[str]
+    file: str, lines: Sequence[str], paths: list[str], found: Collection[str]
 ) -> None:
     """Raise ValueError if a listed file does not exist. found: the URLs that do."""
-    missing = [
-        path for path, is_gone in zip(paths, are_missing(paths, found), strict=True) if is_gone
-    ]
+    missing = list(compress(paths, find_missing(paths, found)))
     if missing:
         at = paths.index(missing[0])
         number = [i for i, line in enumerate(lines, 1) if line][at]

@@ -1,7 +1,7 @@
 """Manifests: CSV, JSON-lines or JSON files that list the samples of a data set, one per row.
 
 Required columns: path and caption, also under the names of other trainers' metadata (_NAMES).
-Optional: start and end (seconds), fps (frames per second of the clip, in place of data.params.fps),
+Optional: start and end (seconds), target_fps (frames per second of the clip, in place of data.params.fps),
 type (video, or image for a picture to train on), image (first frame for image-to-video), control (a
 control video, also as control_file_path),
 mask (a video or picture of black and white), weight (how often an epoch reads the sample), prior (true: the
@@ -38,10 +38,12 @@ from cogfast.data.sources.clip_list import (
 from cogfast.data.sources.folders import (
     ADD_BUCKET,
     SourceError,
-    are_missing,
     check_caption_size,
+    find_missing,
+    placed,
     refuse_samples,
     text_of,
+    worded,
 )
 from cogfast.extensions.stores.store_errors import check_address
 
@@ -50,7 +52,12 @@ logger = logging.getLogger(__name__)
 TABLE_ENDINGS = (".csv", ".jsonl", ".json")
 _TABLES = tuple(f"metadata{ending}" for ending in TABLE_ENDINGS)
 _OTHER_TOOLS = ("height", "priority")  # columns of other tools that resemble weight and prior
-_NUMBERS = {"start": math.nan, "end": math.nan, "fps": math.nan, "weight": 1.0}
+_NUMBERS = {"start": math.nan, "end": math.nan, "target_fps": math.nan, "weight": 1.0}
+# Columns that give parts of videos in other units than seconds, or in unknown ones
+_PARTS = re.compile(
+    r"(start|begin|end|stop)_?(frame|time|idx|index|sec|ms)|(frame|time|clip|segment)_?(start|begin|end|stop)"
+)
+_RATES = ("fps", "frame_rate", "framerate")  # of the files, by tools that describe them
 _COLUMNS = ("path", "caption", *_NUMBERS, "image", *OTHER_VIDEOS, "prior", "split")
 # Hugging Face's videofolder and finetrainers write file_name, VideoX-Fun file_path, text and type.
 _PATHS = ("path", "file_name", "file_path", "video", "video_path", "video_file", "media_path")
@@ -147,16 +154,17 @@ def read_manifest(
                 f"{', '.join(_PATHS[1:])})"
             )
         check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
+        caption = worded(caption)
         if not caption:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
-        texts["path"].append(store.join(folder, path))
+        texts["path"].append(placed(folder, path))
         places.append(place)
         texts["caption"].append(caption)
         for name, other in zip(("image", *OTHER_VIDEOS, *tensors), others, strict=True):
             if name in tensors and not other:
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
-            texts[name].append(store.join(folder, other) if other else "")
+            texts[name].append(placed(folder, other) if other else "")
         for name, missing in _NUMBERS.items():
             value = row.get(name)
             numbers[name].append(missing if value is None else _number(value, missing, where, name))
@@ -186,10 +194,11 @@ def read_manifest(
         )
     except store.StoreError as error:
         raise ValueError(f"{file}: {error}") from None
-    is_gone = are_missing(texts["path"], found)
+    is_gone = find_missing(texts["path"], found)
     if any(is_gone):
         first = is_gone.index(True)
-        first = f"{places[first]}: {texts['path'][first]}"
+        slash = " (write / in place of \\)" if "\\" in texts["path"][first] else ""
+        first = f"{places[first]}: {texts['path'][first]}{slash}"
         text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
         text += "the manifest, or remove the row"
         logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
@@ -201,7 +210,8 @@ def read_manifest(
     files = {n: PackedStrings(texts[n]) for n in (*OTHER_VIDEOS, *tensors) if any(texts[n])}
     # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
-    fps, weights, numbered = (np.array(x) for x in (numbers["fps"], numbers["weight"], splits))
+    columns = (numbers["target_fps"], numbers["weight"], splits)
+    fps, weights, numbered = (np.array(x) for x in columns)
     return ClipList(
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),
@@ -244,20 +254,26 @@ def _line_entries(file: str) -> Iterator[tuple[str, object]]:
         if not content.strip():
             continue
         try:
-            yield f"line {line}", json.loads(content)
+            yield f"line {line}", json.loads(content, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: line {line} is not JSON ({error}); fix it") from None
 
 
 def _list_entries(file: str) -> Iterator[tuple[str, object]]:
     try:
-        entries = json.loads(text_of(file))
+        entries = json.loads(text_of(file), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         fix = "correct it, or name it .jsonl if it has one object per line"
         raise ValueError(f"{file}: not JSON ({error}); {fix}") from None
     if not isinstance(entries, list):
         raise ValueError(f"{file}: must be a list of objects, [{{...}}, ...]; put it into [...]")
     yield from ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"{', '.join(found)}: one of these keys is there twice")
+    return found
 
 
 def _csv_rows(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
@@ -294,14 +310,23 @@ def _check_columns(file: str, place: str, found: set[str]) -> None:
     """Log columns that are not read; raise ValueError for one that looks misspelt."""
     unknown = sorted(name for name in found if name not in _KNOWN)
     for name in unknown:
+        low = str(name).lower().strip()
+        if _PARTS.match(low):
+            raise ValueError(
+                f"{file}: {place}: column {name[:80]} is not read: start and end (seconds) give a part of a video; "
+                "add these, or remove the column if each file is its part"
+            )
         # A higher cutoff than for keys: manifests have columns of other tools.
-        near = difflib.get_close_matches(str(name).lower().strip(), _COLUMNS, n=1, cutoff=0.75)
-        if near and name not in _OTHER_TOOLS:
+        near = difflib.get_close_matches(low, _COLUMNS, n=1, cutoff=0.75)
+        if near and low not in _OTHER_TOOLS:
             raise ValueError(
                 f"{file}: {place}: unknown column {name[:80]!r}; did you mean {near[0]}?"
             )
     if unknown:
         logger.info("%s: unused columns: %s", file, ", ".join(map(str, unknown)))
+    for name in (name for name in unknown if str(name).lower().strip() in _RATES):
+        text = "%s: column %s describes the files, and clips are read at data.params.fps; name it target_fps to set "
+        logger.warning(text + "the rate of each clip", file, name)
 
 
 def _text(value: object, where: str, name: str) -> str:

@@ -43,7 +43,6 @@ FramesPerSecond = Annotated[float, Range(0.01, 1000)]
 NumFrames = Annotated[int, Range(1, 10**5)]
 SkippedFrames = Annotated[float, Range(0, 10**6)]
 Mebibytes = Annotated[int, Range(0, 2**24)]
-TOO_SHORT = "(data.params.short_clips=pad repeats the last frame)"  # the end of the reason
 _ROUNDED = 0.5  # seconds by which the end of a part may be beyond the video's, since tables have rounded ones
 
 
@@ -178,7 +177,7 @@ def select_frames(times: np.ndarray, fps: float, settings: ClipSettings) -> Sele
         digits = 1 if f"{has:.1f}" != f"{need:.1f}" else 2
         raise ValueError(
             f"{counted(len(times), 'frame')} at {fps:g} fps = {has:.{digits}f} s, need {need:.{digits}f} s "
-            f"{TOO_SHORT}"
+            "(data.params.short_clips=pad repeats the last frame)"
         )
     return selection
 

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,10 @@ def check_file(path: str) -> int:
         raise BadSample(path, "not a file but a folder, pipe or device")
     if found.st_size == 0:
         raise BadSample(path, "the file is empty (0 bytes)")
+    if found.st_size < 1024:
+        with suppress(OSError), open(path, "rb") as file:
+            if file.read(23) == b"version https://git-lfs":
+                raise BadSample(path, "is a Git LFS pointer; run git lfs pull in its folder")
     return found.st_size
 
 

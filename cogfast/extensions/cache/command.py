@@ -260,16 +260,14 @@ class _CacheRun:
         if spec[ENCODE_CHUNKS] == "auto":
             # Entries that are there have one way: others would have other latents.
             before = ENCODE_MODES[ENCODE_MODES.index(work.entries.spec[ENCODE_CHUNKS])]
-            num_there = len({*self.keys["video"]}) - len(work.missing)
-            if num_there and before != how.mode:
+            if before != how.mode and (there := len({*self.keys["video"]}) - len(work.missing)):
                 kept = stage.limit_encode_memory(budget, shape, [(before, True)])
                 if kept.num_bytes > budget:
-                    key = "model.first_stage_config.params.encode_chunks"
                     raise ValueError(
-                        f"args.latent_cache={self.folder} has {counted(num_there, 'clip')} with encode_chunks={before}, "
-                        f"for which {kept.num_bytes / 2**30:.1f} GiB are needed and {budget / 2**30:.1f} are free (or "
-                        f"args.vae_memory_gib); free memory, set {key}={before} to try it, or ={how.mode} to encode "
-                        "all clips again"
+                        f"args.latent_cache={self.folder} has {counted(there, 'clip')} of encode_chunks={before}, which "
+                        f"takes {kept.num_bytes / 2**30:.1f} GiB of {budget / 2**30:.1f} (args.vae_memory_gib, or the "
+                        f"free memory); free memory, set model.first_stage_config.params.encode_chunks={before} to try "
+                        f"it, or ={how.mode} to encode all clips again"
                     )
                 how = kept
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})

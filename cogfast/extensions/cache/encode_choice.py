@@ -59,11 +59,6 @@ class EncodeChoice:
         self.shape = largest_clips(config, args)
         if isinstance(dataset, CachedVideos):
             way = dataset.entries["video"].spec.get(ENCODE_CHUNKS)
-            if groups.is_main and stored and way not in (None, stored[0]):
-                text = (
-                    "args.latent_cache has clips of encode_chunks=%s, and the run was trained on %s"
-                )
-                logger.warning(text, way, stored[0])
             stored = stored if way is None else (way, True)
         # A mode of another version of cogfast is left out.
         self.stored: EncodeWay | None = None

@@ -37,7 +37,9 @@ from cogfast.data.sources.folders import (
     SourceError,
     check_caption_size,
     decoded,
+    in_data,
     named,
+    worded,
 )
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import Stat, Versions
@@ -89,7 +91,7 @@ def shards_of(source: str) -> list[str]:
     is_file = source.endswith(".tar") or "{" in source or MEMBER in source
     if not is_file if is_url else Path(source).is_dir():
         names = list(store.find(source)) if is_url else map(str, Path(source).rglob("*.t*"))
-        names = sorted(names)
+        names = in_data(sorted(names), source.rstrip("/"))
         found = [name for name in names if name.endswith(".tar")]
         packed = [name for name in names if name.endswith(_COMPRESSED)]
         number = counted(len(packed), "compressed shard")
@@ -198,14 +200,18 @@ def list_shard(
     further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
     pictures = tuple(end[1:] for end in PICTURE_ENDINGS)
     kinds = VIDEO_KINDS + (pictures if has_pictures else ())
+    kept = {*in_data((f"{url}/{key}.{k}" for key, _, members in rows for k in members), url)}
     for key, caption, members in rows:
+        members = {k: place for k, place in members.items() if f"{url}/{key}.{k}" in kept}
+        if not members:
+            continue
         # A sample with several videos is read from the first kind in VIDEO_KINDS.
         kind = next((k for k in kinds if k in members), None)
         if kind is None:
             others.append(f"{key}: {', '.join(members)}")
             continue
         files.append(f"{url}{MEMBER}{key}.{kind}")
-        captions.append(caption)
+        captions.append(worded(caption))
         places.append(members[kind])
         for name, (own, own_places) in further.items():
             # A mask may be a picture for all frames of a video.

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.merged_config import COMMAND_LINE, refuse
-from cogfast.data.sources.folders import find_videos, label_of, named, walk_files
+from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
 from cogfast.data.sources.manifest import TABLE_ENDINGS, tables_in
 from cogfast.extensions.stores.store import StoreError
 
@@ -83,7 +83,7 @@ def _layouts_of(source: str) -> list[str]:
         videos = walk_files(folder)
     if not names or names == [source]:  # an object
         return []
-    first = next(find_videos(videos), None)
+    first = next((file for file in videos if file.lower().endswith(VIDEO_ENDINGS)), None)
     has_labels = store.is_url(source) and store.join(folder, "labels") in names
     found = {
         "VideoFolder": has_labels or bool(first and label_of(first, folder, dict.fromkeys(names))),

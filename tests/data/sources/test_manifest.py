@@ -33,7 +33,7 @@ def test_every_column(kind, tmp_path):
     picture = np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8)
     Image.fromarray(picture).save(tmp_path / "first.png")
     rows = [
-        {"path": "v/long.mp4", "caption": 'a "long", one', "start": 1.0, "end": 2.0, "fps": 16,
+        {"path": "v/long.mp4", "caption": 'a "long", one', "start": 1.0, "end": 2.0, "target_fps": 16,
          "image": "first.png", "weight": 2.5, "split": "train"},
         {"path": str(tmp_path / "videos/00.mp4"), "caption": "kürzer", "split": "Val"},
     ]  # fmt: skip
@@ -80,6 +80,11 @@ def test_parts_of_one_file_have_names(tmp_path):
     with pytest.raises(BadSample, match="4 frames at 8 fps = 0.5 s, need 1.1 s") as short:
         data[1]
     assert_refused(lambda: data[2], "no frame from 9 to 10 s", BadSample)
+    file = _csv(tmp_path, "path,caption,start,end\nx.mp4,a,0,12\nx.mp4,a,0,1.9\n")
+    data = VideoManifest(file, **CLIP)
+    line = "end=12 is beyond the video, which ends at 1.50 s; start and end are seconds, and no numbers"
+    assert_refused(lambda: data[0], line, BadSample)
+    assert len(data[1]["video"]) == 9  # rounded
     assert short.value.path == f"{tmp_path}/x.mp4#t=1,"
 
 
@@ -96,6 +101,53 @@ def test_names_that_are_no_manifest(name: str, tmp_path: Path) -> None:
     match = "(not a manifest|no such file|has no .*); give a (.csv|manifest)"
     with pytest.raises(ValueError, match=match):
         VideoManifest(tmp_path / name, **CLIP)
+
+
+DESCRIPTIONS = [
+    "fps",
+    "FPS",
+    "frame_rate",
+    "num_frames",
+    "n_frames",
+    "height",
+    "Height",
+    "width",
+    "resolution",
+    "duration",
+    "length",
+]
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_a_column_that_describes_the_file_changes_nothing_and_is_named(name, tmp_path, caplog):
+    """As of the tables of Open-Sora."""
+    caplog.set_level("INFO")
+    write_clip(tmp_path / "x.mp4", constant_rate(30, 24), size=(32, 48))
+    found = [
+        VideoManifest(_csv(tmp_path, f"path,caption{more}\n"), **CLIP)[0]
+        for more in ("\nx.mp4,a", f",{name}\nx.mp4,a,24")
+    ]
+    assert torch.equal(found[0]["video"], found[1]["video"]) and found[1]["fps"] == 8
+    assert f"unused columns: {name}" in caplog.text
+    assert ("target_fps" in caplog.text) == (name in DESCRIPTIONS[:3])
+
+
+def test_names_as_people_write_them(tmp_path, monkeypatch):
+    """A home, a variable, and a name that another system has stored in another Unicode form."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_clip(tmp_path / "Gr\u00f6\u00dfe.mp4", constant_rate(9, 8), size=(32, 48))
+    write_clip(tmp_path / "x.mp4", constant_rate(9, 8), size=(32, 48))
+    names = ["~/x.mp4", "$HOME/x.mp4", "Gro\u0308\u00dfe.mp4"]
+    table = _csv(tmp_path, "path,caption\n" + "".join(f"{name},a\n" for name in names))
+    (tmp_path / "videos.txt").write_text("\n".join(names))
+    (tmp_path / "prompts.txt").write_text("a\nb\nc")
+    for data in (VideoManifest(table, **CLIP), VideoList(tmp_path, **CLIP)):
+        assert [len(data[i]["video"]) for i in range(3)] == [9, 9, 9]
+
+
+def test_a_windows_path_is_explained(tmp_path, caplog):
+    VideoManifest(_csv(tmp_path, "path,caption\nv\\x.mp4,a\n"), **CLIP)
+    assert "v\\x.mp4 (write / in place of \\); correct the path" in caplog.text
 
 
 def test_lines_and_columns_as_spreadsheets_write_them(tmp_path):
