@@ -117,7 +117,8 @@ def _parse_run(
     example = f"{parser.prog} {model or ('--base ...' if base else 'FOLDER')} --data"
     for word in [*names, *filter(os.path.isdir, others)]:
         if os.path.exists(word):
-            raise ValueError(f"--data is missing before {word!r}; write {example} {word}")
+            given = "".join(f" {source} --data" for source in found.data or [])
+            raise ValueError(f"--data is missing before {word!r}; write {example}{given} {word}")
         text = f"{word!r} is neither an option nor key=value; files go after --base"
         raise ValueError(f"{text}, and videos after --data")
     settings = start.settings_of(found)

@@ -290,6 +290,7 @@ def no_source(key: str, what: str, source: str) -> str:
     shown = cut(source, 160) or repr(source)
     hints = {
         "write several as --data A --data B, or args.train_data=[A,B]": "," in source,
+        "its name is empty, as that of a variable that is not set": not source.strip(),
         "write ~ without quotes, or $HOME": source.startswith("~"),
         "write / in place of \\": "\\" in source,
         f"a data set of the hub is hf://datasets/{shown}": bool(_HUB_ID.fullmatch(source)),

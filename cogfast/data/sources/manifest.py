@@ -84,6 +84,8 @@ def table_hint(folder: str) -> str:
     """Return what an error about another layout adds for a folder with a metadata file, else ""."""
     found = tables_in(folder)
     text = "is read with data.target=cogfast.data.datasets.VideoManifest"
+    if not found and store.exists(store.join(folder, "prompt.txt")):
+        return "; lists of captions and videos are named prompts.txt and videos.txt"
     return f"; its {found[0]} {text}" if found else ""
 
 
@@ -332,7 +334,8 @@ def _check_columns(file: str, place: str, found: set[str]) -> None:
 def _text(value: object, where: str, name: str) -> str:
     """Check that a value is text, and strip it; ValueError that begins with place and name if not."""
     if not (value is None or isinstance(value, str)):
-        raise ValueError(f"{where}: {name}={str(value)[:80]} must be text; put it in quotes")
+        fix = "write a row for each" if isinstance(value, list) else "put it in quotes"
+        raise ValueError(f"{where}: {name}={str(value)[:80]} must be text; {fix}")
     text = (value or "").strip()
     # JSON escapes can spell single surrogates. A tokenizer refuses them, but the name of a file
     # has them where it is not valid UTF-8.

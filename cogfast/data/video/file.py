@@ -215,10 +215,6 @@ class Look(NamedTuple):
     pixel_aspect: float = 1.0
     notes: tuple[str, ...] = ()
 
-    @property
-    def is_upright(self) -> bool:
-        return not (self.is_transposed or self.flips_rows or self.flips_columns)
-
     def turned(self, pixels: NDArray) -> NDArray:
         """Return a decoded frame [H, W, 3] as it is shown."""
         pixels = pixels.swapaxes(0, 1) if self.is_transposed else pixels

@@ -157,7 +157,7 @@ class DaliReader:
         if kind not in self._known and self._refusals.get(kind, 0) >= _NUM_SUFFICIENT:
             return None
         # DALI ignores rotation, counts discarded frames as shown ones, and may take another stream.
-        is_other = bool(header.num_discarded) or not look.is_upright or "streams" in look.notes
+        is_other = bool(header.num_discarded) or any(look[:3]) or "streams" in look.notes
         if header.num_bytes > _MAX_BYTES or is_other:
             return None
         return DaliVideo(

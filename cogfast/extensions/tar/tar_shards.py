@@ -202,8 +202,7 @@ def list_shard(
     kinds = VIDEO_KINDS + (pictures if has_pictures else ())
     kept = {*in_data((f"{url}/{key}.{k}" for key, _, members in rows for k in members), url)}
     for key, caption, members in rows:
-        members = {k: place for k, place in members.items() if f"{url}/{key}.{k}" in kept}
-        if not members:
+        if f"{url}/{key}.{next(iter(members))}" not in kept:
             continue
         # A sample with several videos is read from the first kind in VIDEO_KINDS.
         kind = next((k for k in kinds if k in members), None)

@@ -74,6 +74,8 @@ def _layouts_of(source: str) -> list[str]:
         return ["VideoShards"]
     if is_table or os.path.isfile(source):
         return ["VideoManifest"] if is_table and store.exists(source) else []
+    if source.startswith("http"):  # a web server lists no folders
+        return []
     folder = store.parent(store.join(source, "file"))
     if store.is_url(source):
         # Its folders are not listed here, as that may take minutes.
