@@ -175,7 +175,7 @@ NO_DATA += ["a/.trashed", "runs/sft/samples/step-1/x", "runs/sft/x", "samples/x"
 
 @pytest.mark.parametrize("layout", ["folder", "tar", "bucket"])
 def test_what_is_no_data_is_left_out_and_counted(layout, tmp_path, caplog):
-    """By one rule: the folders of runs (here also that of the data), hidden ones, those of an operating system."""
+    """One rule names them: the folders of runs (here also that of the data), hidden ones, those of an operating system."""
     root, place = str(tmp_path / "d"), str(tmp_path / "d")
     if layout == "bucket":
         root = place = f"file://{tmp_path}/d"

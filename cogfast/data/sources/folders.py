@@ -26,7 +26,6 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 
 # str.splitlines also splits at characters that captions may hold, such as U+2028.
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _RUN = "/training_config.yaml"  # marks the folder of a run
 _NO_DATA = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
@@ -67,7 +66,7 @@ def find_videos(files: Mapping[str, Stat | None], folder: str, has_pictures: boo
         stem, ending = os.path.splitext(file)
         is_read = has_pictures or ending.lower() not in PICTURE_ENDINGS
         if is_read and of_mp4 and ending.lower() in VIDEO_ENDINGS[1:]:
-            # The source of an .mp4, or one that nobody has described
+            # The source of an .mp4, or one without a caption
             is_read = stem not in of_mp4 and label_of(file, folder, files) is not None
         if ending.lower() in VIDEO_ENDINGS + PICTURE_ENDINGS:
             (found if is_read else unread).append(file)
@@ -293,7 +292,9 @@ def no_source(key: str, what: str, source: str) -> str:
         "its name is empty, as that of a variable that is not set": not source.strip(),
         "write ~ without quotes, or $HOME": source.startswith("~"),
         "write / in place of \\": "\\" in source,
-        f"a data set of the hub is hf://datasets/{shown}": bool(_HUB_ID.fullmatch(source)),
+        f"a data set of the hub is hf://datasets/{shown}": bool(
+            re.fullmatch(r"[\w-]+/[\w.-]+", source)
+        ),
         "a web page holds no data: download its clips": source.startswith("http"),
     }
     hint = next((f"; {text}" for text, is_one in hints.items() if is_one), "")

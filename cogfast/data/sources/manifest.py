@@ -156,8 +156,7 @@ def read_manifest(
                 f"{', '.join(_PATHS[1:])})"
             )
         check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
-        caption = worded(caption)
-        if not caption:
+        if not (caption := worded(caption)):
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
         texts["path"].append(placed(folder, path))
@@ -199,8 +198,8 @@ def read_manifest(
     is_gone = find_missing(texts["path"], found)
     if any(is_gone):
         first = is_gone.index(True)
-        slash = " (write / in place of \\)" if "\\" in texts["path"][first] else ""
-        first = f"{places[first]}: {texts['path'][first]}{slash}"
+        first = f"{places[first]}: {texts['path'][first]}"
+        first += " (write / in place of \\)" if "\\" in first else ""
         text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
         text += "the manifest, or remove the row"
         logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
@@ -212,8 +211,7 @@ def read_manifest(
     files = {n: PackedStrings(texts[n]) for n in (*OTHER_VIDEOS, *tensors) if any(texts[n])}
     # Columns that no row uses are None, so that they cost no memory.
     spans = np.array([numbers["start"], numbers["end"]]).T
-    columns = (numbers["target_fps"], numbers["weight"], splits)
-    fps, weights, numbered = (np.array(x) for x in columns)
+    fps, weights, numbered = map(np.array, (numbers["target_fps"], numbers["weight"], splits))
     return ClipList(
         files=PackedStrings(texts["path"]),
         captions=PackedStrings(texts["caption"]),

@@ -47,7 +47,7 @@ def check_file(path: str) -> int:
         raise BadSample(path, "the file is empty (0 bytes)")
     if found.st_size < 1024:
         with suppress(OSError), open(path, "rb") as file:
-            if file.read(23) == b"version https://git-lfs":
+            if b"git-lfs" in file.read(40):
                 raise BadSample(path, "is a Git LFS pointer; run git lfs pull in its folder")
     return found.st_size
 

@@ -189,7 +189,7 @@ class PyAVReader(VideoReader):
 
     def _by_pts(self, left: list[int]) -> Iterator[Tensor]:
         """Yield the frames at `left`, last index first, and remove their indices from it."""
-        packets, shown = self._header.packets, self._header.shown
+        packets, shown, stream = self._header.packets, self._header.shown, self._stream
         # Some formats, such as AVI, store frames in decoding order without times of display.
         if self._delay is None or (self._delay == 0 and self._context.reorder_depth > 0):
             return
@@ -202,7 +202,7 @@ class PyAVReader(VideoReader):
                 if frame.pts == packets[first].pts:
                     is_sound = is_sound or frame.key_frame
                 if is_sound and left and frame.pts == packets[shown[left[-1]]].pts:
-                    yield from self._copies(frame, left, self._stream)
+                    yield from self._copies(frame, left, look_of(frame, stream))
 
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
@@ -235,7 +235,7 @@ class PyAVReader(VideoReader):
             try:
                 for frame in container.decode(stream):
                     if left[-1] == number:
-                        yield from self._copies(frame, left, stream)
+                        yield from self._copies(frame, left, look_of(frame, stream))
                     if not left:
                         return
                     number += 1
@@ -244,14 +244,12 @@ class PyAVReader(VideoReader):
                 why = one_line(error)
         raise BadSample(self.path, f"frame {number} of {len(self)} does not decode ({why})")
 
-    def _copies(
-        self, frame: av.VideoFrame, left: list[int], stream: av.VideoStream
-    ) -> Iterator[Tensor]:
+    def _copies(self, frame: av.VideoFrame, left: list[int], look: Look) -> Iterator[Tensor]:
         """Yield a frame [1, H, W, 3] as often as it is next in `left`.
 
         The frame is turned as players show it.
         """
-        self.look = look_of(frame, stream)
+        self.look = look
         if self._stretch is not None:
             pixels = self._stretch(frame, self.look)
         else:

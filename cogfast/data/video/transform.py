@@ -127,19 +127,17 @@ def cover_size(height: int, width: float, target: tuple[int, int]) -> tuple[int,
     return int(height * columns / width), columns
 
 
-def resize_and_center_crop(
-    frames: Tensor, target: tuple[int, int], pixel_aspect: float = 1.0
-) -> Tensor:
+def resize_and_center_crop(frames: Tensor, target: tuple[int, int], aspect: float = 1.0) -> Tensor:
     """Scale frames [F, H, W, 3] uint8 to cover the target and crop the centre.
 
-    pixel_aspect: width of a pixel by its height. Returns [F, 3, rows, columns] uint8. Uses torch's antialiased bicubic uint8 kernel, as
+    aspect: width of a pixel by its height. Returns [F, 3, rows, columns] uint8. Uses torch's antialiased bicubic uint8 kernel, as
     torchvision's v2 resize does. SAT uses torchvision's v1 resize, which computes in float32 without
     clamping between the two passes: it differs by up to 9 levels in natural video and 25 at the
     edges of white text, and is 5 to 30 times slower.
     """
     _, height, width, _ = frames.shape
     rows, columns = target
-    size = cover_size(height, width * pixel_aspect, target)
+    size = cover_size(height, width * aspect, target)
     video = frames.permute(0, 3, 1, 2)  # [F, 3, H, W] in channels-last memory, the fast path
     if size != (height, width):
         video = F.interpolate(video, size=size, mode="bicubic", antialias=True)

@@ -220,9 +220,8 @@ class Parts:
         is_sparse = transformer.sparse_share is not None
         backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
-        encode_choice = EncodeChoice(
-            config, args, groups, manifest.get("encode_way"), datasets.train
-        )
+        way = manifest.get("encode_way")
+        encode_choice = EncodeChoice(config, args, groups, way, datasets.train)
         encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
         section = config.deepspeed.get("optimizer") or {}

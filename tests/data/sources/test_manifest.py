@@ -120,7 +120,7 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_a_column_that_describes_the_file_changes_nothing_and_is_named(name, tmp_path, caplog):
-    """As of the tables of Open-Sora."""
+    """Open-Sora's tables have such columns."""
     caplog.set_level("INFO")
     write_clip(tmp_path / "x.mp4", constant_rate(30, 24), size=(32, 48))
     found = [
