@@ -292,9 +292,7 @@ def no_source(key: str, what: str, source: str) -> str:
         "its name is empty, as that of a variable that is not set": not source.strip(),
         "write ~ without quotes, or $HOME": source.startswith("~"),
         "write / in place of \\": "\\" in source,
-        f"a data set of the hub is hf://datasets/{shown}": bool(
-            re.fullmatch(r"[\w-]+/[\w.-]+", source)
-        ),
+        f"a data set of the hub is hf://datasets/{shown}": re.fullmatch("[\\w-]+/[\\w.-]+", source),
         "a web page holds no data: download its clips": source.startswith("http"),
     }
     hint = next((f"; {text}" for text, is_one in hints.items() if is_one), "")

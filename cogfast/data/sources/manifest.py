@@ -199,8 +199,7 @@ def read_manifest(
     if any(is_gone):
         first = is_gone.index(True)
         first = f"{places[first]}: {texts['path'][first]}"
-        first += " (write / in place of \\)" if "\\" in first else ""
-        text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
+        text = "%s: %d of %s name a file that does not exist, first %s; correct the path (with /), which is relative to "
         text += "the manifest, or remove the row"
         logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
     if not allow_empty_captions:
