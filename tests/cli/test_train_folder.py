@@ -93,9 +93,7 @@ def test_mistakes_end_in_one_line(
         Path(name).parent.mkdir(exist_ok=True)
         Path(f"{name}.txt").write_text(text)
     Path("lists", "a.mp4").write_text("no video")
-    Path("pointer", "a.mp4").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
-    )
+    Path("pointer", "a.mp4").write_text("version x/git-lfs/spec/v1\noid sha256:1\n")
     Path("none.csv").write_text("path,caption\na.mp4,x\nb.mp4,y\n")
     refusal = refusal.fill(data=data, **{"5b": pipelines.path("5b")})
     assert main(["train", *refusal.words]) == 2

@@ -199,8 +199,8 @@ def read_manifest(
     if any(is_gone):
         first = is_gone.index(True)
         first = f"{places[first]}: {texts['path'][first]}"
-        text = "%s: %d of %s name a file that does not exist, first %s; correct the path (with /), which is relative to "
-        text += "the manifest, or remove the row"
+        text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
+        text += "the manifest, or remove the row" + "; write / in place of \\" * ("\\" in first)
         logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"

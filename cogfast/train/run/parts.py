@@ -203,8 +203,8 @@ class Parts:
         exporter = Exporter(
             args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
         )
-        # A resumed run keeps its attention backend.
-        stored = manifest.get("attention_backend")
+        # A resumed run keeps its attention backend and the way in which clips are encoded.
+        stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
         before = manifest.get("attention")
         self.attention = choose_attention(
             config, args, transformer.config, before, groups, is_training=True
@@ -220,7 +220,6 @@ class Parts:
         is_sparse = transformer.sparse_share is not None
         backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
-        way = manifest.get("encode_way")
         encode_choice = EncodeChoice(config, args, groups, way, datasets.train)
         encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)

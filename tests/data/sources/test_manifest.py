@@ -147,7 +147,7 @@ def test_names_as_people_write_them(tmp_path, monkeypatch):
 
 def test_a_windows_path_is_explained(tmp_path, caplog):
     VideoManifest(_csv(tmp_path, "path,caption\nv\\x.mp4,a\n"), **CLIP)
-    assert "v\\x.mp4 ; correct the path (with /), which is relative" in caplog.text
+    assert "or remove the row; write / in place of \\" in caplog.text
 
 
 def test_lines_and_columns_as_spreadsheets_write_them(tmp_path):
