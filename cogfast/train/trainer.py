@@ -212,7 +212,7 @@ class Trainer:
                 f"losses returned the shape {list(losses.shape)} for {len(latents)} samples; return one "
                 "loss for each sample, before their mean"
             )
-        self.bands.add(rng, losses, is_prior)
+        self.bands.add(noised.timesteps, losses, is_prior)
         return losses.mean()
 
     def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
