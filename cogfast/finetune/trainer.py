@@ -134,6 +134,10 @@ class _Run(cogfast.train.trainer.Trainer):
         if {"initialize_pipeline", "validation_step"} & self.methods.keys():
             self.evaluator.make_videos = partial(StepVideos, owner)
 
+    @property
+    def _kind(self) -> type:
+        return type(self.owner)
+
     def compute_loss(self, batch: dict) -> Tensor:
         # Overridden methods read upstream's keys; cogfast's own loss reads the moments that a cache has.
         if {"compute_loss", "collate_fn"} & self.methods.keys():

@@ -61,7 +61,7 @@ class Trainer:
         log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
     def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        parts = self.parts = assemble(config, overrides)
+        parts = self.parts = assemble(config, overrides, self._kind)
         self.config, self.args, self.groups = parts.config, parts.args, parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
         self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
@@ -70,6 +70,11 @@ class Trainer:
         self.evaluator, self.writer = parts.evaluator, parts.writer
         self.step = parts.step  # optimizer steps done
         self.batches: ModelBatches | None = None  # while it trains
+
+    @property
+    def _kind(self) -> type:
+        """The class whose code a resumed run must have."""
+        return type(self)
 
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""
@@ -330,6 +335,7 @@ class Trainer:
             "encode_way": parts.encode_choice.way or parts.encode_choice.stored,
             "video_sizes": self.size.trained(),
             "config": plain_sections(self.config),
+            "classes": parts.classes,
         }
         is_exported = parts.exporter.is_due(self.step, is_stopping)
         self.writer.save(self.step, state, parts.exporter.write if is_exported else None)

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
@@ -30,6 +30,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
+from cogfast.config.own_classes import OwnClass, changes_of_code
 from cogfast.config.values import counted, cut, printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.run_lock import RunLock, check_object
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 # Keys that decide what is trained: a resumed run must have the same values as its checkpoint. Paths,
 # intervals, logging, evaluation, the number of steps, and the parallel layout may change.
 _DECISIVE = (
+    "trainer*",
     "model.*",
     "data.*",
     "args.seed",
@@ -432,13 +434,19 @@ def _named(path: Path) -> tuple[Path, Path]:
     return run_of(checkpoint), checkpoint
 
 
-def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
-    """Check that the keys that decide what is trained are the checkpoint's.
+def check_changes(
+    checkpoint: Path,
+    manifest: dict,
+    config: Config,
+    global_batch: int,
+    classes: Mapping[str, OwnClass],
+) -> None:
+    """Check that the keys and the user's classes that decide what is trained are the checkpoint's.
 
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
-    found = _changes_since(manifest, config).items()
+    found = _changes_since(manifest, config, classes).items()
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
@@ -468,6 +476,7 @@ def describe_run(
     manifest: dict,
     config: Config,
     world_size: int,
+    classes: Mapping[str, OwnClass],
 ) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
@@ -477,7 +486,7 @@ def describe_run(
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     of_resume = ("args.resume", "args.accept_changes")
-    changes = _changes_since(manifest, config)
+    changes = _changes_since(manifest, config, classes)
     changed = [text for key, text in changes.items() if key not in of_resume]
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
@@ -496,15 +505,19 @@ def describe_run(
         ) from None
 
 
-def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
-    """Return {key: "key: old -> new"} of the keys that differ from a checkpoint's, {} without one."""
+def _changes_since(
+    manifest: dict, config: Config, classes: Mapping[str, OwnClass]
+) -> dict[str, str]:
+    """Return {key: "key: old -> new"} of the keys and classes that differ from a checkpoint's, {} without
+    one. Earlier versions of cogfast stored no classes."""
     before = _completed(manifest.get("config", {}))
     if not before:
         return {}
     old, new = leaves(before), leaves(plain_sections(config))
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+    changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+    return changes | changes_of_code(manifest.get("classes", classes), classes)
 
 
 def _completed(sections: dict) -> dict:

@@ -17,6 +17,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
+from cogfast.config.own_classes import own_classes
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
@@ -82,6 +83,7 @@ from cogfast.train.run.folder import (
     create_folder,
     describe_run,
     open_run_folder,
+    plain_sections,
 )
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import resume_words
@@ -110,25 +112,25 @@ class Parts:
     """
 
     def __init__(
-        self, config: Config, overrides: EncodeOverrides, log: RunLog, held: ExitStack
+        self, config: Config, overrides: EncodeOverrides, kind: type, log: RunLog, held: ExitStack
     ) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from.
 
-        held: what the run holds until its log ends: the lock of its folder, uploads to a store.
+        kind: of the trainer. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
         config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
         if not args.compile:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
-        check_train(config)
+        check_train(config, trainer=kind)
         groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
         if args.fit == "auto":
             fitted, args = fit_to_device(config, args, groups)
             if fitted is not config:
-                check_train(fitted)
+                check_train(fitted, trainer=kind)
             config = fitted
         diffusion = assemble_diffusion(config)
         if groups.is_main:
@@ -159,6 +161,7 @@ class Parts:
         learning_rate = build_learning_rate(args, num_steps)
         if groups.is_main:
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
+        self.classes = own_classes(plain_sections(config), config.allow_import, kind)
         folder, checkpoint, check_owner = open_run_folder(args, groups, held)
         step, manifest = 0, {}
         if checkpoint is not None:
@@ -168,7 +171,7 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            check_changes(checkpoint, manifest, config, global_batch)
+            check_changes(checkpoint, manifest, config, global_batch, self.classes)
             step = manifest["step"]
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
@@ -178,10 +181,14 @@ class Parts:
             folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
         )
         held.callback(self.uploads.close)
-        describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
-        groups.on_main(describe)
+        about = (checkpoint, manifest, config, groups.world_size, self.classes)
+        groups.on_main(partial(describe_run, folder, *about))
         if groups.is_main:
             log.open(folder)
+            for key, each in self.classes.items():
+                if each["code"] is None:
+                    text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
+                    logger.warning(text, key, each["name"])
             # The headers were read before the folder existed.
             record_bad(folder, bad, len(datasets.train))
 
@@ -287,11 +294,11 @@ class Parts:
         )
 
 
-def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
-    """Build a run. Its log ends with the error if that fails."""
+def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
+    """Build a run of this kind of trainer. Its log ends with the error if that fails."""
     log, held = RunLog(), ExitStack()
     try:
-        return Parts(config, overrides, log, held)
+        return Parts(config, overrides, kind, log, held)
     except BaseException as error:
         log.end(error)
         held.close()

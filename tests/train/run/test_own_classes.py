@@ -1,0 +1,166 @@
+"""Classes of a user's own are part of a run: changed code is found when it resumes, and by its caches."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cogfast.__main__ import main
+from cogfast.config.arguments import TrainArguments
+from cogfast.data.video.clip import ClipSettings
+from cogfast.extensions.cache.cache_key import cache_specs
+from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
+from cogfast.train.frozen_encoders import NO_OVERRIDES
+from cogfast.train.trainer import Trainer
+from tests.support.refusals import assert_refused
+from tests.support.runs import Run
+from tests.train.run.test_extending import example
+
+FILES = {
+    "mine_base": "FACTOR = 2.0\nclass Scaled:\n    def scaled(self, value): return FACTOR * value\n",
+    "mine_trainer": """
+from cogfast.train.trainer import Trainer
+from mine_base import Scaled
+class Mine(Scaled, Trainer):
+    def losses(self, *given): return self.scaled(super().losses(*given))
+""",
+    "mine_parts": """
+from cogfast.diffusion.loss import VideoDiffusionLoss
+from cogfast.diffusion.sampler import VideoDDIMSampler
+class Loss(VideoDiffusionLoss): pass
+class Sampler(VideoDDIMSampler): pass
+""",
+    "mine_encoders": """
+from cogfast.data.datasets import VideoFolder
+from cogfast.extensions.wavelet.wavelet_autoencoder import WaveletAutoencoder
+from cogfast.model.text_encoder import ByteTextEncoder
+class Stage(WaveletAutoencoder): pass
+class Text(ByteTextEncoder): pass
+class Clips(VideoFolder): pass
+""",
+}
+PARTS = (
+    "model.loss_fn_config.target=mine_parts.Loss",
+    "model.sampler_config.target=mine_parts.Sampler",
+)
+Edit = Callable[[str, str], None]
+
+
+@pytest.fixture
+def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
+    """Changes a module, which the next start of a run imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def change(name: str, text: str) -> None:
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write(text)
+        for known in FILES:
+            sys.modules.pop(known, None)
+        importlib.invalidate_caches()
+
+    for name, text in FILES.items():
+        change(name, text)
+    return change
+
+
+def mine(run: Run, name: str = "Mine") -> Run:
+    return replace(run, kind=getattr(importlib.import_module("mine_trainer"), name))
+
+
+NONE = ("mine_parts", "")
+ADVICE = "; change it back, or resume anyway with args.accept_changes=true"
+CHANGES = {
+    "without the trainer": (False, NONE, "trainer: mine_trainer.Mine -> cogfast's own"),
+    "trainer": (
+        True,
+        ("mine_trainer", "x = 1\n"),
+        "trainer: the code of mine_trainer.Mine has changed",
+    ),
+    "its base": (
+        True,
+        ("mine_base", "x = 1\n"),
+        "trainer: the code of mine_trainer.Mine has changed",
+    ),
+    "a component": (
+        True,
+        ("mine_parts", "x = 1\n"),
+        "model.loss_fn_config: the code of mine_parts.Loss has changed",
+    ),
+}
+
+
+@pytest.fixture
+def begun(run: Run, edit: Edit) -> Run:
+    own = run.by(Trainer, "mine_parts").with_words(*PARTS, "args.num_workers=0")
+    return mine(own).train(steps=1)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_resumed_run_has_the_code_that_was_saved(
+    begun: Run, edit: Edit, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_mine, change, line = CHANGES[what]
+    edit(*change)
+    now = mine(begun) if is_mine else replace(begun, kind=Trainer)
+    assert_refused(lambda: now.resume(steps=2), f"checkpoint's: {line}{ADVICE}")
+    assert now.resume("args.accept_changes=true", steps=2).last.step == 2
+    assert "the configuration has changed: " in caplog.text and line in caplog.text
+    # What was accepted is what the next checkpoint says.
+    assert now.resume(steps=3).last.step == 3
+
+
+def test_what_may_change_and_what_says_nothing(
+    begun: Run, edit: Edit, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """The code of a sampler may change; checkpoints of earlier versions, which name no class, resume."""
+    saved = read_manifest(begun.checkpoint, RESUMABLE)
+    assert saved["classes"].keys() == {"trainer", "model.loss_fn_config", "model.sampler_config"}
+    assert main(["convert", str(begun.path), str(tmp_path / "converted"), "--to", "diffusers"]) == 0
+    assert main(["report", str(begun.path)]) == 0
+    del saved["classes"]["model.loss_fn_config"], saved["checksum"]
+    write_manifest(begun.checkpoint, saved)
+    edit("mine_parts", "x = 1\n")
+    assert mine(begun).resume(steps=2).last.step == 2
+    saved = read_manifest(begun.checkpoint, RESUMABLE)
+    del saved["classes"], saved["checksum"]
+    write_manifest(begun.checkpoint, saved)
+    assert replace(begun, kind=Trainer).resume(steps=3).last.step == 3
+
+
+def test_a_class_without_a_file_is_named_once(run: Run, log: pytest.LogCaptureFixture) -> None:
+    begun = run.by(example("WeightByTimestep")).train(steps=1)
+    saved = read_manifest(begun.checkpoint, RESUMABLE)["classes"]
+    assert saved == {"trainer": {"name": "example.WeightByTimestep", "code": None}}
+    assert log.text.count("the code of example.WeightByTimestep is in no file") == 1
+    assert begun.by(example("WeightByTimestep")).resume(steps=2).last.step == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "kind"),
+    [
+        ("model.first_stage_config", "Stage", "video"),
+        ("model.conditioner_config.params.emb_models.0", "Text", "text"),
+        ("data", "Clips", "video"),
+    ],
+)
+def test_a_cache_is_of_the_code_of_its_encoders(
+    run: Run, edit: Edit, key: str, name: str, kind: str
+) -> None:
+    settings = ClipSettings(video_size=(32, 32), fps=8, max_num_frames=9)
+
+    def specs(*words: str) -> dict[str, dict]:
+        config = run.by(Trainer, "mine_encoders").config(*words)
+        return cache_specs(config, TrainArguments.from_config(config), settings, NO_OVERRIDES)
+
+    own, plain = specs(f"{key}.target=mine_encoders.{name}"), specs()
+    assert own[kind] != plain[kind]
+    edit("mine_parts", "x = 1\n")
+    assert specs(f"{key}.target=mine_encoders.{name}") == own
+    edit("mine_encoders", "x = 1\n")
+    found = specs(f"{key}.target=mine_encoders.{name}")
+    assert {kind for kind in own if found[kind] != own[kind]} == {kind}
+    # The key of caches that users have
+    assert specs() == plain and plain["text"]["text encoder"] == "521554dbbf11"
