@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -171,17 +171,21 @@ class DiffusionTransformer(nn.Module):
         return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
 
     @torch.no_grad()
-    def reset_added(self, seed: int, names: Container[str] | None = None) -> None:
-        """Give parameters of a subclass, those in `names` or all, and its buffers its constructor's values."""
-        if not self.added:
+    def reset_added(self, seed: int, names: Iterable[str] | None = None) -> None:
+        """Give parameters and buffers of a subclass, those in `names` or all, its constructor's values."""
+        names = self.added if names is None else self.added & {*names}
+        if not names:
             return
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(random_bits(seed, "added modules"))
             made = _named(type(self)(self.config))
-        parameters = dict(self.named_parameters())
-        for name in self.added:
-            if names is None or name in names or name not in parameters:
-                _named(self)[name].copy_(made[name])
+        for name in names:
+            _named(self)[name].copy_(made[name])
+
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers of a subclass, such as running means, by name: checkpoints have them."""
+        names = self.added & self.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.named_buffers() if name in names}
 
     def block_arguments(
         self, tensors: Mapping[str, Tensor], grid: TokenGrid

@@ -114,9 +114,10 @@ def load_source(
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
+    parameters |= transformer.kept_buffers()
     shards = shards or {}
     # Shapes of whole parameters, as in the file, also where this rank has a shard.
-    wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
+    wanted = {n: shards[n].shape if n in shards else p.shape or (1,) for n, p in parameters.items()}
     # A part of a model, such as the adapters of a run, does not show the family member.
     if not source.is_partial:
         found = identify(source, transformer.config.out_channels)

@@ -367,11 +367,13 @@ class _Snapshot:
         named = dict(engine.transformer.named_parameters())
         self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
         self.frozen = frozen_to_keep(engine.transformer)
+        self.live_buffers = engine.transformer.kept_buffers()
+        self.buffers = {name: host_buffer(x) for name, x in self.live_buffers.items()}
         # The manifest's entries. The thread must not read modules: within a forward pass, ZeRO-3
         # gathers a parameter that is read, which is a collective of every rank.
         self.about = {
             "parameters": {n: _about(p) for n, p in named.items() if p.requires_grad},
-            "frozen": {n: _about(p) for n, p in self.frozen.items()},
+            "frozen": {n: _about(p) for n, p in {**self.frozen, **self.live_buffers}.items()},
         }
         self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
@@ -408,8 +410,8 @@ class _Snapshot:
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change, so one copy is enough
         self.engine.wait_for_ema()
-        live = {**self._live_partitions(), **self._live_numbers()}
-        buffers = {**self.partitions, **self.numbers}
+        live = {**self._live_partitions(), **self._live_numbers(), **self.live_buffers}
+        buffers = {**self.partitions, **self.numbers, **self.buffers}
         for key, buffer in buffers.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
@@ -448,7 +450,7 @@ class _Snapshot:
             key = f"{kind}/{parameter}/{start}"
             tensors.append(Outgoing(key, (numel,), dtype, read))
             slices[key] = {"parameter": parameter, "kind": kind, "start": start, "numel": numel}
-            shard = self.shards[parameter]
+            shard = self.shards.get(parameter)
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
 
@@ -461,6 +463,9 @@ class _Snapshot:
                 add(kind, piece.parameter, piece.start, piece.numel, read)
         for name, values in self.frozen_values.items():
             add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
+        # Each rank has its own: those of rank 0 are saved.
+        for name, values in self.buffers.items() if self.engine.data_rank == 0 else ():
+            add("frozen", name, 0, values.numel(), values.float)
         return slices, write_safetensors(path, tensors)
 
     def _check_finite(self) -> None:
