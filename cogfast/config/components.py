@@ -153,7 +153,7 @@ def describe_place(path: str, place: str) -> str:
     return f"unknown {one.what}; {hint or f'use {listed}'}"
 
 
-_KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
+KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
 # Additional keys of the entries of conditioner_config.params.emb_models.
@@ -229,7 +229,7 @@ def import_target(
             return _import_allowed(path, key, package)
     hint = describe_place(path, place)
     root = path.partition(".")[0]
-    if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
+    if "did you mean" not in hint and root.isidentifier() and root not in KNOWN_ROOTS:
         hint += f"; classes of your own package need --allow-import {root}"
     raise KeyProblem(key, f"{key}={cut(path)}: {hint}")
 

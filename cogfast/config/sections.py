@@ -11,6 +11,7 @@ from annotated_types import Len, MaxLen
 
 from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
 from cogfast.config.components import (
+    KNOWN_ROOTS,
     OWN_OPTIMIZERS,
     check_component,
     data_set_with,
@@ -27,6 +28,7 @@ from cogfast.config.deepspeed_keys import (
     take,
 )
 from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
+from cogfast.config.own_classes import own_targets
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, fold_lora
 from cogfast.config.sat_unused import UNUSED
@@ -50,6 +52,7 @@ COMPONENTS = (
     "first_stage_config",
     "conditioner_config",
 )
+_OF_TRAINING = ("data", "model.loss_fn_config", "deepspeed.optimizer")
 # key -> (legal values, what to do instead of setting another)
 ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
@@ -151,9 +154,26 @@ def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
                 del origins[name]
 
 
-def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dict[str, str]:
+def _leave_out_training(config: dict[str, Any], allow_import: tuple[str, ...]) -> dict[str, str]:
+    """Remove what sampling does not build and --allow-import does not name, but for the params of a data
+    set. Return {key: reason}."""
+    found: dict[str, str] = {}
+    for key, path in own_targets(config).items():
+        root, *more = path.split(".")
+        is_given = any(path.startswith(f"{package}.") for package in allow_import)
+        whole = next((each for each in _OF_TRAINING if f"{key}.".startswith(f"{each}.")), None)
+        if whole is not None and more and root not in KNOWN_ROOTS and not is_given:
+            found[whole] = f"sampling does not need {path}"
+    for key in found:
+        take(config, ("data.target" if key == "data" else key).split("."))
+    return found
+
+
+def check_sections(
+    config: dict[str, Any], allow_import: tuple[str, ...], is_sampled: bool = False
+) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
-    unused: dict[str, str] = {}
+    unused = _leave_out_training(config, allow_import) if is_sampled else {}
     _check_section(config["args"], TrainArguments, "args", unused, ())
     _check_section(config["model"], ModelArguments, "model", unused, COMPONENTS)
     for name in COMPONENTS:
@@ -170,7 +190,7 @@ def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dic
         else:
             check_component(node, where, allow_import, unused)
     # assemble_datasets gives data_dir: args.train_data or args.valid_data.
-    if config.get("data"):
+    if config.get("data") and "data" not in unused:
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
     return unused

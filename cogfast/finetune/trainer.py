@@ -130,13 +130,10 @@ class _Run(cogfast.train.trainer.Trainer):
 
     def __init__(self, config: Config, owner: Trainer) -> None:
         self.owner, self.methods = owner, overridden(type(owner), Trainer)
+        self._kind = type(owner)
         super().__init__(config, owner._encode_overrides(self.methods))
         if {"initialize_pipeline", "validation_step"} & self.methods.keys():
             self.evaluator.make_videos = partial(StepVideos, owner)
-
-    @property
-    def _kind(self) -> type:
-        return type(self.owner)
 
     def compute_loss(self, batch: dict) -> Tensor:
         # Overridden methods read upstream's keys; cogfast's own loss reads the moments that a cache has.

@@ -57,11 +57,13 @@ class Trainer:
     overrides: functions that encode clips and captions in place of the configured encoders.
     """
 
+    _kind: type | None = None  # the class whose code a resumed run must have, if it is not this one
+
     def __init_subclass__(cls) -> None:
         log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
     def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        parts = self.parts = assemble(config, overrides, self._kind)
+        parts = self.parts = assemble(config, overrides, self._kind or type(self))
         self.config, self.args, self.groups = parts.config, parts.args, parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
         self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
@@ -70,11 +72,6 @@ class Trainer:
         self.evaluator, self.writer = parts.evaluator, parts.writer
         self.step = parts.step  # optimizer steps done
         self.batches: ModelBatches | None = None  # while it trains
-
-    @property
-    def _kind(self) -> type:
-        """The class whose code a resumed run must have."""
-        return type(self)
 
     def train(self) -> None:
         """Train from the current step to the last, or until a signal asks to stop."""

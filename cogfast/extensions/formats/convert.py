@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import read_json
+from cogfast.config.own_classes import own_objective
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import (
     adapters_of,
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 OTHERS_RUN_DENSE = (
     "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
     "shows the difference"
+)
+OTHER_OBJECTIVE = (
+    "trained with %s, but diffusers' pipelines sample by v-prediction and their own schedule"
 )
 
 
@@ -91,7 +96,7 @@ def convert(
     source = _without_own(open_source(source_path, has_averages))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
-        _warn_of_sparse(run)
+        _warn_of_training(run)
         if to in ("peft", "diffusers"):
             log_difference_of_run(run)
     _refuse_unexpected(source, allow_unexpected)
@@ -125,10 +130,22 @@ def convert(
         )
 
 
-def _warn_of_sparse(path: Path) -> None:
-    """Log a warning if weights of a run were trained with sparse attention."""
+def warn_of_objective(what: str | Path, model: Mapping) -> None:
+    """Log a warning if the denoiser or the schedule of a model section is a user's own."""
+    if own := own_objective(model):
+        text = (
+            OTHER_OBJECTIVE
+            + ": their videos are wrong if it is another one; cogfast sample takes its own"
+        )
+        logger.warning(f"%s: {text}", what, own)
+
+
+def _warn_of_training(path: Path) -> None:
+    """Log a warning if weights of a run were trained in a way that other programs do not sample."""
     run = find_run_checkpoint(path)
-    attention = None if run is None else read_manifest(run).get("attention")
+    manifest = {} if run is None else read_manifest(run)
+    warn_of_objective(path, manifest.get("config", {}).get("model", {}))
+    attention = manifest.get("attention")
     if attention not in (None, "dense"):
         logger.warning(
             "%s was trained with " + OTHERS_RUN_DENSE, path, f"args.attention={attention}"

@@ -19,7 +19,6 @@ from cogfast.config.components import is_none, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
-from cogfast.config.own_classes import TRAINER, own_classes
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
@@ -62,7 +61,6 @@ from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
     check_creatable,
-    plain_sections,
     resumed_in_run_folder,
 )
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
@@ -95,7 +93,7 @@ def _check_name(config: Config, args: TrainArguments) -> None:
         refuse(config, "args.experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(config: Config, args: TrainArguments, trainer: type | None) -> None:
+def _check_run_folder(config: Config, args: TrainArguments) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
     try:
         check_creatable(args)
@@ -103,11 +101,9 @@ def _check_run_folder(config: Config, args: TrainArguments, trainer: type | None
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            # The global batch of this run is not known yet: it is compared when the run starts.
-            classes = own_classes(plain_sections(config), config.allow_import, trainer)
-            if trainer is None:  # it is not known here
-                manifest.get("classes", {}).pop(TRAINER, None)
-            check_changes(checkpoint, manifest, config, manifest["global_batch"], classes)
+            # Global batch and trainer of this run are not known yet: they are compared when it starts.
+            known = manifest["global_batch"], manifest.get("classes", {})
+            check_changes(checkpoint, manifest, config, *known)
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
@@ -148,9 +144,8 @@ def _check_base(
         refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
 
 
-def check_train(config: Config, world_size: int | None = None, trainer: type | None = None) -> None:
-    """Check the configuration of `cogfast train`. world_size: None uses that of this launch. trainer: its
-    class, if it is known."""
+def check_train(config: Config, world_size: int | None = None) -> None:
+    """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
@@ -162,7 +157,7 @@ def check_train(config: Config, world_size: int | None = None, trainer: type | N
     # All at once: a user with four wrong paths should not start four times.
     _refuse_missing(config, _placeholders(config), _missing_paths(config, args))
     _check_name(config, args)
-    _check_run_folder(config, args, trainer)
+    _check_run_folder(config, args)
     _check_steps(config, args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"

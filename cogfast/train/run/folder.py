@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
@@ -30,7 +30,7 @@ from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
-from cogfast.config.own_classes import OwnClass, changes_of_code
+from cogfast.config.own_classes import Classes, changes_of_code
 from cogfast.config.values import counted, cut, printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.run_lock import RunLock, check_object
@@ -435,11 +435,7 @@ def _named(path: Path) -> tuple[Path, Path]:
 
 
 def check_changes(
-    checkpoint: Path,
-    manifest: dict,
-    config: Config,
-    global_batch: int,
-    classes: Mapping[str, OwnClass],
+    checkpoint: Path, manifest: dict, config: Config, global_batch: int, classes: Classes
 ) -> None:
     """Check that the keys and the user's classes that decide what is trained are the checkpoint's.
 
@@ -476,7 +472,7 @@ def describe_run(
     manifest: dict,
     config: Config,
     world_size: int,
-    classes: Mapping[str, OwnClass],
+    classes: Classes,
 ) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
@@ -505,11 +501,8 @@ def describe_run(
         ) from None
 
 
-def _changes_since(
-    manifest: dict, config: Config, classes: Mapping[str, OwnClass]
-) -> dict[str, str]:
-    """Return {key: "key: old -> new"} of the keys and classes that differ from a checkpoint's, {} without
-    one. Earlier versions of cogfast stored no classes."""
+def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str, str]:
+    """Return {key: "key: old -> new"} of what differs from a checkpoint, {} without one."""
     before = _completed(manifest.get("config", {}))
     if not before:
         return {}
@@ -517,6 +510,7 @@ def _changes_since(
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+    # Earlier versions stored no classes.
     return changes | changes_of_code(manifest.get("classes", classes), classes)
 
 

@@ -36,7 +36,7 @@ from cogfast.extensions.cache.command import encode_first
 from cogfast.extensions.cache.encode_choice import EncodeChoice
 from cogfast.extensions.elastic.elastic import follow_world
 from cogfast.extensions.exports.export import Exporter
-from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
+from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE, warn_of_objective
 from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
 from cogfast.extensions.plan.out_of_memory import MemoryWatch
 from cogfast.extensions.publish.publish import warn_of_missing_token
@@ -116,21 +116,21 @@ class Parts:
     ) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from.
 
-        kind: of the trainer. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
+        kind: the trainer's. held: what it holds until its log ends: the lock of its folder, uploads to a store.
         """
         config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
         if not args.compile:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
-        check_train(config, trainer=kind)
+        check_train(config)
         groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
         if args.fit == "auto":
             fitted, args = fit_to_device(config, args, groups)
             if fitted is not config:
-                check_train(fitted, trainer=kind)
+                check_train(fitted)
             config = fitted
         diffusion = assemble_diffusion(config)
         if groups.is_main:
@@ -139,6 +139,8 @@ class Parts:
             warn_of_different_schedules(diffusion)
             warn_of_pipeline_positions(config)
             warn_of_image_scale(config)
+            if args.export != "none":
+                warn_of_objective(f"args.export={args.export}", plain_sections(config)["model"])
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -185,10 +187,9 @@ class Parts:
         groups.on_main(partial(describe_run, folder, *about))
         if groups.is_main:
             log.open(folder)
-            for key, each in self.classes.items():
-                if each["code"] is None:
-                    text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
-                    logger.warning(text, key, each["name"])
+            for key in [key for key, each in self.classes.items() if each["code"] is None]:
+                text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
+                logger.warning(text, key, self.classes[key]["name"])
             # The headers were read before the folder existed.
             record_bad(folder, bad, len(datasets.train))
 

@@ -1,6 +1,7 @@
 """Classes of a user's own are part of a run: changed code is found when it resumes, and by its caches."""
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +13,11 @@ from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.cache_key import cache_specs
+from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
 from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
-from tests.support.refusals import assert_refused
+from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
 from tests.train.run.test_extending import example
 
@@ -28,9 +30,16 @@ class Mine(Scaled, Trainer):
     def losses(self, *given): return self.scaled(super().losses(*given))
 """,
     "mine_parts": """
+from cogfast.data.datasets import VideoFolder
 from cogfast.diffusion.loss import VideoDiffusionLoss
 from cogfast.diffusion.sampler import VideoDDIMSampler
+from cogfast.diffusion.denoiser import DiscreteDenoiser, VideoScaling
+import torch
 class Loss(VideoDiffusionLoss): pass
+class Lion(torch.optim.SGD): pass
+class Clips(VideoFolder): pass
+class Denoiser(DiscreteDenoiser): pass
+class Scaling(VideoScaling): pass
 class Sampler(VideoDDIMSampler): pass
 """,
     "mine_encoders": """
@@ -164,3 +173,39 @@ def test_a_cache_is_of_the_code_of_its_encoders(
     assert {kind for kind in own if found[kind] != own[kind]} == {kind}
     # The key of caches that users have
     assert specs() == plain and plain["text"]["text encoder"] == "521554dbbf11"
+
+
+@pytest.mark.parametrize("key", ["denoiser_config", "denoiser_config.params.scaling_config"])
+def test_other_programs_would_sample_another_objective(
+    run: Run, edit: Edit, key: str, log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+) -> None:
+    """Files for diffusers are written with a warning; a card with code that samples them is not."""
+    name = "Scaling" if "scaling" in key else "Denoiser"
+    own = run.by(Trainer, "mine_parts").with_words(f"model.{key}.target=mine_parts.{name}")
+    found = f"trained with mine_parts.{name}, but diffusers' pipelines sample by v"
+    done = own.train("args.export=last", steps=1)
+    assert f"args.export=last: {found}" in log.text
+    convert(done.path, run.folder / "to", "diffusers")
+    assert f"{done.path}: {found}" in log.text
+    words = ["publish", done.path, "me/it", "--dry-run"]
+    assert_command_refused(capsys, words, f"{done.checkpoint}: {found}")
+    log.clear()
+    plain = run.into(run.folder / "plain").train("args.export=last", steps=1)
+    convert(plain.path, run.folder / "to another", "diffusers")
+    assert "v-prediction" not in log.text
+
+
+def test_sampling_a_run_needs_no_code_of_its_training(
+    run: Run, edit: Edit, capsys: pytest.CaptureFixture
+) -> None:
+    """Optimizer, loss and data set are of training alone; the size of a video is that of the data."""
+    words = ["deepspeed.optimizer={type: mine_parts.Lion, params: {lr: 0.01}}", PARTS[0]]
+    words += ["data.target=mine_parts.Clips"]
+    done = run.by(Trainer, "mine_parts").with_words(*words).train(steps=1)
+    edit("mine_parts", "raise SystemExit('imported')\n")
+    out = run.folder / "out"
+    sample = ["sample", str(done.path), "--prompt", "a", "--steps", "1", "--out", str(out)]
+    assert main(sample) == 0, capsys.readouterr().err
+    found = json.loads((out / "settings.json").read_text())
+    assert (found["num_frames"], found["prompts"][0]["height"]) == (9, 32)
+    assert_command_refused(capsys, [*sample, PARTS[1]], "need --allow-import mine_parts")
