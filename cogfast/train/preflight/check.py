@@ -46,7 +46,8 @@ from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_fol
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
 from cogfast.model.weights.open import open_source
-from cogfast.train.assembly import video_data
+from cogfast.train.assembly import build_on_meta, video_data
+from cogfast.train.checkpoint.write import frozen_to_keep
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
@@ -61,6 +62,7 @@ from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
     check_creatable,
+    checkpoint_to_resume,
     resumed_in_run_folder,
 )
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
@@ -144,6 +146,20 @@ def _check_base(
         refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
 
 
+def _check_frozen(config: Config, args: TrainArguments, model: ModelArguments) -> None:
+    """Refuse to freeze random weights that checkpoints do not have, in a run that begins."""
+    key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
+    if args.load is not None or getattr(model, key) == getattr(ModelArguments(), key):
+        return
+    transformer = build_on_meta(config, args, None)
+    frozen = {n for n, p in transformer.named_parameters() if not p.requires_grad}
+    lacking = frozen - {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
+    is_all = len(frozen) == len([*transformer.parameters()])
+    if lacking and not is_all and checkpoint_to_resume(args) is None:
+        text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
+        refuse(config, f"model.{key}", f"{text}; set args.load to the folder of the base model")
+
+
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
@@ -186,6 +202,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
             "set args.load to the folder of the base model"
         )
+    _check_frozen(config, args, model)
     optimizer = config.deepspeed.get("optimizer")
     if network.get("lora_rank") is not None and own_optimizer(optimizer) == "muon":
         text = f"deepspeed.optimizer.type={optimizer.type} is for runs that train all weights: it would "
