@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.config.merged_config import SECTIONS, to_dict
+from cogfast.config.merged_config import SECTIONS, leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
 from cogfast.config.values import (
     KeyProblem,
@@ -137,6 +137,25 @@ def allowed_path(path: str, place: str) -> str | None:
     return found if any(found in one.paths for one in places) else None
 
 
+def own_targets(sections: Mapping) -> dict[str, str]:
+    """Return {dotted key: path} of the targets that are not cogfast's and SAT's. sections: plain."""
+    found = {}
+    for key, path in leaves(sections).items():
+        where, _, last = key.rpartition(".")
+        is_target = last == "target" or key == "deepspeed.optimizer.type"
+        if is_target and isinstance(path, str) and allowed_path(path, "") is None:
+            found[where] = path
+    return found
+
+
+def own_objective(model: Mapping) -> str | None:
+    """Say which of a plain model section's classes may give a run another objective than the pipelines'."""
+    kinds, own = ("denoiser", "scaling", "discretization"), own_targets({"model": model}).items()
+    names = ", ".join(sorted({path for key, path in own if place_of(key) in kinds}))
+    text = "but diffusers samples by v-prediction and its own schedule"
+    return f"trained with {names}, {text}" if names else None
+
+
 def describe_place(path: str, place: str) -> str:
     """Describe what a place allows, for the error about `path`: the most similar name, or all."""
     if place and place not in PLACES:
@@ -153,7 +172,7 @@ def describe_place(path: str, place: str) -> str:
     return f"unknown {one.what}; {hint or f'use {listed}'}"
 
 
-KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
+_KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
 # Additional keys of the entries of conditioner_config.params.emb_models.
@@ -229,7 +248,7 @@ def import_target(
             return _import_allowed(path, key, package)
     hint = describe_place(path, place)
     root = path.partition(".")[0]
-    if "did you mean" not in hint and root.isidentifier() and root not in KNOWN_ROOTS:
+    if "did you mean" not in hint and root.isidentifier() and root not in _KNOWN_ROOTS:
         hint += f"; classes of your own package need --allow-import {root}"
     raise KeyProblem(key, f"{key}={cut(path)}: {hint}")
 

@@ -11,12 +11,12 @@ from annotated_types import Len, MaxLen
 
 from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
 from cogfast.config.components import (
-    KNOWN_ROOTS,
     OWN_OPTIMIZERS,
     check_component,
     data_set_with,
     import_target,
     is_component,
+    own_targets,
 )
 from cogfast.config.deepspeed_keys import (
     FOLDED,
@@ -28,7 +28,6 @@ from cogfast.config.deepspeed_keys import (
     take,
 )
 from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
-from cogfast.config.own_classes import own_targets
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, fold_lora
 from cogfast.config.sat_unused import UNUSED
@@ -52,7 +51,6 @@ COMPONENTS = (
     "first_stage_config",
     "conditioner_config",
 )
-_OF_TRAINING = ("data", "model.loss_fn_config", "deepspeed.optimizer")
 # key -> (legal values, what to do instead of setting another)
 ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "model.compile_model": ((False, None), "use args.compile=true, which compiles each block"),
@@ -154,26 +152,21 @@ def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
                 del origins[name]
 
 
-def _leave_out_training(config: dict[str, Any], allow_import: tuple[str, ...]) -> dict[str, str]:
-    """Remove what sampling does not build and --allow-import does not name, but for the params of a data
+def _leave_out_training(config: dict[str, Any]) -> dict[str, str]:
+    """Remove what sampling does not build if a class in it is the user's own, but for the params of a data
     set. Return {key: reason}."""
-    found: dict[str, str] = {}
-    for key, path in own_targets(config).items():
-        root, *more = path.split(".")
-        is_given = any(path.startswith(f"{package}.") for package in allow_import)
-        whole = next((each for each in _OF_TRAINING if f"{key}.".startswith(f"{each}.")), None)
-        if whole is not None and more and root not in KNOWN_ROOTS and not is_given:
-            found[whole] = f"sampling does not need {path}"
+    own, parts = own_targets(config), ("data", "model.loss_fn_config", "deepspeed.optimizer")
+    found = [key for key in parts if any(f"{name}.".startswith(f"{key}.") for name in own)]
     for key in found:
         take(config, ("data.target" if key == "data" else key).split("."))
-    return found
+    return dict.fromkeys(found, "sampling does not need it")
 
 
 def check_sections(
     config: dict[str, Any], allow_import: tuple[str, ...], is_sampled: bool = False
 ) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
-    unused = _leave_out_training(config, allow_import) if is_sampled else {}
+    unused = _leave_out_training(config) if is_sampled else {}
     _check_section(config["args"], TrainArguments, "args", unused, ())
     _check_section(config["model"], ModelArguments, "model", unused, COMPONENTS)
     for name in COMPONENTS:

@@ -249,7 +249,8 @@ class DiffusionTransformer(nn.Module):
         if latents.shape[1] != self.config.in_channels:
             raise ValueError(
                 f"latents and conditions have {latents.shape[1]} channels together, but the model has "
-                f"in_channels={self.config.in_channels}; an I2V model needs image latents "
+                f"in_channels={self.config.in_channels}; the first stage needs out_channels="
+                f"{self.config.out_channels} channels, an I2V model image latents "
                 "(model.noised_image_input: true), a control model those of the control "
                 "(model.conditions: [control]), a T2V model takes none"
             )

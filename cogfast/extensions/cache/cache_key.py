@@ -13,7 +13,6 @@ from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import resolve
 from cogfast.config.merged_config import to_dict
-from cogfast.config.own_classes import own_classes
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
@@ -22,6 +21,7 @@ from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_s
 from cogfast.moved import public_module
 from cogfast.train.assembly import text_entry
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.own_classes import own_classes
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")

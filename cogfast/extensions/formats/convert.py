@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cogfast.config.components import own_objective
 from cogfast.config.json_files import read_json
-from cogfast.config.own_classes import own_objective
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import (
     adapters_of,
@@ -41,9 +40,6 @@ logger = logging.getLogger(__name__)
 OTHERS_RUN_DENSE = (
     "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
     "shows the difference"
-)
-OTHER_OBJECTIVE = (
-    "trained with %s, but diffusers' pipelines sample by v-prediction and their own schedule"
 )
 
 
@@ -130,21 +126,12 @@ def convert(
         )
 
 
-def warn_of_objective(what: str | Path, model: Mapping) -> None:
-    """Log a warning if the denoiser or the schedule of a model section is a user's own."""
-    if own := own_objective(model):
-        text = (
-            OTHER_OBJECTIVE
-            + ": their videos are wrong if it is another one; cogfast sample takes its own"
-        )
-        logger.warning(f"%s: {text}", what, own)
-
-
 def _warn_of_training(path: Path) -> None:
     """Log a warning if weights of a run were trained in a way that other programs do not sample."""
     run = find_run_checkpoint(path)
     manifest = {} if run is None else read_manifest(run)
-    warn_of_objective(path, manifest.get("config", {}).get("model", {}))
+    if own := own_objective(manifest.get("config", {}).get("model", {})):
+        logger.warning("%s was %s; cogfast sample takes the run's own", path, own)
     attention = manifest.get("attention")
     if attention not in (None, "dense"):
         logger.warning(

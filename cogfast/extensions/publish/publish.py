@@ -20,11 +20,11 @@ import yaml
 from jinja2 import StrictUndefined, Template
 
 from cogfast.config.arguments import TrainArguments, conditions_of_run
+from cogfast.config.components import own_objective
 from cogfast.config.json_files import brief, read_limited
-from cogfast.config.own_classes import own_objective
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import adapters_of
-from cogfast.extensions.formats.convert import OTHER_OBJECTIVE, convert
+from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.page.record import read_run
 from cogfast.extensions.pipeline_folder.pipeline_folder import is_hub_id
@@ -116,7 +116,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     config = manifest.get("config") or {}
     args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
     if own := own_objective(config.get("model") or {}):
-        text = f"{checkpoint}: {OTHER_OBJECTIVE % own}, so that the card's code would sample wrong videos"
+        text = f"{checkpoint} was {own}, so that the card's code would sample wrong videos"
         raise ValueError(f"{text}; publish what cogfast convert writes with code that samples it")
     kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
     ema = "shadow" in kinds and args.get("eval_with_ema", True)  # as the videos

@@ -145,6 +145,12 @@ def load_source(
             f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
             f"{first_of(required)}; use a complete checkpoint"
         )
+    new = sorted(transformer.added.intersection(missing))
+    if new and unexpected and not source.is_partial and not allow_missing:
+        raise ValueError(
+            f"{path}: tensors have unknown names ({first_of(unexpected)}), and what {type(transformer).__name__} "
+            f"adds is not there ({first_of(new)}); rename one of them, or set args.force_train=true to leave both"
+        )
     with torch.no_grad():
         # One tensor at a time, so that model and checkpoint are never in memory together.
         for name, target in loaded:

@@ -13,13 +13,13 @@ full fine-tune), not if they are the larger part (the base of a LoRA run).
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,9 +31,6 @@ from cogfast.distributed.zero_engine import ZeroEngine, shard_of, whole_shape
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.weights.checkpoint_manifest import fetch, refusal, verify_files
 from cogfast.model.weights.run_checkpoint import RunFiles
-from cogfast.model.weights.source import first_of
-
-logger = logging.getLogger(__name__)
 
 _DOWNLOADS = 4  # files at once
 
@@ -126,21 +123,14 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
 
 def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
     """Read the frozen weights and the buffers of the checkpoint. Collective under ZeRO-3."""
-    parameters = dict(engine.transformer.named_parameters())
+    parameters: dict[str, Any] = dict(engine.transformer.named_parameters())
+    parameters |= engine.transformer.kept_buffers()
     # A base that is held elsewhere (extensions/memory) has been read from args.load.
     for name in filter(parameters.__contains__, files.frozen):
         with engine.whole(parameters[name], is_written=True) as whole:
             values = torch.empty(whole.numel(), dtype=torch.float32)
             files.fill(values, name, "frozen", shard_of(parameters[name]))
             whole.copy_(values.view_as(whole))
-    kept = engine.transformer.kept_buffers()
-    for name in filter(kept.__contains__, files.frozen):
-        values = torch.empty(kept[name].numel(), dtype=torch.float32)
-        files.fill(values, name, "frozen")
-        kept[name].copy_(values.view_as(kept[name]))
-    if lacking := sorted(kept.keys() - {*files.frozen}):
-        text = "%s has no buffers, since an earlier version wrote it: %s start from initial values"
-        logger.warning(text, mirror.name_of(files.folder), first_of(lacking))
 
 
 def _check_has_state(path: Path, files: RunFiles, engine: ZeroEngine) -> None:

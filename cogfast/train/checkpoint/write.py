@@ -50,6 +50,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.own_classes import Classes
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class CheckpointWriter:
         groups: ProcessGroups,
         keep_last: int,
         layout: FolderLayout = "cogfast",
+        classes: Classes | None = None,  # of a user's own
     ) -> None:
         self.folder, self.engine, self.keep_last = folder, engine, keep_last
         self.layout: FolderLayout = layout
@@ -96,6 +98,7 @@ class CheckpointWriter:
         self.check_owner: Callable[[], None] = lambda: None
         # Uploads what the run has logged until now: a resumed run continues it. The same thread calls it.
         self.upload_logs: Callable[[], None] = lambda: None
+        self.classes: Classes = classes or {}
         self.url = url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
@@ -144,6 +147,7 @@ class CheckpointWriter:
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
         about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
+        about["classes"] = self.classes
         self._thread = Thread(
             target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )

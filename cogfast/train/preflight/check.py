@@ -15,7 +15,7 @@ import torch
 
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.config.components import is_none, own_optimizer
+from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
@@ -114,6 +114,8 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
 
 def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
     """Refuse exports of models that diffusers' class cannot represent."""
+    if args.export != "none" and (own := own_objective(to_dict(config.model))):
+        logger.warning("args.export=%s: %s; cogfast sample takes the run's own", args.export, own)
     # LoRA files can represent every model; only whole models have diffusers' limits.
     if args.export == "none" or network.get("lora_rank") is not None:
         return
@@ -131,7 +133,16 @@ def _check_export(config: Config, args: TrainArguments, network: dict[str, Any])
 def _check_base(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
-    """Check the keys that keep LoRA's frozen base in 8 bits or in host memory."""
+    """Check that a frozen base is in args.load, and the keys that keep it in 8 bits or in host memory."""
+    key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
+    if args.load is None and getattr(model, key) != getattr(ModelArguments(), key):
+        transformer = build_on_meta(config, args, None)
+        kept = {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
+        is_lost = {n not in kept and not p.requires_grad for n, p in transformer.named_parameters()}
+        # If all are frozen, nothing is trainable, which is another error.
+        if is_lost == {True, False} and checkpoint_to_resume(args) is None:
+            text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
+            refuse(config, f"model.{key}", f"{text}; set args.load to the folder of the base model")
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     is_own = config.model.network_config.target not in NETWORKS
     is_frozen = is_frozen and model.trainable_modules is None and not is_own
@@ -144,20 +155,6 @@ def _check_base(
     if args.offload_blocks > network["num_layers"]:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
         refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
-
-
-def _check_frozen(config: Config, args: TrainArguments, model: ModelArguments) -> None:
-    """Refuse to freeze random weights that checkpoints do not have, in a run that begins."""
-    key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
-    if args.load is not None or getattr(model, key) == getattr(ModelArguments(), key):
-        return
-    transformer = build_on_meta(config, args, None)
-    frozen = {n for n, p in transformer.named_parameters() if not p.requires_grad}
-    lacking = frozen - {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
-    is_all = len(frozen) == len([*transformer.parameters()])
-    if lacking and not is_all and checkpoint_to_resume(args) is None:
-        text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
-        refuse(config, f"model.{key}", f"{text}; set args.load to the folder of the base model")
 
 
 def check_train(config: Config, world_size: int | None = None) -> None:
@@ -202,7 +199,6 @@ def check_train(config: Config, world_size: int | None = None) -> None:
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
             "set args.load to the folder of the base model"
         )
-    _check_frozen(config, args, model)
     optimizer = config.deepspeed.get("optimizer")
     if network.get("lora_rank") is not None and own_optimizer(optimizer) == "muon":
         text = f"deepspeed.optimizer.type={optimizer.type} is for runs that train all weights: it would "

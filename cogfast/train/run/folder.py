@@ -30,7 +30,6 @@ from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
-from cogfast.config.own_classes import Classes, changes_of_code
 from cogfast.config.values import counted, cut, printable
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.run_lock import RunLock, check_object
@@ -54,6 +53,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     run_of,
     step_of,
 )
+from cogfast.train.own_classes import Classes, changes_of_code
 
 logger = logging.getLogger(__name__)
 
@@ -486,6 +486,9 @@ def describe_run(
     changed = [text for key, text in changes.items() if key not in of_resume]
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
+    for key in [key for key, each in classes.items() if each["code"] is None]:
+        text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
+        logger.warning(text, key, classes[key]["name"])
     changes_of_code = git("diff", "HEAD")
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:

@@ -17,7 +17,6 @@ import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
-from cogfast.config.own_classes import own_classes
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
@@ -36,7 +35,7 @@ from cogfast.extensions.cache.command import encode_first
 from cogfast.extensions.cache.encode_choice import EncodeChoice
 from cogfast.extensions.elastic.elastic import follow_world
 from cogfast.extensions.exports.export import Exporter
-from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE, warn_of_objective
+from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
 from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
 from cogfast.extensions.plan.out_of_memory import MemoryWatch
 from cogfast.extensions.publish.publish import warn_of_missing_token
@@ -73,6 +72,7 @@ from cogfast.train.optimizer import (
     parameter_groups,
     warn_of_rate,
 )
+from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
@@ -112,11 +112,11 @@ class Parts:
     """
 
     def __init__(
-        self, config: Config, overrides: EncodeOverrides, kind: type, log: RunLog, held: ExitStack
+        self, config: Config, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
     ) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from.
 
-        kind: the trainer's. held: what it holds until its log ends: the lock of its folder, uploads to a store.
+        own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
         config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
@@ -139,8 +139,6 @@ class Parts:
             warn_of_different_schedules(diffusion)
             warn_of_pipeline_positions(config)
             warn_of_image_scale(config)
-            if args.export != "none":
-                warn_of_objective(f"args.export={args.export}", plain_sections(config)["model"])
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -163,7 +161,6 @@ class Parts:
         learning_rate = build_learning_rate(args, num_steps)
         if groups.is_main:
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
-        self.classes = own_classes(plain_sections(config), config.allow_import, kind)
         folder, checkpoint, check_owner = open_run_folder(args, groups, held)
         step, manifest = 0, {}
         if checkpoint is not None:
@@ -173,7 +170,7 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            check_changes(checkpoint, manifest, config, global_batch, self.classes)
+            check_changes(checkpoint, manifest, config, global_batch, own)
             step = manifest["step"]
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
@@ -183,13 +180,10 @@ class Parts:
             folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
         )
         held.callback(self.uploads.close)
-        about = (checkpoint, manifest, config, groups.world_size, self.classes)
+        about = (checkpoint, manifest, config, groups.world_size, own)
         groups.on_main(partial(describe_run, folder, *about))
         if groups.is_main:
             log.open(folder)
-            for key in [key for key, each in self.classes.items() if each["code"] is None]:
-                text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
-                logger.warning(text, key, self.classes[key]["name"])
             # The headers were read before the folder existed.
             record_bad(folder, bad, len(datasets.train))
 
@@ -245,7 +239,7 @@ class Parts:
         evaluator = Evaluator(engine, diffusion, encoder, *more)
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
-        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
+        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout, own)
         writer.check_owner, writer.upload_logs = check_owner, self.uploads.upload
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
@@ -298,8 +292,9 @@ class Parts:
 def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
     """Build a run of this kind of trainer. Its log ends with the error if that fails."""
     log, held = RunLog(), ExitStack()
+    own = own_classes(plain_sections(config), config.allow_import, kind)
     try:
-        return Parts(config, overrides, kind, log, held)
+        return Parts(config, overrides, own, log, held)
     except BaseException as error:
         log.end(error)
         held.close()

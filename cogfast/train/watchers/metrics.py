@@ -59,8 +59,7 @@ class BandLosses:
     """
 
     def __init__(self, loss: object, device: torch.device) -> None:
-        is_known = isinstance(loss, VideoDiffusionLoss)
-        self.num_idx = loss.sigma_sampler.num_idx if is_known else None
+        self.num_idx = loss.sigma_sampler.num_idx if isinstance(loss, VideoDiffusionLoss) else None
         # Sums of losses, and their number; the last column has the samples of column prior.
         self.sums = torch.zeros(2, NUM_BANDS + 1, device=device)
 

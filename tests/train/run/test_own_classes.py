@@ -27,6 +27,9 @@ FILES = {
 from cogfast.train.trainer import Trainer
 from mine_base import Scaled
 class Mine(Scaled, Trainer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.learning_rate = lambda step: 0.25
     def losses(self, *given): return self.scaled(super().losses(*given))
 """,
     "mine_parts": """
@@ -117,15 +120,20 @@ def test_a_resumed_run_has_the_code_that_was_saved(
     assert_refused(lambda: now.resume(steps=2), f"checkpoint's: {line}{ADVICE}")
     assert now.resume("args.accept_changes=true", steps=2).last.step == 2
     assert "the configuration has changed: " in caplog.text and line in caplog.text
-    # What was accepted is what the next checkpoint says.
+    # The next checkpoint has what was accepted.
     assert now.resume(steps=3).last.step == 3
 
 
 def test_what_may_change_and_what_says_nothing(
-    begun: Run, edit: Edit, capsys: pytest.CaptureFixture, tmp_path: Path
+    log: pytest.LogCaptureFixture, begun: Run, edit: Edit, tmp_path: Path
 ) -> None:
     """The code of a sampler may change; checkpoints of earlier versions, which name no class, resume."""
     saved = read_manifest(begun.checkpoint, RESUMABLE)
+    for line in (
+        "learning rate  0.25 in the first step, set by the trainer",
+        "trainer        mine_trainer.Mine; held-out losses are the configured loss",
+    ):
+        assert line in (begun.path / "log.txt").read_text()
     assert saved["classes"].keys() == {"trainer", "model.loss_fn_config", "model.sampler_config"}
     assert main(["convert", str(begun.path), str(tmp_path / "converted"), "--to", "diffusers"]) == 0
     assert main(["report", str(begun.path)]) == 0
@@ -182,13 +190,13 @@ def test_other_programs_would_sample_another_objective(
     """Files for diffusers are written with a warning; a card with code that samples them is not."""
     name = "Scaling" if "scaling" in key else "Denoiser"
     own = run.by(Trainer, "mine_parts").with_words(f"model.{key}.target=mine_parts.{name}")
-    found = f"trained with mine_parts.{name}, but diffusers' pipelines sample by v"
+    found = f"trained with mine_parts.{name}, but diffusers samples by v"
     done = own.train("args.export=last", steps=1)
     assert f"args.export=last: {found}" in log.text
     convert(done.path, run.folder / "to", "diffusers")
-    assert f"{done.path}: {found}" in log.text
+    assert f"{done.path} was {found}" in log.text
     words = ["publish", done.path, "me/it", "--dry-run"]
-    assert_command_refused(capsys, words, f"{done.checkpoint}: {found}")
+    assert_command_refused(capsys, words, f"{done.checkpoint} was {found}")
     log.clear()
     plain = run.into(run.folder / "plain").train("args.export=last", steps=1)
     convert(plain.path, run.folder / "to another", "diffusers")
@@ -209,3 +217,14 @@ def test_sampling_a_run_needs_no_code_of_its_training(
     found = json.loads((out / "settings.json").read_text())
     assert (found["num_frames"], found["prompts"][0]["height"]) == (9, 32)
     assert_command_refused(capsys, [*sample, PARTS[1]], "need --allow-import mine_parts")
+
+
+def test_a_missing_clip_of_a_cached_batch_is_explained(run: Run, tmp_path: Path) -> None:
+    class Pixels(Trainer):
+        def losses(self, batch, noised, conditioning):
+            return batch["mp4"]
+
+    cached = run.by(Pixels).cached_in(tmp_path / "cache")
+    with pytest.raises(KeyError) as raised:
+        cached.train("args.encode_first=true")
+    assert raised.value.__notes__ == ["a latent cache holds no pixels; set args.latent_cache=null"]

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cogfast.__main__ import main
+from cogfast.extensions.formats.convert import convert
 from cogfast.model.transformer import build_transformer
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
 from cogfast.train.assembly import assemble_transformer
@@ -204,10 +206,20 @@ def test_running_means_of_added_modules_are_trained_weights(
     world.run(
         "normed old", *words, f"args.resume={first}", f"args.run_folder={world.folder / 'o'}"
     ).train(steps=3)
-    assert (
-        log.text.count("00000002 has no buffers, since an earlier version wrote it: traj_norm.")
-        == 1
-    )
+    (line,) = (text for text in log.messages if "start from their own initial values" in text)
+    assert "traj_norm.running_mean" in line
+
+
+def test_unknown_tensors_beside_new_ones_are_refused(world: World, tmp_path: Path) -> None:
+    """They may be the trained ones of the network under other names."""
+    convert(world.weights, tmp_path / "base", "diffusers")
+    file = tmp_path / "base" / "diffusion_pytorch_model.safetensors"
+    save_file({**load_file(file), "fuser_list.0.weight": torch.ones(2)}, file)
+    load = f"args.load={file.parent}"
+    line = "unknown names (fuser_list.0.weight), and what TrajectoryTransformer adds is not there (blocks.0.f"
+    assert_refused(world.run("unknown", *OWN, load).trainer, line)
+    assert world.run("unknown", *OWN, load, "args.force_train=true").trainer().step == 0
+    assert world.run("unknown", load).trainer().step == 0  # a warning, as before
 
 
 @pytest.mark.parametrize("processes", [1, 2])
