@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
@@ -19,6 +21,7 @@ from cogfast.train.frozen_encoders import NO_OVERRIDES
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
+from tests.support.tiny_run import ROOT
 from tests.train.run.test_extending import example
 
 FILES = {
@@ -228,3 +231,37 @@ def test_a_missing_clip_of_a_cached_batch_is_explained(run: Run, tmp_path: Path)
     with pytest.raises(KeyError) as raised:
         cached.train("args.encode_first=true")
     assert raised.value.__notes__ == ["a latent cache holds no pixels; set args.latent_cache=null"]
+
+
+def test_the_parts_of_the_page(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/extending.md: loss, timesteps, sampler, an optimizer with an average; then a data set."""
+    text = (ROOT / "docs" / "extending.md").read_text()
+    module = next(c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Lion" in c)
+    (tmp_path / "myparts.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = next(c for c in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "Lion" in c)
+    (tmp_path / "parts.yaml").write_text(parts)
+    own = run.with_args(eval_iters=1, eval_interval=2).by(Trainer, "myparts")
+    own = own.of_files(own.base, tmp_path / "parts.yaml").with_words(
+        "args.eval_sampling_steps=2", "args.eval_prompts=[a bar]"
+    )
+    done = own.train(steps=4)
+    assert done.last.loss.weight(torch.tensor([0.99])).item() == 5
+    assert list((done.path / "samples").rglob("*.mp4"))
+    assert not torch.equal(*(done.weights(ema)["output.weight"] for ema in (False, True)))
+    parted = own.into(tmp_path / "parts").train("args.exit_interval=2", steps=4)
+    assert parted.resume(steps=4).losses == done.losses
+    gray = run.with_args(
+        dataset={"target": "myparts.Gray", "params": {"size": 32}}, train_data=["-"]
+    )
+    seen = []
+
+    class Levels(Trainer):
+        def losses(self, batch, noised, conditioning):
+            for level, clip in zip(batch["level"], batch["mp4"], strict=True):
+                assert clip.unique().item() == pytest.approx(20 * int(level) / 127.5 - 1, abs=1e-5)
+                seen.append(int(level))
+            return super().losses(batch, noised, conditioning)
+
+    gray.into(tmp_path / "gray").by(Levels, "myparts").train(steps=2)
+    assert sorted(seen) == list(range(8))
