@@ -138,12 +138,13 @@ def allowed_path(path: str, place: str) -> str | None:
 
 
 def own_targets(sections: Mapping) -> dict[str, str]:
-    """Return {dotted key: path} of the targets that are not cogfast's and SAT's. sections: plain."""
+    """Return {dotted key: path} of the targets that PLACES does not list. sections: plain."""
     found = {}
     for key, path in leaves(sections).items():
         where, _, last = key.rpartition(".")
         is_target = last == "target" or key == "deepspeed.optimizer.type"
-        if is_target and isinstance(path, str) and allowed_path(path, "") is None:
+        is_path = isinstance(path, str) and "." in path
+        if is_target and is_path and allowed_path(path, "") is None:
             found[where] = path
     return found
 

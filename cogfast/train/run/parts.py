@@ -170,7 +170,7 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            check_changes(checkpoint, manifest, config, global_batch, own)
+            groups.on_main(partial(check_changes, checkpoint, manifest, config, global_batch, own))
             step = manifest["step"]
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
