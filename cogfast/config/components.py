@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.config.merged_config import SECTIONS, to_dict
+from cogfast.config.merged_config import SECTIONS, leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
 from cogfast.config.values import (
     KeyProblem,
@@ -135,6 +135,26 @@ def allowed_path(path: str, place: str) -> str | None:
     found = TARGETS[path].path if path in TARGETS else path
     places = [PLACES[place]] if place in PLACES else [] if place else PLACES.values()
     return found if any(found in one.paths for one in places) else None
+
+
+def own_targets(sections: Mapping) -> dict[str, str]:
+    """Return {dotted key: path} of the targets that PLACES does not list. sections: plain."""
+    found = {}
+    for key, path in leaves(sections).items():
+        where, _, last = key.rpartition(".")
+        is_target = last == "target" or key == "deepspeed.optimizer.type"
+        is_path = isinstance(path, str) and "." in path
+        if is_target and is_path and allowed_path(path, "") is None:
+            found[where] = path
+    return found
+
+
+def own_objective(model: Mapping) -> str | None:
+    """Say which of a plain model section's classes may give a run another objective than the pipelines'."""
+    kinds, own = ("denoiser", "scaling", "discretization"), own_targets({"model": model}).items()
+    names = ", ".join(sorted({path for key, path in own if place_of(key) in kinds}))
+    text = "but diffusers samples by v-prediction and its own schedule"
+    return f"trained with {names}, {text}" if names else None
 
 
 def describe_place(path: str, place: str) -> str:

@@ -75,9 +75,10 @@ def load_config(
     """Merge the YAML files and the `key=value` overrides, and check every key of the result.
 
     A `target` may name the classes listed in config/components.py and classes that a package in
-    `allow_import` defines. is_of_run: the files belong to a run, perhaps downloaded; interpolations
-    in them are refused. settings: {dotted key: (value, origin)}, applied between files and overrides,
-    but for keys of a user's own file that no option sets; a mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
+    `allow_import` defines. is_of_run: the files belong to a run to sample, perhaps downloaded: interpolations
+    in them are refused, and classes that only training needs are left out. settings: {dotted key: (value,
+    origin)}, applied between files and overrides, but for keys of a user's own file that no option sets; a
+    mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
     """
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
@@ -118,7 +119,7 @@ def load_config(
         check_resolved(plain)
         complete_sections(plain, origins)
         _check_addresses(plain)
-        unused = check_sections(plain, tuple(allow_import)) | fold(plain, origins, names)
+        unused = check_sections(plain, tuple(allow_import), is_of_run) | fold(plain, origins, names)
     except OmegaConfBaseException as error:
         key, what = error.full_key or "", str(error).splitlines()[0]
         raise ValueError(one_line(f"{find_origin(origins, key)}: {key}: {what}")) from None
@@ -159,9 +160,9 @@ def _without_effect(args: Mapping[str, Any]) -> dict[str, str]:
     if not (args["eval_interval"] or args["eval_at_start"] or args["eval_at_end"]):
         why = "the run has no evaluations; set args.eval_interval"
         found |= {f"args.{name}": why for name in _OF_EVALUATIONS if args[name]}
-    if args["keep_best"] and not args["save_interval"]:
-        found["args.keep_best"] = "only the last checkpoint is saved; set args.save_interval"
-    return found
+    why = "only the last checkpoint is saved; set args.save_interval"
+    is_alone = not args["save_interval"]
+    return found | {f"args.{n}": why for n in ("keep_best",) if args[n] and is_alone}
 
 
 def _check_addresses(plain: dict[str, Any]) -> None:
@@ -195,7 +196,9 @@ def data_arguments(config: Config) -> dict[str, Any]:
 
     {} without a data section.
     """
-    return resolve(config.data, config.allow_import)[1] if config.data else {}
+    if "target" not in config.data:  # it is left out
+        return to_dict(config.data).get("params") or {}
+    return resolve(config.data, config.allow_import)[1]
 
 
 def _locate(path: str | Path) -> Path:

@@ -16,6 +16,7 @@ from cogfast.config.components import (
     data_set_with,
     import_target,
     is_component,
+    own_targets,
 )
 from cogfast.config.deepspeed_keys import (
     FOLDED,
@@ -151,9 +152,21 @@ def _remove_overruled(config: dict[str, Any], origins: dict[str, str]) -> None:
                 del origins[name]
 
 
-def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dict[str, str]:
+def _leave_out_training(config: dict[str, Any]) -> dict[str, str]:
+    """Remove what sampling does not build if a class in it is the user's own, but for the params of a data
+    set. Return {key: reason}."""
+    own, parts = own_targets(config), ("data", "model.loss_fn_config", "deepspeed.optimizer")
+    found = [key for key in parts if any(f"{name}.".startswith(f"{key}.") for name in own)]
+    for key in found:
+        take(config, ("data.target" if key == "data" else key).split("."))
+    return dict.fromkeys(found, "sampling does not need it")
+
+
+def check_sections(
+    config: dict[str, Any], allow_import: tuple[str, ...], is_sampled: bool = False
+) -> dict[str, str]:
     """Check every key and value. Return accepted keys without effect, with the reasons."""
-    unused: dict[str, str] = {}
+    unused = _leave_out_training(config) if is_sampled else {}
     _check_section(config["args"], TrainArguments, "args", unused, ())
     _check_section(config["model"], ModelArguments, "model", unused, COMPONENTS)
     for name in COMPONENTS:
@@ -170,7 +183,7 @@ def check_sections(config: dict[str, Any], allow_import: tuple[str, ...]) -> dic
         else:
             check_component(node, where, allow_import, unused)
     # assemble_datasets gives data_dir: args.train_data or args.valid_data.
-    if config.get("data"):
+    if config.get("data") and "data" not in unused:
         check_component(config["data"], "data", allow_import, unused, given=("data_dir",))
     _check_deepspeed(config.get("deepspeed") or {}, allow_import, unused)
     return unused

@@ -71,11 +71,11 @@ def shard_of(parameter: Tensor) -> Shard | None:
 
 
 def whole_shape(parameter: Tensor) -> list[int]:
-    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3."""
+    """Return a parameter's shape before sharding by tensor parallelism or ZeRO-3; [1] for a single number."""
     shard = shard_of(parameter)
     if shard is not None:
         return list(shard.shape)
-    return list(getattr(parameter, "ds_shape", parameter.shape))
+    return list(getattr(parameter, "ds_shape", parameter.shape)) or [1]
 
 
 def deepspeed_config(config: Config, args: TrainArguments) -> dict:

@@ -52,6 +52,7 @@ from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.run.terminal import log_misspelt
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class _Run(cogfast.train.trainer.Trainer):
 
     def __init__(self, config: Config, owner: Trainer) -> None:
         self.owner, self.methods = owner, overridden(type(owner), Trainer)
+        self._kind = type(owner)
         super().__init__(config, owner._encode_overrides(self.methods))
         if {"initialize_pipeline", "validation_step"} & self.methods.keys():
             self.evaluator.make_videos = partial(StepVideos, owner)
@@ -153,7 +155,7 @@ class _Run(cogfast.train.trainer.Trainer):
             "alone, a tensor of one number"
         )
 
-    def own_loss(self, batch: dict) -> Tensor:
+    def _own_loss(self, batch: dict) -> Tensor:
         return super().compute_loss(batch)
 
     def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
@@ -233,7 +235,7 @@ class Trainer:
         for name, reason in _NOT_CALLED.items():
             if name in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}")
-        cogfast.train.trainer.log_misspelt(cls, Trainer, OVERRIDABLE)
+        log_misspelt(cls, Trainer, OVERRIDABLE)
 
     def _check_methods(self) -> None:
         """Raise ValueError for overridden methods that the configuration cannot serve."""
@@ -355,7 +357,7 @@ class Trainer:
         batch: {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]} and, for
         image-to-video, "images": [B, 3, H, W] in [-1, 1].
         """
-        return self._prepare().own_loss(batch)
+        return self._prepare()._own_loss(batch)
 
     def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack samples to the batch of `compute_loss`.

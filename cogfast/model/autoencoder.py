@@ -92,7 +92,7 @@ class FirstStage(Protocol):
     W = 8w (cogfast/core/shapes.py). Latents are unscaled: callers apply model.scale_factor. Inputs come on
     the module's device and in the dtype of its first parameter, or in float32 if it has none. The
     same input must give the same moments, because a latent cache stores them. The cache's key has the
-    dotted path of the class: a cache is unusable after the class has moved.
+    dotted path of the class and a checksum of its file: a cache is unusable after either has changed.
 
     A constructor that takes `dtype` gets args.precision's and keeps what must stay in float32;
     another module is converted with `.to(dtype)`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -171,17 +171,21 @@ class DiffusionTransformer(nn.Module):
         return [] if self.unused_position_embeddings is None else ["unused_position_embeddings"]
 
     @torch.no_grad()
-    def reset_added(self, seed: int, names: Container[str] | None = None) -> None:
-        """Give parameters of a subclass, those in `names` or all, and its buffers its constructor's values."""
-        if not self.added:
+    def reset_added(self, seed: int, names: Iterable[str] | None = None) -> None:
+        """Give parameters and buffers of a subclass, those in `names` or all, its constructor's values."""
+        names = self.added if names is None else self.added & {*names}
+        if not names:
             return
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(random_bits(seed, "added modules"))
             made = _named(type(self)(self.config))
-        parameters = dict(self.named_parameters())
-        for name in self.added:
-            if names is None or name in names or name not in parameters:
-                _named(self)[name].copy_(made[name])
+        for name in names:
+            _named(self)[name].copy_(made[name])
+
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers of a subclass, such as running means, by name: checkpoints have them."""
+        names = self.added & self.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.named_buffers() if name in names}
 
     def block_arguments(
         self, tensors: Mapping[str, Tensor], grid: TokenGrid
@@ -245,7 +249,8 @@ class DiffusionTransformer(nn.Module):
         if latents.shape[1] != self.config.in_channels:
             raise ValueError(
                 f"latents and conditions have {latents.shape[1]} channels together, but the model has "
-                f"in_channels={self.config.in_channels}; an I2V model needs image latents "
+                f"in_channels={self.config.in_channels}; the first stage needs out_channels="
+                f"{self.config.out_channels} channels, an I2V model image latents "
                 "(model.noised_image_input: true), a control model those of the control "
                 "(model.conditions: [control]), a T2V model takes none"
             )

@@ -120,7 +120,8 @@ def assemble_transformer(
     held = allocate_base(transformer, groups.device)
     shards = find_shards(transformer)
     # Weights that no file has set: they are initialized below.
-    fresh = {*(name for name, _ in transformer.named_parameters()), *held}
+    kept = transformer.kept_buffers()
+    fresh = {*(name for name, _ in transformer.named_parameters()), *held, *kept}
 
     def read(action: Callable[[], LoadReport]) -> LoadReport:
         # A shard may be damaged that only one rank reads; the others must not continue without it.
@@ -162,13 +163,17 @@ def assemble_transformer(
         report.log()
     if new := sum(map(is_lora_parameter, fresh)):
         logger.info("LoRA: %d adapter tensors start from their initial values", new)
+    no_file_has = {name for name, _ in transformer.named_buffers()} - {*kept}
+    DiffusionTransformer.reset_added(transformer, args.seed, no_file_has)
     if new := sorted(fresh & transformer.added):
         # One name stands for that of each block.
         names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in new)
         text = "%s adds %s, which start from their own initial values: %s"
         logger.info(text, type(transformer).__name__, counted(len(new), "tensor"), ", ".join(names))
     initialize(transformer, args.seed, shards, fresh, held)
-    transformer.reset_added(args.seed, fresh)
+    # Not behind trained weights: an override may do more than this.
+    if new:
+        transformer.reset_added(args.seed, new)
     if args.compile:
         compile_blocks(transformer)
     return transformer

@@ -155,8 +155,10 @@ def shorter_warmup(
 ) -> int | None:
     """Return the warm-up of a run that `cogfast train FOLDER` starts without one: that of the packaged file,
     or a tenth of the steps if that is less. None for other runs. stored: that of the resumed checkpoint."""
-    of_file, is_own = origins.get("args.warmup_steps"), origins.get("args.mode")
-    if of_file not in ("sft.yaml", TENTH) or is_own != origins.get("args.load"):
+    of_warmup, of_mode, of_load = (
+        origins.get(f"args.{name}") for name in ("warmup_steps", "mode", "load")
+    )
+    if of_warmup not in ("sft.yaml", TENTH) or of_mode != of_load:  # both are of the folder
         return None
     return min(args.warmup_steps or 0, num_steps // 10) if stored is None else stored
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.parts import warn_of_image_scale
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.parts import assemble, assemble_watchers
-from cogfast.train.run.terminal import log_commands, log_facts, log_results
+from cogfast.train.run.terminal import log_commands, log_facts, log_misspelt, log_results
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +41,6 @@ _WITHOUT_GRADIENT = (
 )
 
 
-def log_misspelt(found: type, base: type, names: Sequence[str]) -> None:
-    """Log methods of a subclass of `base` whose names are nearly those that are called."""
-    for name in sorted(vars(found).keys() - vars(base).keys()):
-        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.9):
-            text = "cogfast does not call %s.%s; did you mean %s?"
-            logger.warning(text, found.__name__, name, near[0])
-
-
 class Trainer:
     """One training run. Subclasses may override `losses`, `add_noise` or `compute_loss`, and nothing else
     (docs/extending.md).
@@ -57,11 +48,13 @@ class Trainer:
     overrides: functions that encode clips and captions in place of the configured encoders.
     """
 
+    _kind: type | None = None  # the class whose code a resumed run must have, if it is not this one
+
     def __init_subclass__(cls) -> None:
         log_misspelt(cls, Trainer, ("losses", "add_noise", "compute_loss", "predict"))
 
     def __init__(self, config: Config, overrides: EncodeOverrides = NO_OVERRIDES) -> None:
-        parts = self.parts = assemble(config, overrides)
+        parts = self.parts = assemble(config, overrides, self._kind or type(self))
         self.config, self.args, self.groups = parts.config, parts.args, parts.groups
         self.diffusion, self.encoder, self.engine = parts.diffusion, parts.encoder, parts.engine
         self.datasets, self.order, self.folder = parts.datasets, parts.order, parts.folder
@@ -76,6 +69,8 @@ class Trainer:
         try:
             self._train()
         except Exception as error:
+            if isinstance(error, KeyError) and error.args == ("mp4",):
+                error.add_note("a latent cache holds no pixels; set args.latent_cache=null")
             # On a line of its own: error messages are cut, and this is all that names the command.
             if (text := self.parts.how_to_upload()) and self.parts.groups.is_main:
                 logger.error("%s", text)
@@ -212,7 +207,7 @@ class Trainer:
                 f"losses returned the shape {list(losses.shape)} for {len(latents)} samples; return one "
                 "loss for each sample, before their mean"
             )
-        self.bands.add(rng, losses, is_prior)
+        self.bands.add(noised.timesteps, losses, is_prior)
         return losses.mean()
 
     def losses(self, batch: dict, noised: Noised, conditioning: Conditioning) -> Tensor:
@@ -355,7 +350,10 @@ class Trainer:
         layers = counted(config.num_layers, "layer")
         args = self.args
         places = [*args.train_data, *args.valid_data, args.latent_cache or "", name_of(self.folder)]
-        rate = f"{args.lr:g}, {args.lr_schedule}, weight decay {args.weight_decay:g}"
+        rate = f"{args.lr:g}, {args.lr_schedule}"
+        if self.learning_rate is not self.parts.learning_rate:
+            rate = f"{self.learning_rate(self.step):g} in the first step, set by the trainer"
+        own = self.writer.classes.get("trainer", {}).get("name")
         log_facts(
             {
                 "run folder": name_of(self.folder),
@@ -370,7 +368,8 @@ class Trainer:
                 ),
                 "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
                 **({} if config.adapters is None else {"adapters": config.adapters}),
-                "learning rate": rate,
+                "learning rate": f"{rate}, weight decay {args.weight_decay:g}",
+                **({"trainer": f"{own}; held-out losses are the configured loss"} if own else {}),
             }
         )
         self.parts.memory.start()

@@ -275,7 +275,7 @@ def read_image(path: str, size: tuple[int, int], resize: Resize = "crop") -> Ten
     try:
         pixels = read_pixels(path)
     except ValueError as error:
-        raise BadSample(path, str(error)) from None
+        raise BadSample(path, f"{path}: {error}") from None  # it may not be the clip's own file
     return resize_picture(pixels, size, resize)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import resolve
+from cogfast.config.merged_config import to_dict
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
@@ -20,6 +21,7 @@ from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_s
 from cogfast.moved import public_module
 from cogfast.train.assembly import text_entry
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.own_classes import own_classes
 
 # Arguments of the encoders that do not change what they compute.
 _WITHOUT_EFFECT = ("use_slicing", "freeze", "device", "cache_dir", "ignore_keys")
@@ -64,6 +66,9 @@ def cache_specs(
         **chunks_entry,
         **clip,
     }
+    # A data set of the user's own may read other pixels.
+    if codes := _codes(config.data, config.allow_import):
+        video["code of data.target"] = " ".join(codes)
     node, _ = text_entry(config)
     specs = {
         "video": video,
@@ -100,8 +105,15 @@ def _identity(part: str, node: Mapping | None, config: Config, own: Collection[s
         if name not in (*_WITHOUT_EFFECT, *own)
     }
     named = [public_module(target), target.__qualname__]  # wherever its file lies
-    text = json.dumps([*named, described], sort_keys=True)
+    text = json.dumps([*named, *_codes(node, config.allow_import), described], sort_keys=True)
     return hash_text(text)[:12]
+
+
+def _codes(node: Mapping, allow_import: Sequence[str]) -> list[str]:
+    """Return the checksums of the code of a component and of those inside it, if they are the user's own."""
+    plain = to_dict(OmegaConf.create({"": node}))
+    own = own_classes(plain, allow_import, None).values()
+    return sorted(each["code"] for each in own if each["code"] is not None)
 
 
 def _described(part: str, value: object) -> object:

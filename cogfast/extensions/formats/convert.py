@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cogfast.config.components import own_objective
 from cogfast.config.json_files import read_json
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import (
@@ -94,7 +95,7 @@ def convert(
     source = _without_own(completed(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
-        _warn_of_sparse(run)
+        _warn_of_training(run)
         if to in ("peft", "diffusers"):
             log_difference_of_run(run)
     _refuse_unexpected(source, allow_unexpected)
@@ -127,10 +128,13 @@ def convert(
         logger.info("%s: %s; %s", dst, result, compare_networks(trained, found, target_path))
 
 
-def _warn_of_sparse(path: Path) -> None:
-    """Log a warning if weights of a run were trained with sparse attention."""
+def _warn_of_training(path: Path) -> None:
+    """Log a warning if weights of a run were trained in a way that other programs do not sample."""
     run = find_run_checkpoint(path)
-    attention = None if run is None else read_manifest(run).get("attention")
+    manifest = {} if run is None else read_manifest(run)
+    if own := own_objective(manifest.get("config", {}).get("model", {})):
+        logger.warning("%s was %s; cogfast sample takes the run's own", path, own)
+    attention = manifest.get("attention")
     if attention not in (None, "dense"):
         logger.warning(
             "%s was trained with " + OTHERS_RUN_DENSE, path, f"args.attention={attention}"

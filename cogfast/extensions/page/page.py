@@ -65,7 +65,7 @@ _LABELS = {
     "loss_video": "clips",
     "loss_image": "pictures",
     "loss_prior": "prior",
-    "valid_loss": "held out",
+    "valid_loss": "held out (configured loss)",
     "step_ms": "whole step",
     "attention_kept": "all layers",
 }

@@ -20,6 +20,7 @@ import yaml
 from jinja2 import StrictUndefined, Template
 
 from cogfast.config.arguments import TrainArguments, conditions_of_run
+from cogfast.config.components import own_objective
 from cogfast.config.json_files import brief, read_limited
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import adapters_of
@@ -114,6 +115,9 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
     config = manifest.get("config") or {}
     args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
+    if own := own_objective(config.get("model") or {}):
+        text = f"{checkpoint} was {own}, so that the card's code would sample wrong videos"
+        raise ValueError(f"{text}; publish what cogfast convert writes with code that samples it")
     kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
     ema = "shadow" in kinds and args.get("eval_with_ema", True)  # as the videos
     source = open_run(checkpoint, ema, manifest)

@@ -57,6 +57,7 @@ _SLICE = keys(
         "share": NotRequired[tuple[_Part, Size]],  # index, count
     }
 )
+_CLASS = keys({"name": str, "code": str | None})  # see train/own_classes.py
 _MANIFEST = {
     "format": str,
     "step": _Count,
@@ -70,6 +71,7 @@ _MANIFEST = {
     "encode_way": NotRequired[tuple[str, bool] | None],  # of clips: mode, is_sliced
     "video_sizes": NotRequired[list[tuple[Size, Size, Size]]],  # see TransformerConfig.trained_size
     "config": NotRequired[dict[str, dict[str, Any]]],  # see config_of
+    "classes": NotRequired[dict[str, _CLASS]],
 }
 MANIFEST = keys(_MANIFEST)
 # Fields that a run needs to resume, besides the weights.

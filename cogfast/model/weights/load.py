@@ -117,9 +117,10 @@ def load_source(
     if not allow_missing:
         _check_dtype(path, source.main_dtype, transformer.dtype)
     parameters: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
+    parameters |= transformer.kept_buffers()
     shards = shards or {}
     # Shapes of whole parameters, as in the file, also where this rank has a shard.
-    wanted = {n: shards[n].shape if n in shards else p.shape for n, p in parameters.items()}
+    wanted = {n: shards[n].shape if n in shards else p.shape or (1,) for n, p in parameters.items()}
     # A part of a model, such as the adapters of a run, does not show the family member.
     if not source.is_partial:
         found = identify(source, transformer.config.out_channels)
@@ -146,6 +147,12 @@ def load_source(
         raise ValueError(
             f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
             f"{first_of(required)}; use a complete checkpoint"
+        )
+    new = sorted(transformer.added.intersection(missing))
+    if new and unexpected and not source.is_partial and not allow_missing:
+        raise ValueError(
+            f"{path}: tensors have unknown names ({first_of(unexpected)}), and what {type(transformer).__name__} "
+            f"adds is not there ({first_of(new)}); rename one of them, or set args.force_train=true to leave both"
         )
     with torch.no_grad():
         # One tensor at a time, so that model and checkpoint are never in memory together.

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -121,8 +122,9 @@ def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:
 
 
 def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
-    """Read the frozen weights of the checkpoint. Collective under ZeRO-3."""
-    parameters = dict(engine.transformer.named_parameters())
+    """Read the frozen weights and the buffers of the checkpoint. Collective under ZeRO-3."""
+    parameters: dict[str, Any] = dict(engine.transformer.named_parameters())
+    parameters |= engine.transformer.kept_buffers()
     # A base that is held elsewhere (extensions/memory) has been read from args.load.
     for name in filter(parameters.__contains__, files.frozen):
         with engine.whole(parameters[name], is_written=True) as whole:

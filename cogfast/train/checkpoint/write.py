@@ -50,6 +50,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.own_classes import Classes
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class CheckpointWriter:
         groups: ProcessGroups,
         keep_last: int,
         layout: FolderLayout = "cogfast",
+        classes: Classes | None = None,  # of a user's own
     ) -> None:
         self.folder, self.engine, self.keep_last = folder, engine, keep_last
         self.layout: FolderLayout = layout
@@ -96,6 +98,7 @@ class CheckpointWriter:
         self.check_owner: Callable[[], None] = lambda: None
         # Uploads what the run has logged until now: a resumed run continues it. The same thread calls it.
         self.upload_logs: Callable[[], None] = lambda: None
+        self.classes: Classes = classes or {}
         self.url = url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
@@ -144,6 +147,7 @@ class CheckpointWriter:
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
         about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
+        about["classes"] = self.classes
         self._thread = Thread(
             target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )
@@ -367,11 +371,13 @@ class _Snapshot:
         named = dict(engine.transformer.named_parameters())
         self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
         self.frozen = frozen_to_keep(engine.transformer)
+        self.live_buffers = engine.transformer.kept_buffers()
+        self.buffers = {name: host_buffer(x) for name, x in self.live_buffers.items()}
         # The manifest's entries. The thread must not read modules: within a forward pass, ZeRO-3
         # gathers a parameter that is read, which is a collective of every rank.
         self.about = {
             "parameters": {n: _about(p) for n, p in named.items() if p.requires_grad},
-            "frozen": {n: _about(p) for n, p in self.frozen.items()},
+            "frozen": {n: _about(p) for n, p in {**self.frozen, **self.live_buffers}.items()},
         }
         self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
@@ -408,8 +414,8 @@ class _Snapshot:
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change, so one copy is enough
         self.engine.wait_for_ema()
-        live = {**self._live_partitions(), **self._live_numbers()}
-        buffers = {**self.partitions, **self.numbers}
+        live = {**self._live_partitions(), **self._live_numbers(), **self.live_buffers}
+        buffers = {**self.partitions, **self.numbers, **self.buffers}
         for key, buffer in buffers.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
@@ -448,7 +454,7 @@ class _Snapshot:
             key = f"{kind}/{parameter}/{start}"
             tensors.append(Outgoing(key, (numel,), dtype, read))
             slices[key] = {"parameter": parameter, "kind": kind, "start": start, "numel": numel}
-            shard = self.shards[parameter]
+            shard = self.shards.get(parameter)
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
 
@@ -461,6 +467,9 @@ class _Snapshot:
                 add(kind, piece.parameter, piece.start, piece.numel, read)
         for name, values in self.frozen_values.items():
             add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
+        # Each rank has its own: those of rank 0 are saved.
+        for name, values in self.buffers.items() if self.engine.data_rank == 0 else ():
+            add("frozen", name, 0, values.numel(), values.float)
         return slices, write_safetensors(path, tensors)
 
     def _check_finite(self) -> None:

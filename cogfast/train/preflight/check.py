@@ -15,7 +15,7 @@ import torch
 
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.config.components import is_none, own_optimizer
+from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import (
@@ -53,11 +53,12 @@ from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_fol
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
 from cogfast.model.weights.open import open_source
-from cogfast.train.assembly import video_data
+from cogfast.train.assembly import build_on_meta, video_data
+from cogfast.train.checkpoint.write import frozen_to_keep
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
-from cogfast.train.preflight.mesh import check_global_batch, check_mesh, check_reduction
+from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
     fit_warmup,
@@ -69,6 +70,7 @@ from cogfast.train.run.folder import (
     adapters_to_resume,
     check_changes,
     check_creatable,
+    checkpoint_to_resume,
     resumed_in_run_folder,
 )
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
@@ -109,9 +111,10 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            # The global batch of this run is not known yet: it is compared when the run starts.
             fitted, _ = fit_warmup(config, args, 0, manifest)
-            check_changes(checkpoint, manifest, fitted, manifest["global_batch"])
+            # Global batch and trainer of this run are not known yet: they are compared when it starts.
+            known = manifest["global_batch"], manifest.get("classes", {})
+            check_changes(checkpoint, manifest, fitted, *known)
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
@@ -120,6 +123,8 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
 
 def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
     """Refuse exports of models that diffusers' class cannot represent."""
+    if args.export != "none" and (own := own_objective(to_dict(config.model))):
+        logger.warning("args.export=%s: %s; cogfast sample takes the run's own", args.export, own)
     # LoRA files can represent every model; only whole models have diffusers' limits.
     if args.export == "none" or network.get("lora_rank") is not None:
         return
@@ -137,7 +142,16 @@ def _check_export(config: Config, args: TrainArguments, network: dict[str, Any])
 def _check_base(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
-    """Check the keys that keep LoRA's frozen base in 8 bits or in host memory."""
+    """Check that a frozen base is in args.load, and the keys that keep it in 8 bits or in host memory."""
+    key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
+    if args.load is None and getattr(model, key) != getattr(ModelArguments(), key):
+        transformer = build_on_meta(config, args, None)
+        kept = {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
+        is_lost = {n not in kept and not p.requires_grad for n, p in transformer.named_parameters()}
+        # If all are frozen, nothing is trainable, which is another error.
+        if is_lost == {True, False} and checkpoint_to_resume(args) is None:
+            text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
+            refuse(config, f"model.{key}", f"{text}; set args.load to the folder of the base model")
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     is_own = config.model.network_config.target not in NETWORKS
     is_frozen = is_frozen and model.trainable_modules is None and not is_own
@@ -162,9 +176,9 @@ def check_train(config: Config, world_size: int | None = None) -> None:
         if level(find_origin(config.origins, key)) > 0:
             fix = "set args.run_folder" if key.endswith("output_dir") else "leave it out"
             refuse(config, key, f"{key} is for cogfast sample and has no effect on training; {fix}")
-    if config.origins.get("args.save") == "--out" and args.run_folder is not None:
-        key, text = "args.run_folder", f"--out {args.save} and args.run_folder={args.run_folder}"
-        refuse(config, key, f"{text} are both given; keep one")
+    if args.run_folder is not None and "--out" in config.origins.values():
+        key = f"args.run_folder={args.run_folder}"
+        raise ValueError(f"--out {args.save} and {key} are both given; keep one")
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
@@ -191,7 +205,6 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     _check_pipeline(config, args, network)
     check_mesh(config, args, TransformerConfig(**network), world_size)
     check_global_batch(config, args, world_size)
-    check_reduction(config)
     check_offload(config, args)
     check_fp8(config, args)
     check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
@@ -246,7 +259,7 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
-    _refuse_training_keys(config)
+    _refuse_training_keys(config.origins)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
@@ -277,13 +290,13 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
 _OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
 
 
-def _refuse_training_keys(config: Config) -> None:
+def _refuse_training_keys(origins: Mapping[str, str]) -> None:
     """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
     group = ""
     for field in dataclasses.fields(TrainArguments):
         group, key = GROUPS.get(field.name, group), f"args.{field.name}"
         is_of_training = group in ("learning rate", "evaluation")
-        if is_of_training and find_origin(config.origins, key) == COMMAND_LINE:
+        if is_of_training and find_origin(origins, key) == COMMAND_LINE:
             raise ValueError(
                 f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
             )

@@ -76,7 +76,8 @@ def _check_ranks(config: Config, key: str, size: int, ranks: int, heads: int, of
 
 
 def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
-    """Check that the batch sizes multiply to deepspeed.train_batch_size if it is set."""
+    """Check that the batch sizes multiply to deepspeed.train_batch_size if it is set, and how gradients are
+    divided by the number of ranks."""
     total = config.deepspeed.get("train_batch_size")
     # check_mesh has made sure that this divides.
     copies = _world(world_size) // (args.model_parallel_size * args.context_parallel_size)
@@ -89,23 +90,13 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
             f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or change "
         )
         refuse(config, key, f"{text}one of them")
-
-
-def check_reduction(config: Config) -> None:
-    """Refuse a division before the sum of gradients, which DeepSpeed does not support in a reduce-scatter."""
-    section = config.deepspeed
-    zero = section.get("zero_optimization") or {}
-    factor = section.get("gradient_predivide_factor", 1.0)
-    if (section.get("prescale_gradients") or factor != 1) and zero.get("reduce_scatter", True):
-        name = (
-            "prescale_gradients"
-            if section.get("prescale_gradients")
-            else "gradient_predivide_factor"
-        )
-        text = f"deepspeed.{name}={show(section[name])} does not work with DeepSpeed's reduce_scatter; set "
-        refuse(
-            config, f"deepspeed.{name}", f"{text}deepspeed.zero_optimization.reduce_scatter=false"
-        )
+    # DeepSpeed does not support a division before the sum in a reduce-scatter.
+    section, zero = config.deepspeed, config.deepspeed.get("zero_optimization") or {}
+    for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        key, value = f"deepspeed.{name}", section.get(name, default)
+        if value != default and zero.get("reduce_scatter", True):
+            text = f"{key}={show(value)} does not work with DeepSpeed's reduce_scatter; set "
+            refuse(config, key, f"{text}deepspeed.zero_optimization.reduce_scatter=false")
 
 
 def _world(world_size: int | None) -> int:

@@ -53,12 +53,15 @@ from cogfast.model.weights.checkpoint_manifest import (
     run_of,
     step_of,
 )
+from cogfast.train.optimizer import TENTH
+from cogfast.train.own_classes import Classes, changes_of_code
 
 logger = logging.getLogger(__name__)
 
 # Keys that decide what is trained: a resumed run must have the same values as its checkpoint. Paths,
 # intervals, logging, evaluation, the number of steps, and the parallel layout may change.
 _DECISIVE = (
+    "trainer*",
     "model.*",
     "data.*",
     "args.seed",
@@ -432,13 +435,15 @@ def _named(path: Path) -> tuple[Path, Path]:
     return run_of(checkpoint), checkpoint
 
 
-def check_changes(checkpoint: Path, manifest: dict, config: Config, global_batch: int) -> None:
-    """Check that the keys that decide what is trained are the checkpoint's.
+def check_changes(
+    checkpoint: Path, manifest: dict, config: Config, global_batch: int, classes: Classes
+) -> None:
+    """Check that the keys and the user's classes that decide what is trained are the checkpoint's.
 
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
-    found = _changes_since(manifest, config).items()
+    found = _changes_since(manifest, config, classes).items()
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
@@ -468,6 +473,7 @@ def describe_run(
     manifest: dict,
     config: Config,
     world_size: int,
+    classes: Classes,
 ) -> None:
     """Write the merged config, versions, devices, git commit and local changes to the run's folder.
 
@@ -477,10 +483,16 @@ def describe_run(
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
     of_resume = ("args.resume", "args.accept_changes")
-    changes = _changes_since(manifest, config)
+    changes = _changes_since(manifest, config, classes)
     changed = [text for key, text in changes.items() if key not in of_resume]
+    if TENTH in config.origins.values():
+        text = "args.warmup_steps=%d: the smaller of 100 and a tenth of the steps"
+        logger.info(text, config.args.warmup_steps)
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
+    for key in [key for key, each in classes.items() if each["code"] is None]:
+        text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
+        logger.warning(text, key, classes[key]["name"])
     changes_of_code = git("diff", "HEAD")
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
@@ -496,15 +508,17 @@ def describe_run(
         ) from None
 
 
-def _changes_since(manifest: dict, config: Config) -> dict[str, str]:
-    """Return {key: "key: old -> new"} of the keys that differ from a checkpoint's, {} without one."""
+def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str, str]:
+    """Return {key: "key: old -> new"} of what differs from a checkpoint, {} without one."""
     before = _completed(manifest.get("config", {}))
     if not before:
         return {}
     old, new = leaves(before), leaves(plain_sections(config))
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+    changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
+    # Earlier versions stored no classes.
+    return changes | changes_of_code(manifest.get("classes", classes), classes)
 
 
 def _completed(sections: dict) -> dict:

@@ -67,12 +67,12 @@ from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.optimizer import (
-    TENTH,
     build_learning_rate,
     build_optimizer,
     parameter_groups,
     warn_of_rate,
 )
+from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
@@ -87,6 +87,7 @@ from cogfast.train.run.folder import (
     create_folder,
     describe_run,
     open_run_folder,
+    plain_sections,
 )
 from cogfast.train.run.run_log import RunLog
 from cogfast.train.run.terminal import resume_words
@@ -115,11 +116,11 @@ class Parts:
     """
 
     def __init__(
-        self, config: Config, overrides: EncodeOverrides, log: RunLog, held: ExitStack
+        self, config: Config, overrides: EncodeOverrides, own: Classes, log: RunLog, held: ExitStack
     ) -> None:
         """Check the configuration, start the processes, build the run, and load what it resumes from.
 
-        held: what the run holds until its log ends: the lock of its folder, uploads to a store.
+        own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
         config, launch = follow_world(follow_weights(config))
         args = TrainArguments.from_config(config)
@@ -176,7 +177,7 @@ class Parts:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
             config, args = fit_warmup(config, args, num_steps, manifest)
             learning_rate = build_learning_rate(args, num_steps)
-            check_changes(checkpoint, manifest, config, global_batch)
+            groups.on_main(partial(check_changes, checkpoint, manifest, config, global_batch, own))
             step = manifest["step"]
             if groups.is_main and step > num_steps:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
@@ -186,13 +187,8 @@ class Parts:
             folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
         )
         held.callback(self.uploads.close)
-        if groups.is_main and config.origins.get("args.warmup_steps") == TENTH:
-            logger.info(
-                "args.warmup_steps=%d: the smaller of 100 and a tenth of the steps",
-                args.warmup_steps,
-            )
-        describe = partial(describe_run, folder, checkpoint, manifest, config, groups.world_size)
-        groups.on_main(describe)
+        about = (checkpoint, manifest, config, groups.world_size, own)
+        groups.on_main(partial(describe_run, folder, *about))
         if groups.is_main:
             log.open(folder)
             # The headers were read before the folder existed.
@@ -250,7 +246,7 @@ class Parts:
         evaluator = Evaluator(engine, diffusion, encoder, *more)
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
-        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout)
+        writer = CheckpointWriter(checkpoints, engine, groups, args.keep_last, layout, own)
         writer.check_owner, writer.upload_logs = check_owner, self.uploads.upload
         if checkpoint is not None:
             load_checkpoint(checkpoint, manifest, engine, groups)
@@ -300,11 +296,12 @@ class Parts:
         )
 
 
-def assemble(config: Config, overrides: EncodeOverrides) -> Parts:
-    """Build a run. Its log ends with the error if that fails."""
+def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
+    """Build a run of this kind of trainer. Its log ends with the error if that fails."""
     log, held = RunLog(), ExitStack()
+    own = own_classes(plain_sections(config), config.allow_import, kind)
     try:
-        return Parts(config, overrides, log, held)
+        return Parts(config, overrides, own, log, held)
     except BaseException as error:
         log.end(error)
         held.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from inspect import iscode, isfunction
 from pathlib import Path
 
 from cogfast.config import Config
@@ -15,6 +17,20 @@ from cogfast.extensions.sample.flags import input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
 
 logger = logging.getLogger(__name__)
+
+
+def log_misspelt(found: type, base: type, names: Sequence[str]) -> None:
+    """Log public methods of a subclass of `base` that neither cogfast nor the subclass calls."""
+    own = vars(found)
+    codes = [value.__code__ for value in own.values() if isfunction(value)]
+    for code in codes:  # also functions inside of functions
+        codes += [inner for inner in code.co_consts if iscode(inner)]
+    used = {word for code in codes for word in code.co_names}
+    for name in sorted(own.keys() - {*dir(base)}):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.9)
+        if near or (isfunction(own[name]) and name[0] != "_" and name not in used):
+            hint = f"did you mean {near[0]}?" if near else f"it calls {', '.join(names)}"
+            logger.warning("cogfast does not call %s.%s; %s", found.__name__, name, hint)
 
 
 def log_facts(facts: Mapping[str, object]) -> None:

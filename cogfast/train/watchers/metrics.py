@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.files import WriteError, set_aside, write_text
-from cogfast.core.slot_random import SlotRandom
 from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
@@ -56,21 +55,21 @@ _SLOW_DATA = 0.1  # fraction of the step time above which waiting for data is lo
 class BandLosses:
     """Sums training losses by band of timesteps, on the device. Bands are those of the held-out loss.
 
-    loss: the run's loss; one of a user's own class draws timesteps that are not known here.
+    loss: the run's loss, whose timesteps are counted; one of a user's own class may count others.
     """
 
     def __init__(self, loss: object, device: torch.device) -> None:
-        self.sampler = loss.sigma_sampler if isinstance(loss, VideoDiffusionLoss) else None
+        self.num_idx = loss.sigma_sampler.num_idx if isinstance(loss, VideoDiffusionLoss) else None
         # Sums of losses, and their number; the last column has the samples of column prior.
         self.sums = torch.zeros(2, NUM_BANDS + 1, device=device)
 
-    def add(self, rng: SlotRandom, losses: Tensor, is_prior: Tensor | None = None) -> None:
-        """Add the losses [B] of a micro-batch whose draws are those of `rng`. No host sync."""
-        if self.sampler is None:
+    def add(self, timesteps: Tensor, losses: Tensor, is_prior: Tensor | None = None) -> None:
+        """Add the losses [B] of a micro-batch at timesteps [B]. No host sync."""
+        if self.num_idx is None:
             return
         losses = losses.detach().float()
-        # A draw is a function of its key: these are the timesteps that the loss has drawn.
-        bands = self.sampler.sample(rng) * NUM_BANDS // self.sampler.num_idx
+        # A user's own add_noise may draw timesteps of any range.
+        bands = (timesteps * NUM_BANDS // self.num_idx).clamp(0, NUM_BANDS - 1).long()
         is_finite = losses.isfinite()
         added = torch.stack([losses.where(is_finite, 0.0), is_finite.float()])
         self.sums.index_add_(1, bands, added)

@@ -102,3 +102,4 @@ def test_images_of_a_list(tmp_path):
     with pytest.raises(BadSample, match="not a readable image") as error:
         data[1]
     assert error.value.path.endswith("videos/01.mp4")
+    assert error.value.reason.startswith(f"{tmp_path / '1.jpg'}: not a readable image")

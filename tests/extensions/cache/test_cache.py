@@ -220,7 +220,7 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     assert_refused(lambda: datasets_of(tiles), line)
 
     log.clear()
-    run.by(Trainer).train(f"args.resume={pixels.path}", steps=2)
+    run.by(Trainer).train("args.accept_changes=true", f"args.resume={pixels.path}", steps=2)
     assert "clips of 17x32x32 are encoded 8 frames at a time" in log.text
 
 

@@ -76,7 +76,7 @@ def test_the_curves_have_the_numbers_of_the_metrics(whole: Page) -> None:
     assert whole.values() == {place: pytest.approx(v, rel=1e-5) for place, v in wanted.items()}
     bands = ["t 0–249", "t 250–499", "t 500–749", "t 750–999"]
     assert whole.plots() == {
-        "Loss": ["training", "held out"],
+        "Loss": ["training", "held out (configured loss)"],
         "Held-out loss by noise level": bands,
         "Training loss by noise level": bands,
         "Learning rate": ["lr"],
@@ -530,7 +530,8 @@ def test_a_comparison_of_runs(run: Path, tmp_path: Path) -> None:
     page = page_at(run, other)
     assert page.sections == ["curves", "samples", "differences"]
     labels = [run.name, "other"]
-    assert page.plots()["Loss: training"] == page.plots()["Loss: held out"] == labels
+    plots = page.plots()
+    assert plots["Loss: training"] == plots["Loss: held out (configured loss)"] == labels
     assert page.plots()["Time of a step (ms): whole step"] == labels
     for i, number in enumerate((20, 10)):
         wanted = {line["step"]: line["loss"] for line in lines(number) if "loss" in line}

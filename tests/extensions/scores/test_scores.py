@@ -109,7 +109,7 @@ def test_what_was_not_scored_before_a_stop_is_scored_after_the_resume(
     scored_by(run, "sh -c 'sleep 600' {samples}").by(Stopped).train()
     assert waiting(run) == [1, 2]
     assert "a resumed run will score steps [1, 2]" in log.text
-    scored_by(run, command).resume()
+    scored_by(run, command).resume("args.accept_changes=true")
     assert {n: found["clip"] for n, found in scores(run).items()} == {1: 0.75, 2: 0.5, 4: 0.125}
     assert saved(run) == [1, 4]
     assert waiting(run) == []

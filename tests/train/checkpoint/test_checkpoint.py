@@ -349,7 +349,7 @@ def test_an_export_that_fails_costs_no_checkpoint(
 
 
 def test_a_model_that_cannot_be_exported_is_refused_before_training(run: Run) -> None:
-    network = "model.network_config.params"
+    network, base = "model.network_config.params", run.into(run.folder / "base").train(steps=1)
     cases = {
         "args.export_interval=4": "args.export_interval=4 adds to args.export=last, but args.export=all",
         f"{network}.modules.adaln_layer_config.params.qk_ln=false": "args.export=all: qk_ln=False must",
@@ -357,5 +357,6 @@ def test_a_model_that_cannot_be_exported_is_refused_before_training(run: Run) ->
             "args.export=all: checkpoints of this run lack <...> frozen tensors, first blocks.0"
         ),
     }
+    run = run.with_words("args.export=all", f"args.load={base.path}")
     for word, line in cases.items():
-        assert_refused(lambda word=word: run.train("args.export=all", word), line)
+        assert_refused(lambda word=word: run.train(word), line)

@@ -205,7 +205,11 @@ def test_an_error_names_the_last_checkpoint(
     run, last = run.into(tmp_path).with_words("args.num_workers=0", "args.save_interval=2"), None
     if is_elsewhere:
         last = short_run.path / "checkpoints" / "00000004"
-        words = (f"args.resume={last}", f"args.run_folder={tmp_path / 'new'}")
+        words = (
+            "args.accept_changes=true",
+            f"args.resume={last}",
+            f"args.run_folder={tmp_path / 'new'}",
+        )
         run = run.with_words(*words, "args.save_interval=null")
     trainer = run.by(FailingData).trainer()
     with StopSignals(lambda reason: reason, kept="before training began") as outer:

@@ -140,7 +140,23 @@ def test_a_script_takes_the_words_of_train(plain: Recorded, run: Run, tmp_path: 
     assert done.returncode == 2 and done.stderr.startswith("cogfast: ")
 
 
-def test_a_method_that_looks_misspelt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    type("Mine", (Trainer,), {"losse": None, "weigh": None})
-    assert "does not call Mine.losse; did you mean losses?" in caplog.text
-    assert "weigh" not in caplog.text
+def test_methods_that_nothing_calls_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Trainer):
+        losse = weigh = None
+
+        def on_save(self):
+            self.helps(lambda: self.used_inside())
+
+        def helps(self, call): ...
+        def used_inside(self): ...
+        def learning_rate(self, step): ...
+        def _private(self): ...
+
+    assert caplog.messages == [
+        "cogfast does not call Mine.learning_rate; it calls losses, add_noise, compute_loss, predict",
+        "cogfast does not call Mine.losse; did you mean losses?",
+        "cogfast does not call Mine.on_save; it calls losses, add_noise, compute_loss, predict",
+    ]
+    caplog.clear()
+    example("FeatureLoss")
+    assert not caplog.messages  # a method that it registers itself

@@ -9,9 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cogfast.__main__ import main
+from cogfast.extensions.formats.convert import convert
 from cogfast.model.transformer import build_transformer
+from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
+from cogfast.train.assembly import assemble_transformer
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import Refusal, assert_command_refused, assert_refused, refusals
 from tests.support.runs import Run
@@ -38,6 +42,22 @@ class Dropped(TrajectoryTransformer):
     def block_arguments(self, tensors, grid):
         own = super().block_arguments(tensors, grid)
         return [[nn.functional.dropout(motion, 0.3, self.training)] for [motion] in own]
+
+
+class Normed(TrajectoryTransformer):
+    reset = []
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.traj_norm = nn.BatchNorm3d(2)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def block_arguments(self, tensors, grid):
+        return super().block_arguments({"flow": self.traj_norm(tensors["flow"])}, grid)
+
+    def reset_added(self, seed, names=None):
+        self.reset.append(sorted(names))
+        super().reset_added(seed, names)
 """
 
 
@@ -144,6 +164,62 @@ def test_dropout_of_an_own_network_is_resumed_bit_for_bit(world: World) -> None:
     parts = world.run("dropped parts", *words, "args.exit_interval=2").train(steps=4)
     assert parts.resume(steps=4).losses == whole.losses
     assert whole.losses[2:] != world.run("kept", *OWN).train(steps=4).losses[2:]
+
+
+def test_running_means_of_added_modules_are_trained_weights(
+    world: World, log: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints have the buffers that training changes; `sample` and a resumed run load them."""
+    words = [OWN[0].replace("TrajectoryTransformer", "Normed"), "args.num_workers=0"]
+    words += ["model.trainable_modules=[fuser, traj_extractor, traj_norm]"]
+    whole = world.run("normed", *words).train(steps=4)
+    live = dict(whole.last.engine.transformer.named_buffers())
+    names = {f"traj_norm.{x}" for x in ("running_mean", "running_var", "num_batches_tracked")}
+    saved = whole.weights()
+    assert int(saved["traj_norm.num_batches_tracked"]) == 4
+    assert saved["traj_norm.running_mean"].abs().min() > 0
+    assert_same(
+        {n: saved[n].view(live[n].shape) for n in names}, {n: live[n].float() for n in names}
+    )
+    assert "table" not in saved
+    reset = type(whole.last.engine.transformer).reset
+    assert len(reset) == 1 and names <= {*reset[0]}
+    config, args, groups = (getattr(whole.last, name) for name in ("config", "args", "groups"))
+    loaded = assemble_transformer(config, args, groups, str(whole.path))
+    assert len(reset) == 1, "nothing of it is new"
+    assert_same(dict(loaded.named_buffers()), live)
+
+    parts = world.run("normed parts", *words, "args.exit_interval=2").train(steps=4)
+    older = read_manifest(parts.checkpoint, RESUMABLE)
+    parts = parts.resume(steps=4)
+    assert_same(dict(parts.last.engine.transformer.named_buffers()), live)
+    assert parts.losses == whole.losses
+    # A checkpoint of an earlier version, without them
+    del older["checksum"]
+    for name in names:
+        del older["frozen"][name]
+        (slices,) = older["slices"].values()
+        del slices[f"frozen/{name}/0"]
+    first = parts.path / "checkpoints" / "00000002"
+    write_manifest(first, older)
+    log.clear()
+    world.run(
+        "normed old", *words, f"args.resume={first}", f"args.run_folder={world.folder / 'o'}"
+    ).train(steps=3)
+    (line,) = (text for text in log.messages if "start from their own initial values" in text)
+    assert "traj_norm.running_mean" in line
+
+
+def test_unknown_tensors_beside_new_ones_are_refused(world: World, tmp_path: Path) -> None:
+    """They may be the trained ones of the network under other names."""
+    convert(world.weights, tmp_path / "base", "diffusers")
+    file = tmp_path / "base" / "diffusion_pytorch_model.safetensors"
+    save_file({**load_file(file), "fuser_list.0.weight": torch.ones(2)}, file)
+    load = f"args.load={file.parent}"
+    line = "unknown names (fuser_list.0.weight), and what TrajectoryTransformer adds is not there (blocks.0.f"
+    assert_refused(world.run("unknown", *OWN, load).trainer, line)
+    assert world.run("unknown", *OWN, load, "args.force_train=true").trainer().step == 0
+    assert world.run("unknown", load).trainer().step == 0  # a warning, as before
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from cogfast.diffusion.loss import Noised, VideoDiffusionLoss
+from cogfast.train.trainer import Trainer
 from tests.support.runs import Run
 
 BANDS = 4
@@ -69,3 +70,18 @@ def test_two_ranks_have_the_numbers_of_one(run: Run, alone: tuple[Run, list], sp
     keys = [f"train_loss_band_{band}" for band in range(BANDS)]
     for key in ("loss", *keys):
         assert line[key] == pytest.approx(expected[key], rel=1e-4)
+
+
+class CleanSteps(Trainer):
+    """Draws timesteps of its own, all of them in the first band."""
+
+    def add_noise(self, batch, latents, rng):
+        steps = (rng.uniform("my timesteps") * 250).long()
+        return self.loss._noised_at(latents, steps, rng.normal("noise", latents.shape), None)
+
+
+def test_bands_are_of_the_timesteps_that_add_noise_drew(run: Run) -> None:
+    lines = run.by(CleanSteps).train(steps=2).lines
+    for line in lines:
+        assert line["train_loss_band_0"] == pytest.approx(line["loss"], rel=1e-5)
+        assert all(line[f"train_loss_band_{band}"] is None for band in (1, 2, 3))
