@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
+from cogfast.core.launchers import adopt_ranks
 from cogfast.core.machine_limits import check_open_files, describe_lack
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
@@ -320,7 +321,7 @@ def _interrupt(number: int) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    _adopt_mpi_ranks()
+    adopt_ranks()  # what is wrong with them is an error of the commands that need them
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return 0 if argv else 2
@@ -394,14 +395,6 @@ def _report(error: Exception) -> None:
     lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
     lines = [named_by_urls(printable(one_line(line))) for line in lines]
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
-
-
-def _adopt_mpi_ranks() -> None:
-    """Copy mpirun's rank variables to the names that torch reads, as upstream's scripts do."""
-    for mpi_name, name in (("LOCAL_RANK", "LOCAL_RANK"), ("SIZE", "WORLD_SIZE"), ("RANK", "RANK")):
-        value = os.environ.get(f"OMPI_COMM_WORLD_{mpi_name}")
-        if value is not None:
-            os.environ[name] = value
 
 
 if __name__ == "__main__":
