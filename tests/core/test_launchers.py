@@ -11,7 +11,7 @@ from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
 
-PLACE = "MASTER_ADDR=10.0.0.1 MASTER_PORT=29500"
+PLACE = "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
 OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0"
 OF_TORCHRUN = f"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 {PLACE}"
 TORCHRUN = f"{OF_TORCHRUN} LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x GROUP_RANK=1"
@@ -86,7 +86,7 @@ def test_the_ranks_are_those_of_the_launcher(start: str, environment) -> None:
     words, wanted = STARTS[start]
     environment(words)
     assert ranks() == ranks() == wanted
-    # Those that torch and DeepSpeed read
+    # torch and DeepSpeed read these.
     assert int(os.environ.get("RANK", "0")) == wanted[0]
     assert int(os.environ.get("WORLD_SIZE", "1")) == wanted[1]
 
