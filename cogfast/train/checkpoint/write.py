@@ -30,7 +30,14 @@ from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.arguments import FolderLayout
-from cogfast.core.files import WriteError, is_disk_full, sync, write_text
+from cogfast.core.files import (
+    SECONDS_OF_NFS,
+    WriteError,
+    is_disk_full,
+    sync,
+    wait_until,
+    write_text,
+)
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
@@ -249,6 +256,8 @@ class CheckpointWriter:
             "counters": counters,
             **about,
         }
+        if self.url is None:
+            _check_files(draft, manifest["bytes"])
         write_manifest(draft, manifest)
         if export is not None:
             export(draft, manifest)
@@ -512,6 +521,16 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
     }
     shard = shard_of(parameter)
     return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
+
+
+def _check_files(draft: Path, sizes: Mapping[str, int]) -> None:
+    """Raise OSError if this machine does not see the ranks' files whole."""
+    for name, size in sizes.items():
+        has_size = lambda file=draft / name: file.is_file() and file.stat().st_size == size  # noqa: B023
+        if not wait_until(has_size, SECONDS_OF_NFS):
+            raise OSError(
+                f"{draft / name} is not here as its rank has written it; do all machines share it?"
+            )
 
 
 def _publish(draft: Path, final: Path) -> None:

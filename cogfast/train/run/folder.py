@@ -31,8 +31,8 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted, cut, printable
-from cogfast.core.files import WriteError, write_text
-from cogfast.core.run_lock import RunLock, check_object
+from cogfast.core.files import SECONDS_OF_NFS, WriteError, wait_until, write_text
+from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -132,12 +132,25 @@ def open_run_folder(
             run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
             if groups.local_rank == 0:
                 empty(run)
+        elif groups.rank > 0 and url_of(run) is None:
+            _check_shared(args, run, holder)
         return run, next(iter(checkpoints), None)
 
     run, checkpoint = groups.on_all(open_here)
     if locks:
         return run, checkpoint, locks[-1].check
     return run, checkpoint, lambda: None if lock is None else check_object(lock, holder)
+
+
+def _check_shared(args: TrainArguments, run: Path, holder: str) -> None:
+    """Raise ValueError if this rank does not see the lock that rank 0 has written into the run's folder."""
+    if not wait_until(lambda: is_held(run, holder), SECONDS_OF_NFS):
+        of_main = " ".join(holder.split()[:4])
+        key, _ = _given_folder(args)
+        raise ValueError(
+            f"args.{key}={getattr(args, key)}: {platform.node()} does not see {run.absolute()} as {of_main} has "
+            "written it; set it to a folder that all machines share, or to an object store"
+        )
 
 
 def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
