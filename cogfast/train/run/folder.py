@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
@@ -375,10 +375,12 @@ def _find(
         # The glob also finds experiments whose names begin with this one's.
         runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
         runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
-        # The names end in date and time, so the newest run comes first.
-        for run in sorted(runs, reverse=True):
+        for run in sorted(runs, key=_saved_at, reverse=True):
             checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
             if checkpoint is not None:
+                if lock is not None and len(runs) > 1:
+                    text = "args.resume=%s continues %s, which has saved last of %d runs of %r"
+                    logger.info(text, resume, name_of(run), len(runs), experiment)
                 return run, checkpoint
         if resume == "latest":
             raise ValueError(
@@ -386,7 +388,7 @@ def _find(
                 "use args.resume=auto to start a new run in that case"
             )
     while lock is not None:
-        stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        stamp = datetime.now(UTC).strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
             # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
@@ -402,6 +404,15 @@ def _find(
         else:
             return run, None
     return save, None
+
+
+def _saved_at(run: Path) -> tuple[float, str]:
+    """Return when a run has saved last, and its name, which decides in a store: it ends in the date of the start."""
+    times = [0.0]
+    for file in (*run.glob("checkpoints/*/manifest.json"), *run.glob("checkpoint-*/manifest.json")):
+        with suppress(OSError):  # removed by a run that trains
+            times.append(file.stat().st_mtime)
+    return max(times), run.name
 
 
 def _stored_runs(folder: Path) -> dict[Path, Path]:

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -89,6 +90,24 @@ def test_the_newest_run_of_the_experiment_is_resumed(tmp_path: Path, resume: str
     make_run(tmp_path, "a-big-2026-01-04-00-00-00", 5)
     folder, checkpoint = opened(tmp_path, resume)
     assert (folder, checkpoint) == (newest, newest / "checkpoints" / "00000002")
+
+
+def test_the_run_that_has_saved_last_is_resumed_whatever_its_name(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of older versions are in the time zone of their start."""
+    make_run(tmp_path, "a-2026-01-02-09-00-00", 1)  # in Tokyo
+    newest = make_run(tmp_path, "a-2026-01-01-20-00-00", 1)  # an hour later in New York
+    assert opened(tmp_path, "latest")[0] == newest
+    assert f"continues {newest}, which has saved last of 2 runs of 'a'" in log.text
+    names = []
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        names.append(opened(tmp_path / "new", None)[0].name)
+    monkeypatch.undo()
+    time.tzset()
+    assert names == sorted(names)
 
 
 def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path) -> None:
