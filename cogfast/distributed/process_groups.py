@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cogfast.core.launchers import describe_idle
-from cogfast.core.launchers import ranks as ranks_of_launch
 from cogfast.distributed.lost_ranks import (
     Heartbeat,
     Launch,
@@ -347,7 +345,9 @@ def start_processes(
     product must divide the world size. timeout_s: how long a collective on tensors waits for another
     rank. launch: if only some of the ranks that torchrun started train.
     """
-    rank, world_size, local_rank = ranks_of_launch()
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
@@ -355,8 +355,9 @@ def start_processes(
                 f"this machine has {num_gpus} GPUs, but torchrun started a process with "
                 f"LOCAL_RANK={local_rank}; use --nproc_per_node={num_gpus}"
             )
-        if world_size == 1 and (idle := describe_idle(num_gpus)):
-            logger.info("%s", idle)
+        if world_size == 1 < num_gpus and "TORCHELASTIC_RUN_ID" not in os.environ:
+            text = "1 of %d GPUs is used, %d are idle; to use all: torchrun --standalone --nproc_per_node=%d "
+            logger.info(text + "--no-python cogfast ...", num_gpus, num_gpus - 1, num_gpus)
         device = torch.device("cuda", local_rank)
         use_expandable_segments(local_rank)
         torch.cuda.set_device(device)
