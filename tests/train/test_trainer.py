@@ -255,11 +255,12 @@ def test_non_finite_step_changes_nothing(
     assert all(torch.isfinite(value).all() for value in steps[-1].values())
 
 
-def test_too_many_non_finite_steps_end_the_run(run: Run) -> None:
+@pytest.mark.parametrize("log_interval", [1, 7, 200])
+def test_too_many_non_finite_steps_end_the_run(run: Run, log_interval: int) -> None:
     all_bad = {"target": ENCODED, "params": {"bad_sample": 0, "num_bad": 8}}
-    line = "20 steps in a row had non-finite gradients<...>resume"
-    bad = run.with_args(dataset=all_bad)
-    assert_refused(lambda: bad.train(steps=21), line, RuntimeError)
+    line = "20 steps in a row had non-finite gradients at step 20;<...>resume"
+    bad = run.with_args(dataset=all_bad, log_interval=log_interval)
+    assert_refused(lambda: bad.train(steps=40), line, RuntimeError)
 
 
 def test_a_tensor_without_gradient_is_named(run: Run) -> None:
