@@ -169,7 +169,7 @@ def open_run(
                 is_verified = True
             files.fill(values, name, kind, shard)
         except DamageError as error:
-            raise ValueError(refusal(checkpoint_dir, error)) from None
+            raise refusal(checkpoint_dir, error) from None
         return values.view(shape)
 
     facts = _config_of_run(checkpoint_dir, manifest)  # {}: the run has no config of a network
