@@ -61,9 +61,9 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
-def wait_until(is_there: Callable[[], bool], seconds: float) -> bool:
+def wait_until(is_there: Callable[[], bool]) -> bool:
     """Return whether a file that another machine has written is there, and ask again for some time."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS_OF_NFS
     while not (found := is_there()) and time.monotonic() < end:
         time.sleep(0.2)
     return found

@@ -94,9 +94,8 @@ class RunLock:
             check_object(self.url, self.holder)
             return
         with suppress(OSError):  # nothing is there
-            there = os.stat(self.path)
-            if not os.path.samestat(there, os.fstat(self._file.fileno())):
-                # The folder of the lock was moved or removed, and another run may have made it again.
+            if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                # The folder was moved or removed, and another run may have made it again.
                 text = self.path.read_bytes()[:_MOST_BYTES].decode(errors="replace")
                 _check_holder(str(self.path), text, self.holder)
         # Closing a second descriptor of the file would end the lock.

@@ -119,10 +119,8 @@ class Entries:
         return key in self._listed[2]
 
     def ask(self, keys: Collection[str]) -> dict[str, bool]:
-        """Return what `keys` does for some that its listing lacks, up to the first that is not there either.
-
-        NFS lists for a minute without what another machine has written, but looks up a name for the first time.
-        """
+        """Return what `keys` does for some that its listing lacks, up to the first that is not there either: for a
+        minute NFS may list files without those of other machines, but it looks up a name."""
         found: dict[str, bool] = {}
         for key in () if is_url(self.folder) else keys:
             is_whole = os.path.exists(self.path(key))

@@ -30,14 +30,7 @@ from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.arguments import FolderLayout
-from cogfast.core.files import (
-    SECONDS_OF_NFS,
-    WriteError,
-    is_disk_full,
-    sync,
-    wait_until,
-    write_text,
-)
+from cogfast.core.files import WriteError, is_disk_full, sync, wait_until, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
@@ -357,7 +350,7 @@ class CheckpointWriter:
         if self.unsent != draft:
             self._discard(draft)
         if self.groups.is_main:
-            state = "the previous one is kept"
+            state = "there is no earlier one" if self.saved is None else "the previous one is kept"
             if self.unsent != draft:
                 shutil.rmtree(draft, ignore_errors=True)
             if self.unsent is not None:
@@ -525,12 +518,9 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
 
 def _check_files(draft: Path, sizes: Mapping[str, int]) -> None:
     """Raise OSError if this machine does not see the ranks' files whole."""
-    for name, size in sizes.items():
-        has_size = lambda file=draft / name: file.is_file() and file.stat().st_size == size  # noqa: B023
-        if not wait_until(has_size, SECONDS_OF_NFS):
-            raise OSError(
-                f"{draft / name} is not here as its rank has written it; do all machines share it?"
-            )
+    for file, size in ((draft / name, size) for name, size in sizes.items()):
+        if not wait_until(lambda: file.is_file() and file.stat().st_size == size):  # noqa: B023
+            raise OSError(f"{file} is not as its rank has written it; do all machines share it?")
 
 
 def _publish(draft: Path, final: Path) -> None:

@@ -10,11 +10,12 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted, cut, printable
-from cogfast.core.files import SECONDS_OF_NFS, WriteError, wait_until, write_text
+from cogfast.core.files import WriteError, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
@@ -144,13 +145,11 @@ def open_run_folder(
 
 def _check_shared(args: TrainArguments, run: Path, holder: str) -> None:
     """Raise ValueError if this rank does not see the lock that rank 0 has written into the run's folder."""
-    if not wait_until(lambda: is_held(run, holder), SECONDS_OF_NFS):
-        of_main = " ".join(holder.split()[:4])
+    if not wait_until(lambda: is_held(run, holder)):
         key, _ = _given_folder(args)
-        raise ValueError(
-            f"args.{key}={getattr(args, key)}: {platform.node()} does not see {run.absolute()} as {of_main} has "
-            "written it; set it to a folder that all machines share, or to an object store"
-        )
+        text = f"{platform.node()} does not see {run.absolute()} as {' '.join(holder.split()[:4])} has written it"
+        fix = "set it to a folder that all machines share, or to an object store"
+        raise ValueError(f"args.{key}={getattr(args, key)}: {text}; {fix}")
 
 
 def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
@@ -375,7 +374,10 @@ def _find(
         # The glob also finds experiments whose names begin with this one's.
         runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
         runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
-        for run in sorted(runs, key=_saved_at, reverse=True):
+        # Names of earlier versions are in local time. A store has no files here: the newest name comes first.
+        files = lambda run: run.glob("checkpoint*/**/manifest.json")
+        saved = lambda run: max(map(os.path.getmtime, files(run)), default=0.0)
+        for run in sorted(runs, key=lambda run: (saved(run), run.name), reverse=True):
             checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
             if checkpoint is not None:
                 if lock is not None and len(runs) > 1:
@@ -404,15 +406,6 @@ def _find(
         else:
             return run, None
     return save, None
-
-
-def _saved_at(run: Path) -> tuple[float, str]:
-    """Return when a run has saved last, and its name, which decides in a store: it ends in the date of the start."""
-    times = [0.0]
-    for file in (*run.glob("checkpoints/*/manifest.json"), *run.glob("checkpoint-*/manifest.json")):
-        with suppress(OSError):  # removed by a run that trains
-            times.append(file.stat().st_mtime)
-    return max(times), run.name
 
 
 def _stored_runs(folder: Path) -> dict[Path, Path]:
@@ -505,6 +498,7 @@ def describe_run(
     changed = [text for key, text in changes.items() if key not in of_resume]
     if changed:
         logger.warning("the configuration has changed: %s", "; ".join(changed))
+    shutil.rmtree(folder / "hang", ignore_errors=True)  # stacks of an earlier start
     changes_of_code = git("diff", "HEAD")
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from cogfast.core import files
 from cogfast.core.files import WriteError
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.extensions.exports import export
@@ -374,10 +375,8 @@ def test_a_file_that_another_machine_has_kept_makes_no_checkpoint(run, monkeypat
         return report
 
     monkeypatch.setattr(_Snapshot, "write", write_elsewhere)
-    monkeypatch.setattr(checkpoint_writer, "SECONDS_OF_NFS", 0.0)
+    monkeypatch.setattr(files, "SECONDS_OF_NFS", 0.0)
     done = run.train(steps=6)
-    line = (
-        "rank-00000.safetensors is not here as its rank has written it; do all machines share it?"
-    )
+    line = "rank-00000.safetensors is not as its rank has written it; do all machines share it?"
     assert "checkpoint of step 4 failed: " in log.text and line in log.text
     assert saved_steps(done) == [2, 6]

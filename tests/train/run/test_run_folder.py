@@ -36,7 +36,8 @@ TWO_MACHINES = """
 import os, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
-import cogfast.train.run.folder as folder
+from cogfast.core import files
+from cogfast.train.run.folder import open_run_folder
 from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import start_processes
 
@@ -49,11 +50,11 @@ os.chdir(own)
 if rank == "1":
     threading.Timer(0.5, os.symlink, ("../0/late", "late")).start()
     os.symlink("../0/shared", "shared")
-for save, folder.SECONDS_OF_NFS in (("late", 60), ("shared", 0), ("own", 0)):
+for save, files.SECONDS_OF_NFS in (("late", 60), ("shared", 0), ("own", 0)):
     try:
         with ExitStack() as held:
             args = TrainArguments(save=save, experiment_name="a")
-            print(rank, folder.open_run_folder(args, groups, held)[0].parent, flush=True)
+            print(rank, open_run_folder(args, groups, held)[0].parent, flush=True)
             groups.gather(None)
     except (ValueError, RuntimeError) as error:
         print(rank, error, flush=True)
