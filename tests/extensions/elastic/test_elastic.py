@@ -160,7 +160,7 @@ DAMAGES = {
 def test_a_restart_continues_from_the_last_good_checkpoint(
     run: Run, what: str, log, monkeypatch
 ) -> None:
-    """A person is told which one it is; no person starts a run again that has lost a machine."""
+    """For a person the error names it; a run that has lost a machine restarts without one."""
     folder = run.train("args.save_interval=2", steps=4).path / "checkpoints"
     DAMAGES[what](folder)
     monkeypatch.setattr(parts, "follow_world", lambda config: (config, None))

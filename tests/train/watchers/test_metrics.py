@@ -31,7 +31,7 @@ TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer", "commun
 KEYS = {f"{part}_ms" for part in TIMES} | {f"train_loss_band_{band}" for band in range(4)}
 KEYS |= {"step", "loss", "loss_running", "lr", "grad_norm", "exposed_communication"}
 KEYS |= {"samples_per_s", "tokens_per_s", "model_tflops", "mfu", "memory_rss_gib"}
-KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses"}
+KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses", "save_wait_ms", "eval_seconds"}
 
 
 def test_a_line_holds_everything(run: Run) -> None:
