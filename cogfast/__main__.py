@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cogfast.cli.launchers import adopt_ranks, check_ranks
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
 from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
@@ -124,8 +125,10 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
 
-    config = infer_layout(_load(request))
-    config = fill_from_pipeline(config, may_download=not request.dry_run)
+    config = _load(request)
+    if not request.dry_run:
+        check_ranks()
+    config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
     if request.dry_run:
         _print(config.describe())
         return
@@ -143,7 +146,9 @@ def cache(argv: Sequence[str]) -> None:
     from cogfast.train.preflight.check import check_cache
     from cogfast.train.preflight.data_layout import infer_layout
 
-    config = fill_from_pipeline(infer_layout(_load(request)))
+    config = _load(request)
+    check_ranks()
+    config = fill_from_pipeline(infer_layout(config))
     check_cache(config)
     cache_latents(config, price)
 
@@ -161,6 +166,8 @@ def sample(argv: Sequence[str]) -> None:
     defaults = TrainArguments()
     own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
     config = _load(request, is_of_run, own)
+    if not request.dry_run:
+        check_ranks()
     # A run's file must not start a download, either.
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
@@ -320,7 +327,7 @@ def _interrupt(number: int) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    _adopt_mpi_ranks()
+    adopt_ranks()  # what is wrong with them is an error of the commands that need them
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return 0 if argv else 2
@@ -394,14 +401,6 @@ def _report(error: Exception) -> None:
     lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
     lines = [named_by_urls(printable(one_line(line))) for line in lines]
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
-
-
-def _adopt_mpi_ranks() -> None:
-    """Copy mpirun's rank variables to the names that torch reads, as upstream's scripts do."""
-    for mpi_name, name in (("LOCAL_RANK", "LOCAL_RANK"), ("SIZE", "WORLD_SIZE"), ("RANK", "RANK")):
-        value = os.environ.get(f"OMPI_COMM_WORLD_{mpi_name}")
-        if value is not None:
-            os.environ[name] = value
 
 
 if __name__ == "__main__":

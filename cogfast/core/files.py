@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import BinaryIO
 import xxhash
 
 UNFINISHED = ".incomplete"  # suffix of files that are being written
+SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,6 +72,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, in UTF-8."""
     write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def wait_until(is_there: Callable[[], bool]) -> bool:
+    """Return whether a file that another machine has written is there, and ask again for some time."""
+    end = time.monotonic() + SECONDS_OF_NFS
+    while not (found := is_there()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
 
 
 def set_aside(path: Path) -> Path:

@@ -62,6 +62,7 @@ class RunLock:
             self._file.truncate(0)
             self._file.write(f"{self.holder}\n")
             self._file.flush()
+            os.fsync(self._file.fileno())  # other machines read it
 
     def __enter__(self) -> RunLock:
         return self
@@ -92,6 +93,11 @@ class RunLock:
         if self.url is not None:
             check_object(self.url, self.holder)
             return
+        with suppress(OSError):  # nothing is there
+            if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                # The folder was moved or removed, and another run may have made it again.
+                text = self.path.read_bytes()[:_MOST_BYTES].decode(errors="replace")
+                _check_holder(str(self.path), text, self.holder)
         # Closing a second descriptor of the file would end the lock.
         text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
         _check_holder(str(self.path), text, self.holder)
@@ -165,6 +171,15 @@ class RunLock:
             f"{name_of(self.run)}: {_brief(holder) or 'another process'} is training in it; wait for that run, "
             "end it, or set args.run_folder to another folder"
         )
+
+
+def is_held(run: Path, holder: str) -> bool:
+    """Return whether the file of the lock is here, as its holder, another process, has written it."""
+    try:
+        text = (run / LOCK).read_bytes()[:_MOST_BYTES].decode(errors="replace")
+    except OSError:
+        return False
+    return not text or text.startswith(holder)  # a full disk may have cut it
 
 
 def check_object(url: str, holder: str) -> None:

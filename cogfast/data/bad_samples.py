@@ -124,24 +124,23 @@ class BadSampleLog:
                 continue
         return reasons
 
-    def check(self, num_seen: int | None = None) -> None:
+    def check(self, own: tuple[int, int] = (0, 0)) -> None:
         """Raise ValueError if too many samples are bad.
 
-        num_seen: the number of distinct samples that this rank has tried.
+        own: the numbers of distinct samples that this rank has found bad and that it has tried.
         """
         # Stop early where most of the samples are bad, say if a disk is not mounted.
-        num_bad = len(self.reasons)
+        num_bad, (own_bad, own_tried) = len(self.reasons), own
         is_hopeless = (
-            num_seen is not None
-            and self.max_bad_fraction < 0.5
-            and num_bad >= _NUM_HOPELESS
-            and 2 * num_bad > num_seen
+            self.max_bad_fraction < 0.5 and own_bad >= _NUM_HOPELESS and 2 * own_bad > own_tried
         )
         if num_bad <= self.limit and num_bad < self.num_samples and not is_hopeless:
             return
         named = "; ".join(f"{p}: {r}" for p, r in list(self.reasons.items())[:_NUM_NAMED])
         is_above = num_bad > self.max_bad_fraction * self.num_samples
         above = f" (>{100 * self.max_bad_fraction:g}%)" if is_above else ""
+        if is_hopeless and not is_above:
+            above = f" ({own_bad} of the {own_tried} that one rank has read so far)"
         where = "" if self.file is None else f" (all in {self.file})"
         raise ValueError(
             f"{num_bad}/{self.num_samples} videos unreadable{above}, "

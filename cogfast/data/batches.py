@@ -73,6 +73,7 @@ class BatchLoader:
         self._dataset = dataset
         self._order = order
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
+        self._bad: set[str] = set()  # the bad ones of these
         is_cached, dali = isinstance(dataset, CachedVideos), None
         if isinstance(dataset, CaptionedVideos) and not is_cached:
             dali = dali_of_this_process(dataset.settings.video_backend)
@@ -113,11 +114,12 @@ class BatchLoader:
         for index in batch.pop("tried"):
             self._tried[index] = 1
         for path, reason in batch["bad"]:
+            self._bad.add(path)
             self.bad_samples.add(path, reason)
         if batch["bad"]:
             try:
                 # First, because its message has the number of bad samples and the file that lists them.
-                self.bad_samples.check(num_seen=sum(self._tried))
+                self.bad_samples.check((len(self._bad), sum(self._tried)))
                 if batch.pop("unfilled", False):
                     path, reason = batch["bad"][-1]
                     raise ValueError(

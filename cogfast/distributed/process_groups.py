@@ -355,6 +355,9 @@ def start_processes(
                 f"this machine has {num_gpus} GPUs, but torchrun started a process with "
                 f"LOCAL_RANK={local_rank}; use --nproc_per_node={num_gpus}"
             )
+        if world_size == 1 < num_gpus and "TORCHELASTIC_RUN_ID" not in os.environ:
+            text = "1 of %d GPUs is used, %d are idle; to use all: torchrun --standalone --nproc_per_node=%d "
+            logger.info(text + "--no-python cogfast ...", num_gpus, num_gpus - 1, num_gpus)
         device = torch.device("cuda", local_rank)
         use_expandable_segments(local_rank)
         torch.cuda.set_device(device)

@@ -60,12 +60,17 @@ class StepClock:
         self.is_complete = True
         self.has_others = True  # whether there is a rank to wait for
         self.step, self.phase, self._entered = 0, "start", now()
+        self.paused: dict[str, float] = defaultdict(
+            float
+        )  # seconds by phase, until they are cleared
         self.open_range: Callable[[str], AbstractContextManager] = lambda name: _NO_RANGE
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured: evaluations and saves do not count as training time."""
+        """Forget what was measured: evaluations and saves, which end here, do not count as training time."""
         self.started, self.num_steps, self.data_seconds = self._now(), 0, 0.0
+        self.paused[self.phase] += self.started - self._entered
+        self._entered = self.started
         self._part: str | None = None
         self._since: _Mark = 0.0
         self._forget_parts()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import cogfast.train.trainer
+from cogfast.cli.launchers import check_ranks
 from cogfast.cli.streams import start_logging
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
@@ -340,6 +341,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Prepare the run, and train to its end or until a signal asks to stop."""
+        check_ranks()
         self._prepare().train()
 
     def train(self) -> None:

@@ -90,18 +90,16 @@ class Encoder(FrozenEncoders):
         with self._leaving():
             if "prompt_embedding" not in batch and self.overrides.encode_text is None:
                 _ = self.text_encoder
-            if self._has_clips(batch):
+            if self._has_pixels(batch):
                 _ = self.first_stage
 
     def choose(self, batch: dict) -> None:
-        """Choose how the first stage encodes clips, if `batch` has clips, after `build`. Collective."""
-        if self._has_clips(batch):
+        """Choose how the first stage encodes clips, if `batch` has pixels, after `build`. Collective."""
+        if self._has_pixels(batch):
             self.choose_for(batch["mp4"].transpose(1, 2))
 
-    def _has_clips(self, batch: dict) -> bool:
-        if self.latent_input or "encoded_videos" in batch or "latent_mean" in batch:
-            return False
-        return batch["mp4"].shape[1] > 1
+    def _has_pixels(self, batch: dict) -> bool:
+        return not (self.latent_input or {"encoded_videos", "latent_mean"} & batch.keys())
 
     @torch.no_grad()
     def __call__(

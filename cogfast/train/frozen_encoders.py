@@ -48,8 +48,8 @@ class FrozenEncoders:
 
     build_first_stage, build_text_encoder: build the frozen modules on the device. scale_factor: latents =
     scale_factor * sample of the first stage. samples_at_a_time: of a call of the first stage.
-    before_clips: called before clips [B, 3, F, H, W] are encoded, not
-    for single frames; chooses how the first stage encodes them. broadcast_within_model: makes the
+    before_clips: called before clips [B, 3, F, H, W] are encoded, and before
+    single frames only if they are samples; chooses how the first stage encodes clips. broadcast_within_model: makes the
     encoders' outputs bitwise equal on all ranks of a tensor-parallel group. overrides: used for clips and
     captions of training data, and not for first frames and prompts that are sampled. device: where the
     modules' weights are while a method here uses them, and on a GPU may leave; None: they stay.
@@ -156,12 +156,12 @@ class FrozenEncoders:
     def encode_clips(self, pixels: Tensor, rng: SlotRandom) -> Tensor:
         """Encode clips of the data [B, 3, F, H, W] as `encode_video`, or by its override."""
         encode = self.overrides.encode_video
-        if encode is None:
-            return self.encode_video(pixels, rng, "first_stage")
         with self._leaving():
-            # All ranks take part in this choice; an override may call the first stage on one of them only.
-            if pixels.shape[2] > 1:
-                self._before_clips(self.first_stage, pixels)
+            # All ranks choose with their first pixels, some perhaps with a picture; an override may call the first
+            # stage on one of them only.
+            self._before_clips(self.first_stage, pixels)
+            if encode is None:
+                return self.encode_video(pixels, rng, "first_stage")
             clips = [clip.contiguous() for clip in pixels.float().split(1)]
             return self._overridden("encode_video", encode, clips, rng).float()
 

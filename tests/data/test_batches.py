@@ -121,6 +121,18 @@ def test_mostly_bad_ends_early():
         _read(Latents(10_000, tuple(range(9_000))), 30, micro_batch=1, accumulation=4)
 
 
+def test_few_bad_samples_end_no_run_of_many_ranks(tmp_path):
+    """3% of an epoch are bad, the limit is 5%. Each rank reads a sixteenth of it, and all share a list."""
+    bad = tuple(range(0, 800, 33))
+    file = tmp_path / "bad_samples.jsonl"
+    layout = {"global_batch": 16, "dp_size": 16, "micro_batch": 1}
+    _, found = _read(Latents(800, bad), 50, bad_samples_path=file, **layout)
+    assert set().union(*found.values()) == {f"sample-{number}" for number in bad}
+    # A rank whose own samples are mostly bad, with fewer than 5% of all, still ends.
+    line = "/10000 videos unreadable (100 of the 100 that one rank has read so far), args.max_bad"
+    assert_refused(lambda: _read(Latents(10000, tuple(range(10000))), 9, **layout), line)
+
+
 def test_a_step_without_a_readable_sample_ends_the_run():
     assert_refused(lambda: _read(Latents(2, bad=(0, 1)), 1, num_workers=1), "2/2 videos unreadable")
     line = "step 0: none of 100 samples could be read; <...>last: sample-<...>: broken"

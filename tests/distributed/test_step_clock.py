@@ -53,6 +53,15 @@ def test_parts_are_averages_without_the_waits_inside_them(wall: Clock) -> None:
         assert clock.take() == SPLIT
 
 
+def test_pauses_end_with_a_restart(wall: Clock) -> None:
+    clock = StepClock(wall)
+    for pause, seconds in (("save", 2.0), ("evaluation", 5.0), ("save", 1.0)):
+        play(clock, wall, ("data", 9.0, 0.0), (pause, seconds, 0.0))
+        clock.restart()
+        clock.restart()
+    assert (clock.paused["save"], clock.paused["evaluation"]) == (3.0, 5.0)
+
+
 def test_waits_outside_of_steps_are_not_counted(wall: Clock) -> None:
     clock = StepClock(wall)
     play(clock, wall, ("forward", 3.0, 1.0))  # no step has begun

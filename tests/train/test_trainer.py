@@ -18,9 +18,10 @@ from cogfast.train.assembly import assemble_batches
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import CHANNELS, read_run_weights
+from tests.support.tiny_run import CHANNELS, read_run_weights, write_clips_with_vae
 
 ENCODED = "tests.train.test_trainer.EncodedSamples"
+MIXED = "tests.train.test_trainer.MixedPixels"
 
 
 class EncodedSamples(Dataset):
@@ -43,6 +44,34 @@ class EncodedSamples(Dataset):
             "prompt_embedding": torch.randn(8, 16, generator=draw),
             "image_latents": torch.randn(CHANNELS, 1, 4, 4, generator=draw),
         }
+
+
+class MixedPixels(Dataset):
+    """A clip and a picture."""
+
+    def __init__(self, data_dir) -> None:
+        self.num_frames = (9, 1)
+
+    def __len__(self) -> int:
+        return len(self.num_frames)
+
+    def __getitem__(self, index: int) -> dict:
+        draw = torch.Generator().manual_seed(index)
+        size = (self.num_frames[index], 3, 32, 32)
+        pixels = torch.randint(256, size, generator=draw, dtype=torch.uint8)
+        return {"mp4": pixels, "txt": f"sample {index}"}
+
+
+def test_ranks_with_a_clip_and_ranks_with_a_picture_choose_together(tmp_path: Path) -> None:
+    """How clips are encoded, in training and in evaluations. Each step has one of both."""
+    data = write_clips_with_vae(tmp_path / "data", 1, CHANNELS)
+    run = Run(data, tmp_path).with_vae().with_args(dataset={"target": MIXED, "params": {}})
+    words = ["deepspeed.train_micro_batch_size_per_gpu=1", "args.collective_timeout=20"]
+    words += [f"args.valid_data=[{data}]", "args.eval_interval=2", "args.eval_iters=1"]
+    run = run.with_words(*words, "args.only_log_video_latents=true").by(Trainer, "tests")
+    shown = run.launch(2, "args.train_iters=2")
+    assert shown.count("clips of 9x32x32 are encoded whole") == 1, shown
+    assert len(run.losses) == 2 and len(run.logged("valid_loss")) == 1
 
 
 @pytest.fixture
@@ -226,11 +255,12 @@ def test_non_finite_step_changes_nothing(
     assert all(torch.isfinite(value).all() for value in steps[-1].values())
 
 
-def test_too_many_non_finite_steps_end_the_run(run: Run) -> None:
+@pytest.mark.parametrize("log_interval", [1, 7, 200])
+def test_too_many_non_finite_steps_end_the_run(run: Run, log_interval: int) -> None:
     all_bad = {"target": ENCODED, "params": {"bad_sample": 0, "num_bad": 8}}
-    line = "20 steps in a row had non-finite gradients<...>resume"
-    bad = run.with_args(dataset=all_bad)
-    assert_refused(lambda: bad.train(steps=21), line, RuntimeError)
+    line = "20 steps in a row had non-finite gradients at step 20;<...>resume"
+    bad = run.with_args(dataset=all_bad, log_interval=log_interval)
+    assert_refused(lambda: bad.train(steps=40), line, RuntimeError)
 
 
 def test_a_tensor_without_gradient_is_named(run: Run) -> None:

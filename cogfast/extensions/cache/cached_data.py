@@ -82,6 +82,7 @@ def _find(
     entries, there = {}, {}
     for kind, spec in specs.items():
         entries[kind], there[kind] = find_entries(folder, kind, spec, wanted[kind])
+        there[kind] |= entries[kind].ask(wanted[kind] - there[kind].keys())
     pairs = zip(clips, texts, strict=True)
     num_usable = sum(
         text in there["text"] and all(clip in there["video"] for clip in own) for own, text in pairs

@@ -453,6 +453,7 @@ class _CacheRun:
         """Log what the cache has. ValueError if too many samples are bad."""
         for work in both:
             there = work.entries.keys()
+            there |= work.entries.ask(work.missing.keys() - there.keys())
             for clip, key in zip(self.clips, self.keys[work.entries.kind], strict=True):
                 if there.get(key):
                     self.bad.add(clip.name, work.entries.reason(key))

@@ -41,7 +41,8 @@ _NAMES = {
 
 
 class EncodeChoice:
-    """Makes the choice of a run when its first clip is encoded. `way` is None before. Collective.
+    """Makes the choice of a run when its first sample is encoded. `way` is None before, and without clips.
+    Collective.
 
     stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
     a latent cache, its way is stored in the checkpoints.
@@ -66,25 +67,28 @@ class EncodeChoice:
             mode = ENCODE_MODES[ENCODE_MODES.index(stored[0])]
             self.stored = mode, bool(stored[1])
         self.way: EncodeWay | None = None
+        self._is_made = False
 
     def __call__(self, stage: FirstStage, clips: Tensor) -> None:
         """Choose for `clips` [B, 3, F, H, W] and the largest clips of the configuration. All ranks
-        call this for their first clips, which they encode in the same step."""
-        if self.way is not None or not isinstance(stage, VideoAutoencoder):
+        call this for their first samples, which they encode in the same step."""
+        if self._is_made or not isinstance(stage, VideoAutoencoder):
+            return
+        self._is_made = True
+        # A user's own data set may return larger clips than the configuration says, and pictures on some ranks.
+        own = memory_for_clips(self.args, self.groups), (self.shape[0], *clips.shape[2:])
+        budgets, shapes = zip(*self.groups.gather(own), strict=True)
+        found = [shape for shape in (*shapes, self.shape) if shape[1] > 1]
+        if not found:
             return
         # A way that fits into the least free memory fits on all ranks.
-        budget = min(self.groups.gather(memory_for_clips(self.args, self.groups)))
-        _, _, num_frames, rows, columns = clips.shape
-        # A user's own data set may return larger clips than the configuration says.
-        shape = max((self.shape[0], num_frames, rows, columns), self.shape, key=math.prod)
+        budget, shape = min(budgets), max(found, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
         ways = None
         if self.stored is not None and stage.encode_chunks == "auto":
             ways = [self.stored]
-        # Other ranks may have clips of another bucket.
-        plan = self.groups.broadcast(stage.limit_encode_memory(budget, shape, ways))
+        plan = stage.limit_encode_memory(budget, shape, ways)
         log_plan(stage, shape, plan, budget)
-        stage.use(plan)
         self.way = (plan.mode, plan.is_sliced)
 
 

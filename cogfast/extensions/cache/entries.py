@@ -118,6 +118,17 @@ class Entries:
             self._listed = key[:2], now, self.keys(key[:2]).keys()
         return key in self._listed[2]
 
+    def ask(self, keys: Collection[str]) -> dict[str, bool]:
+        """Return what `keys` does for some that its listing lacks, up to the first that is not there either: for a
+        minute NFS may list files without those of other machines, but it looks up a name."""
+        found: dict[str, bool] = {}
+        for key in () if is_url(self.folder) else keys:
+            is_whole = os.path.exists(self.path(key))
+            if not is_whole and not os.path.exists(self.path(key, _BAD)):
+                break
+            found[key] = not is_whole
+        return found
+
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save
 

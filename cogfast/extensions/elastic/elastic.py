@@ -15,10 +15,17 @@ from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.load import with_words
 from cogfast.config.merged_config import refuse
 from cogfast.config.values import counted
+from cogfast.core.files import write_text
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
+from cogfast.extensions.stores.mirror import url_of
 from cogfast.extensions.stores.store import StoreError
-from cogfast.model.weights.checkpoint_manifest import RESUMABLE, is_in_run, read_manifest
+from cogfast.model.weights.checkpoint_manifest import (
+    RESUMABLE,
+    DamagedRun,
+    is_in_run,
+    read_manifest,
+)
 from cogfast.train.run.folder import adapters_to_resume, checkpoint_to_resume
 
 logger = logging.getLogger(__name__)
@@ -105,14 +112,17 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
     args = TrainArguments.from_config(config)
     resume = _resume(config, args)
+    manifest: dict[str, Any] = {}
     try:
         checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+        if checkpoint is not None and adapters_to_resume(checkpoint) is None:
+            manifest = read_manifest(checkpoint, RESUMABLE)
     except StoreError as error:
         key = "args.save" if args.run_folder is None else "args.run_folder"
         refuse(config, key, f"{key}={error}")
-    manifest: dict[str, Any] = {}
-    if checkpoint is not None and adapters_to_resume(checkpoint) is None:
-        manifest = read_manifest(checkpoint, RESUMABLE)
+    except DamagedRun as error:
+        fall_back(error, resume)
+        return plan_world(config, num_ranks)
     tensor, context = args.model_parallel_size, args.context_parallel_size
     of_model, num_before = tensor * context, num_ranks
     before = (num_before // of_model, args.batch_size, args.gradient_accumulation_steps)
@@ -146,6 +156,14 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         text += f"; {counted(num_ranks - used, 'rank idles', 'ranks idle')}"
     is_new = used < num_ranks or (used, here) != (num_before, before)
     return Plan(resume, text if is_new else "", used, *here[1:])
+
+
+def fall_back(error: DamagedRun, resume: str | None) -> None:
+    """Let `latest` of a run name its last good checkpoint, from which each restart continues. For rank 0."""
+    if error.good is None or url_of(error.good) is not None or is_in_run(Path(resume or "")):
+        raise error  # args.resume may be the damaged one itself
+    write_text(error.good.with_name("latest"), error.good.name)
+    logger.warning("%s; %s continues from it", error, _KEY)
 
 
 def _resume(config: Config, args: TrainArguments) -> str:

@@ -133,15 +133,14 @@ def newest_checkpoint(run: Path) -> Path | None:
         # it is unknown which one `latest` named.
         found = _complete(folder)
         if len(found) > 1:
-            raise ValueError(f"{mirror.name_of(latest)}: missing; {_last_good(folder, None)}")
+            raise DamagedRun(f"{mirror.name_of(latest)}: missing", folder)
         return found[0] if found else None
     try:
         name = read_limited(latest, 64).decode("ascii").strip()
     except ValueError:  # includes UnicodeDecodeError
         name = ""
     if not _STEP.fullmatch(name):
-        latest = mirror.name_of(latest)
-        raise ValueError(f"{latest}: damaged, it names no step; {_last_good(folder, None)}")
+        raise DamagedRun(f"{mirror.name_of(latest)}: damaged, it names no step", folder)
     checkpoint = folder / name
     replaced = replaced_name(checkpoint)
     # The run was killed between the two renames that replace a checkpoint by a new one of its step.
@@ -204,7 +203,7 @@ def read_manifest(path: Path, schema: dict = MANIFEST) -> dict:
     try:
         return _intact_manifest(path, schema)
     except DamageError as error:
-        raise ValueError(refusal(path, error)) from None
+        raise refusal(path, error) from None
 
 
 def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
@@ -214,7 +213,7 @@ def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
     try:
         check_plain(sections)
     except ValueError as error:
-        raise ValueError(refusal(checkpoint, DamageError(f"manifest.json: {error}"))) from None
+        raise refusal(checkpoint, DamageError(f"manifest.json: {error}")) from None
     found = {name: _with_infinities(values) for name, values in sections.items()}
     load = (found.get("args") or {}).get("load")
     if isinstance(load, str) and "://" not in load and not Path(load).exists():
@@ -250,26 +249,32 @@ def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
     return {name: (values, str(file)) for name, values in sections.items()}
 
 
-def refusal(path: Path, error: DamageError) -> str:
-    """Return an error message about a damaged checkpoint that names the last good one."""
-    return f"{mirror.name_of(path)}: cannot be read: {error}; {_last_good(path.parent, path)}"
+class DamagedRun(ValueError):
+    """The newest checkpoint of a run is damaged. good: the newest other one in `folder` that is not."""
+
+    def __init__(self, what: str, folder: Path, bad: Path | None = None) -> None:
+        self.good = next((p for p in _complete(folder) if p != bad and _is_good(p)), None)
+        text = "its folder has no other checkpoint"
+        if self.good is not None:
+            step, name = step_of(self.good), mirror.name_of(self.good)
+            text = f"the last good one is that of step {step}: --resume {name}"
+        super().__init__(f"{what}; {text}")
 
 
-def _last_good(folder: Path, bad: Path | None) -> str:
-    """Name the newest other checkpoint whose checksums are right, for an error message."""
-    for other in _complete(folder):
-        if other == bad:
-            continue
-        try:
-            manifest = _intact_manifest(other, RESUMABLE)
-            # A checkpoint in a store would have to be downloaded.
-            if mirror.url_of(other) is None:
-                verify_files(other, manifest, manifest["checksums"])
-        except DamageError:
-            continue
-        named = f"--resume {mirror.name_of(other)}"
-        return f"the last good one is that of step {step_of(other)}: {named}"
-    return "its folder has no other checkpoint"
+def refusal(path: Path, error: DamageError) -> DamagedRun:
+    """Return an error about a damaged checkpoint that names the last good one."""
+    return DamagedRun(f"{mirror.name_of(path)}: cannot be read: {error}", path.parent, path)
+
+
+def _is_good(checkpoint: Path) -> bool:
+    try:
+        manifest = _intact_manifest(checkpoint, RESUMABLE)
+        # A checkpoint in a store would have to be downloaded.
+        if mirror.url_of(checkpoint) is None:
+            verify_files(checkpoint, manifest, manifest["checksums"])
+    except DamageError:
+        return False
+    return True
 
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:

@@ -170,7 +170,7 @@ def open_run(
                 is_verified = True
             files.fill(values, name, kind, shard)
         except DamageError as error:
-            raise ValueError(refusal(checkpoint_dir, error)) from None
+            raise refusal(checkpoint_dir, error) from None
         return values.view(shape)
 
     sections = config_of(checkpoint_dir, manifest)

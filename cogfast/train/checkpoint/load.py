@@ -101,7 +101,7 @@ def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> Non
     found = next((text for text in groups.gather(damage) if text is not None), None)
     if found is not None:
         # Rank 0 raises the error, so that the user reads it once.
-        groups.agree(ValueError(refusal(path, DamageError(found))) if groups.is_main else None)
+        groups.agree(refusal(path, DamageError(found)) if groups.is_main else None)
 
 
 def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:

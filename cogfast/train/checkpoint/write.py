@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.arguments import FolderLayout
-from cogfast.core.files import WriteError, is_disk_full, sync, write_text
+from cogfast.core.files import WriteError, is_disk_full, sync, wait_until, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
@@ -253,6 +253,8 @@ class CheckpointWriter:
             "counters": counters,
             **about,
         }
+        if self.url is None:
+            _check_files(draft, manifest["bytes"])
         write_manifest(draft, manifest)
         if export is not None:
             export(draft, manifest)
@@ -352,7 +354,7 @@ class CheckpointWriter:
         if self.unsent != draft:
             self._discard(draft)
         if self.groups.is_main:
-            state = "the previous one is kept"
+            state = "there is no earlier one" if self.saved is None else "the previous one is kept"
             if self.unsent != draft:
                 shutil.rmtree(draft, ignore_errors=True)
             if self.unsent is not None:
@@ -521,6 +523,13 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
     }
     shard = shard_of(parameter)
     return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
+
+
+def _check_files(draft: Path, sizes: Mapping[str, int]) -> None:
+    """Raise OSError if this machine does not see the ranks' files whole."""
+    for file, size in ((draft / name, size) for name, size in sizes.items()):
+        if not wait_until(lambda: file.is_file() and file.stat().st_size == size):  # noqa: B023
+            raise OSError(f"{file} is not as its rank has written it; do all machines share it?")
 
 
 def _publish(draft: Path, final: Path) -> None:

@@ -10,6 +10,7 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
@@ -31,8 +32,8 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted, cut, printable
-from cogfast.core.files import WriteError, write_text
-from cogfast.core.run_lock import RunLock, check_object
+from cogfast.core.files import WriteError, wait_until, write_text
+from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -135,12 +136,23 @@ def open_run_folder(
             run = store.local_cache()[0] / f"rank-{first}" / "runs" / names[0]
             if groups.local_rank == 0:
                 empty(run)
+        elif groups.rank > 0 and url_of(run) is None:
+            _check_shared(args, run, holder)
         return run, next(iter(checkpoints), None)
 
     run, checkpoint = groups.on_all(open_here)
     if locks:
         return run, checkpoint, locks[-1].check
     return run, checkpoint, lambda: None if lock is None else check_object(lock, holder)
+
+
+def _check_shared(args: TrainArguments, run: Path, holder: str) -> None:
+    """Raise ValueError if this rank does not see the lock that rank 0 has written into the run's folder."""
+    if not wait_until(lambda: is_held(run, holder)):
+        key, _ = _given_folder(args)
+        text = f"{platform.node()} does not see {run.absolute()} as {' '.join(holder.split()[:4])} has written it"
+        fix = "set it to a folder that all machines share, or to an object store"
+        raise ValueError(f"args.{key}={getattr(args, key)}: {text}; {fix}")
 
 
 def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
@@ -365,10 +377,15 @@ def _find(
         # The glob also finds experiments whose names begin with this one's.
         runs = [p for p in stored if p.parent == save] or save.glob(f"{escape(experiment)}-*")
         runs = [p for p in runs if _STAMP.sub("", p.name) == experiment]
-        # The names end in date and time, so the newest run comes first.
-        for run in sorted(runs, reverse=True):
+        # Names of earlier versions are in local time. A store has no files here: the newest name comes first.
+        files = lambda run: run.glob("checkpoint*/**/manifest.json")
+        saved = lambda run: max(map(os.path.getmtime, files(run)), default=0.0)
+        for run in sorted(runs, key=lambda run: (saved(run), run.name), reverse=True):
             checkpoint = newest_checkpoint(run) if url is None else stored.get(run)
             if checkpoint is not None:
+                if lock is not None and len(runs) > 1:
+                    text = "args.resume=%s continues %s, which has saved last of %d runs of %r"
+                    logger.info(text, resume, name_of(run), len(runs), experiment)
                 return run, checkpoint
         if resume == "latest":
             raise ValueError(
@@ -376,7 +393,7 @@ def _find(
                 "use args.resume=auto to start a new run in that case"
             )
     while lock is not None:
-        stamp = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        stamp = datetime.now(UTC).strftime("%Y-%m-%d-%H-%M-%S")
         run = save / f"{experiment}-{stamp}"
         try:
             # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
@@ -493,6 +510,7 @@ def describe_run(
     for key in [key for key, each in classes.items() if each["code"] is None]:
         text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
         logger.warning(text, key, classes[key]["name"])
+    shutil.rmtree(folder / "hang", ignore_errors=True)  # stacks of an earlier start
     changes_of_code = git("diff", "HEAD")
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:

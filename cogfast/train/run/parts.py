@@ -33,7 +33,7 @@ from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import encode_first
 from cogfast.extensions.cache.encode_choice import EncodeChoice
-from cogfast.extensions.elastic.elastic import follow_world
+from cogfast.extensions.elastic.elastic import fall_back, follow_world
 from cogfast.extensions.exports.export import Exporter
 from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
 from cogfast.extensions.plan.ladder import apply_checkpointing, fit_to_device
@@ -49,6 +49,7 @@ from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import (
     RESUMABLE,
+    DamagedRun,
     checkpoints_folder,
     read_manifest,
     run_of,
@@ -285,7 +286,12 @@ class Parts:
         if self.how_to_upload():
             return f"its files are in {self.writer.unsent}, but not in the store; the log says how to upload them"
         if path is None:
-            return f"nothing is saved in {name_of(folder)}; run the same command to start again"
+            how = (
+                "" if self.args.run_folder is None else f" with {resume_words(self.config, 'auto')}"
+            )
+            return (
+                f"nothing is saved in {name_of(folder)}; run the same command{how} to start again"
+            )
         # A run that continues another one in a folder of its own may not have saved yet.
         is_own = run_of(path).absolute() == folder.absolute()
         if self.args.elastic != "off":
@@ -305,6 +311,8 @@ def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
     except BaseException as error:
         log.end(error)
         held.close()
+        if isinstance(error, DamagedRun) and config.args.get("elastic", "off") != "off":
+            fall_back(error, config.args.get("resume"))
         raise
 
 
@@ -406,6 +414,11 @@ def _log_changes(
     if saved != moments:
         how = "rounded to 8 bits" if moments == "8bit" else "kept in float32 from here on"
         logger.info("args.optimizer_moments=%s, before %s: the moments are %s", moments, saved, how)
+    now, before = (manifest["step"] * n for n in (order.global_batch, manifest["global_batch"]))
+    if before != now:
+        text = "the global batch has changed: after %d samples, the run continues at number %d, so that %d are %s"
+        how = "left out" if now > before else "read again"
+        logger.info(text, before, now, abs(before - now), how)
     now = num_samples, order.fingerprint
     before = manifest.get("num_samples", now[0]), manifest.get("data_order", now[1])
     if before != now:

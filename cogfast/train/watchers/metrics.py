@@ -113,6 +113,7 @@ class Metrics(Watcher):
         # Sum and number of finite losses, of clips and of pictures
         self.loss_sum = torch.zeros(2, 2, device=groups.device)
         self.num_unlogged_steps = self.num_unlogged_losses = 0  # since the last line
+        self.paused_seconds, self.num_steps_here = 0.0, 0  # of this start of the run
         self.running_loss = math.nan  # until the first line
         self.has_logged = False  # the first line's data wait includes the start of the workers
         self.history: list[dict] = []
@@ -120,12 +121,13 @@ class Metrics(Watcher):
         self.page, self.next_page = RunPage(folder), -math.inf  # the first line writes a page
         self.tensorboard = self.wandb = None
         CLOCK.restart()
+        CLOCK.paused.clear()  # of an earlier run
         if groups.is_main:
             self.history = _history_until(start_step, folder / "metrics.jsonl")
             running = [line["loss_running"] for line in self.history if line.get("loss_running")]
             self.running_loss = running[-1] if running else math.nan
             # Drop the lines that an earlier run wrote after the checkpoint that this run resumes from.
-            purge_step = start_step + 1 if start_step else None
+            purge_step = start_step + 1 if start_step else 0
             self.tensorboard = TensorBoardRun(tensorboard_folder(folder, args), purge_step)
             if args.wandb:
                 self.wandb = WandbRun(folder, args.wandb_project_name)
@@ -206,6 +208,10 @@ class Metrics(Watcher):
             before = self.running_loss if math.isfinite(self.running_loss) else loss
             self.running_loss = keep * before + (1 - keep) * loss
         # Per device: the ranks of one model share the work of a sample.
+        save_seconds, eval_seconds = CLOCK.paused["save"], CLOCK.paused["evaluation"]
+        CLOCK.paused.clear()
+        self.paused_seconds += save_seconds + eval_seconds
+        self.num_steps_here += self.num_unlogged_steps
         flops = self.timed_flops / seconds / self.groups.world_size
         peak = peak_flops(self.groups.device)
         line = {
@@ -218,6 +224,8 @@ class Metrics(Watcher):
             "step_ms": 1000 * seconds / num_timed,
             "data_wait_ms": 1000 * max(waits) / num_timed,
             **dataclasses.asdict(CLOCK.take()),
+            "save_wait_ms": 1000 * save_seconds / self.num_unlogged_steps,
+            "eval_seconds": eval_seconds,
             "samples_per_s": self.timed_samples / seconds,
             "tokens_per_s": self.timed_tokens / seconds,
             "model_tflops": flops / 1e12,
@@ -301,11 +309,17 @@ class Metrics(Watcher):
         if line["mfu"] is not None:
             parts += [f"MFU {100 * line['mfu']:.1f}%"]
         parts += [f"{v:.1f} GiB {k.split('_')[1]}" for k, v in line.items() if "memory" in k]
-        # An estimate from the last interval alone: it follows changes of the speed at once.
-        parts += [f"{timedelta(seconds=round((self.num_steps - step) * whole / 1000))} left"]
+        # Steps as in the last interval, to follow changes of the speed at once, and pauses as in the whole run.
+        each = whole / 1000 + self.paused_seconds / self.num_steps_here
+        parts += [f"{timedelta(seconds=round((self.num_steps - step) * each))} left"]
         if line["skipped"]:
             parts += [f"{line['skipped']} non-finite steps skipped"]
-        if wait > _SLOW_DATA * whole and self.has_logged:
+        save_wait = line["save_wait_ms"]
+        if save_wait > _SLOW_DATA * whole:
+            parts += [f"{save_wait:.0f} ms/step in saves"]
+        if line["eval_seconds"]:
+            parts += [f"{line['eval_seconds']:.1f} s of evaluation"]
+        if wait > _SLOW_DATA * (whole + save_wait) and self.has_logged:
             parts += ["waiting for data: raise args.num_workers"]
         self.has_logged = True
         logger.info("  ".join(parts))

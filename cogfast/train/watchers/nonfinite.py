@@ -66,6 +66,17 @@ class NonfiniteCheck(Watcher):
         self._num_skipped = self._num_reports = 0
         self._is_fp16 = args.precision == "fp16"
         self._was_bad = False  # whether the step of the last log line was skipped
+        self._next_look: int | None = None  # step
+
+    def before_step(self, step: int) -> None:
+        """End the run after MOST_IN_A_ROW skipped steps, wherever log lines are."""
+        if self._next_look is None:
+            self._next_look = step + MOST_IN_A_ROW
+        elif step >= self._next_look:
+            num_skipped = int(self.engine.num_skipped_in_a_row)  # sync: one in 20 good steps
+            self._next_look = step + MOST_IN_A_ROW - num_skipped
+            if num_skipped >= MOST_IN_A_ROW:
+                self._react(step, num_skipped)
 
     def after_backward(self, loss: Tensor) -> None:
         self._losses += loss.detach()
@@ -86,12 +97,14 @@ class NonfiniteCheck(Watcher):
         Raises:
             RuntimeError: args.nonfinite, MOST_IN_A_ROW or a spent loss scale ends the run.
         """
-        step, num_skipped = line["step"], line["skipped_in_a_row"]
         is_quiet = line["skipped"] == self._num_skipped and not line["nonfinite_losses"]
         self._num_skipped = line["skipped"]
         if is_quiet:
             self._was_bad = False
             return
+        self._react(line["step"], line["skipped_in_a_row"])
+
+    def _react(self, step: int, num_skipped: int) -> None:
         first = min(self.groups.gather(self._first.item()))  # sync: after a bad step
         self._first.fill_(math.inf)
         is_scale_spent = bool(self.engine.is_loss_scale_spent)  # sync: after a bad step

@@ -150,6 +150,13 @@ def test_auto_takes_the_way_that_has_most(tmp_path: Path) -> None:
     assert difference(tmp_path, "video", auto) == ""
 
 
+def test_entries_that_a_listing_lacks_are_asked_for(tmp_path: Path) -> None:
+    entries = Entries(tmp_path, "video", VIDEO)
+    entries.write("ab1", clip(1))
+    entries.write_bad("ab2", "too short")
+    assert entries.ask(["ab1", "ab2", "ab3", "ab1"]) == {"ab1": False, "ab2": True}
+
+
 def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object) -> bytes:
         raise PermissionError(13, "Permission denied", str(tmp_path))

@@ -16,9 +16,11 @@ from cogfast.core.run_lock import RunLock
 from cogfast.extensions.elastic.elastic import Plan, divide, follow_world, plan_world
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from cogfast.train.checkpoint.write import CheckpointWriter
+from cogfast.train.run import parts
 from cogfast.train.run.parts import Parts
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
+from tests.train.checkpoint.test_damaged import flip_bit
 
 
 def test_a_batch_is_divided_by_the_most_ranks_and_the_largest_batch_size() -> None:
@@ -144,3 +146,36 @@ def test_lines_after_a_lost_rank_name_the_last_checkpoint_and_no_source_of_gloo(
     parts.how_to_upload = lambda: Parts.how_to_upload(parts)
     last = f"the last checkpoint is {path}; torchrun, or the same command, resumes from it"
     assert Parts.how_to_resume(parts) == last
+
+
+DAMAGES = {
+    "latest": lambda folder: (folder / "latest").write_text("00000009"),
+    "no step": lambda folder: (folder / "latest").write_text("x"),
+    "manifest": lambda folder: flip_bit(folder / "00000004/manifest.json", 999),
+    "tensors": lambda folder: flip_bit(folder / "00000004/rank-00000.safetensors", 99_999),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_restart_continues_from_the_last_good_checkpoint(
+    run: Run, what: str, log, monkeypatch
+) -> None:
+    """For a person the error names it; a run that has lost a machine restarts without one."""
+    folder = run.train("args.save_interval=2", steps=4).path / "checkpoints"
+    DAMAGES[what](folder)
+    monkeypatch.setattr(parts, "follow_world", lambda config: (config, None))
+    shrinks = "args.elastic=shrink", "args.resume=auto", "args.train_iters=5"
+    line = f"the last good one is that of step {{}}: --resume {folder}"
+    if what == "tensors":  # which are read when the run is built
+        assert plan_world(run.config(*shrinks), 4).num_ranks == 4
+        assert "the last good one" not in log.text
+        assert_refused(lambda: run.trainer(*shrinks), line.format(2))
+    assert plan_world(run.config(*shrinks), 4).num_ranks == 4
+    step = 4 if what in ("latest", "no step") else 2
+    assert line.format(step) in log.text and "; args.elastic continues from it" in log.text
+    assert (folder / "latest").read_text() == f"{step:08d}"
+    assert run.trainer(*shrinks).step == step
+    # It is one of another run, or named by its path: its `latest` stays.
+    (folder / "latest").write_text("00000009")
+    named = f"args.resume={folder}/00000009", f"args.run_folder={run.folder}/new"
+    assert_refused(lambda: plan_world(run.config(*shrinks, *named), 4), "no such folder")

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from cogfast.core import files
 from cogfast.core.files import WriteError
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.extensions.exports import export
@@ -20,6 +21,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.train.checkpoint import write as checkpoint_writer
+from cogfast.train.checkpoint.write import _Snapshot
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -360,3 +362,22 @@ def test_a_model_that_cannot_be_exported_is_refused_before_training(run: Run) ->
     run = run.with_words("args.export=all", f"args.load={base.path}")
     for word, line in cases.items():
         assert_refused(lambda word=word: run.train(word), line)
+
+
+def test_a_file_that_another_machine_has_kept_makes_no_checkpoint(run, monkeypatch, log) -> None:
+    write, num_saves = _Snapshot.write, 0
+
+    def write_elsewhere(snapshot: _Snapshot, file: Path) -> object:
+        nonlocal num_saves
+        num_saves += 1
+        report = write(snapshot, file)
+        if num_saves == 2:
+            monkeypatch.setattr(Path, "is_file", lambda path: path != file and path.exists())
+        return report
+
+    monkeypatch.setattr(_Snapshot, "write", write_elsewhere)
+    monkeypatch.setattr(files, "SECONDS_OF_NFS", 0.0)
+    done = run.train(steps=6)
+    line = "rank-00000.safetensors is not as its rank has written it; do all machines share it?"
+    assert "checkpoint of step 4 failed: " in log.text and line in log.text
+    assert saved_steps(done) == [2, 6]

@@ -221,3 +221,18 @@ def test_an_error_names_the_last_checkpoint(
     hint = f"the last checkpoint is {last}; run the same command with --resume {resume} to resume"
     assert _line(caught.value).endswith(f"; {hint}")
     assert kept == f"; {hint}"
+
+
+@pytest.mark.parametrize(
+    "batch, line", [(2, "4, so that 4 are read again"), (8, "16, so that 8 are left out")]
+)
+def test_another_global_batch_continues_elsewhere_in_the_data(
+    run: Run, log, batch: int, line: str
+) -> None:
+    run.train(steps=2)
+    words = "args.accept_changes=true", f"deepspeed.train_micro_batch_size_per_gpu={batch}"
+    run.resume(*words, steps=3)
+    assert (
+        f"the global batch has changed: after 8 samples, the run continues at number {line}"
+        in log.text
+    )

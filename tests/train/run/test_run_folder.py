@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import platform
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,9 +26,40 @@ from cogfast.train.run.folder import (
     wandb_id,
 )
 from cogfast.train.run.run_log import RunLog
-from tests.support.refusals import assert_refused
+from tests.support.refusals import assert_line, assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import assert_same
+from tests.support.tiny_run import assert_same, launch_ranks
+
+# Two machines, each with a folder of its own, start three runs: on one disk, which the second one sees late, on
+# one disk, and on two.
+TWO_MACHINES = """
+import os, sys, threading
+from contextlib import ExitStack
+from pathlib import Path
+from cogfast.core import files
+from cogfast.train.run.folder import open_run_folder
+from cogfast.config.arguments import TrainArguments
+from cogfast.distributed.process_groups import start_processes
+
+rank = os.environ["RANK"]
+os.environ["LOCAL_RANK"] = "0"
+groups = start_processes()
+own = Path(sys.argv[1], rank)
+own.mkdir()
+os.chdir(own)
+if rank == "1":
+    threading.Timer(0.5, os.symlink, ("../0/late", "late")).start()
+    os.symlink("../0/shared", "shared")
+for save, files.SECONDS_OF_NFS in (("late", 60), ("shared", 0), ("own", 0)):
+    try:
+        with ExitStack() as held:
+            args = TrainArguments(save=save, experiment_name="a")
+            print(rank, open_run_folder(args, groups, held)[0].parent, flush=True)
+            groups.gather(None)
+    except (ValueError, RuntimeError) as error:
+        print(rank, error, flush=True)
+groups.close()
+"""
 
 ALONE = ProcessGroups(0, 1, 0, torch.device("cpu"), None, False)
 
@@ -58,6 +91,24 @@ def test_the_newest_run_of_the_experiment_is_resumed(tmp_path: Path, resume: str
     make_run(tmp_path, "a-big-2026-01-04-00-00-00", 5)
     folder, checkpoint = opened(tmp_path, resume)
     assert (folder, checkpoint) == (newest, newest / "checkpoints" / "00000002")
+
+
+def test_the_run_that_has_saved_last_is_resumed_whatever_its_name(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of older versions are in the time zone of their start."""
+    make_run(tmp_path, "a-2026-01-02-09-00-00", 1)  # in Tokyo
+    newest = make_run(tmp_path, "a-2026-01-01-20-00-00", 1)  # an hour later in New York
+    assert opened(tmp_path, "latest")[0] == newest
+    assert f"continues {newest}, which has saved last of 2 runs of 'a'" in log.text
+    names = []
+    for zone in ("Asia/Tokyo", "America/New_York"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        names.append(opened(tmp_path / "new", None)[0].name)
+    monkeypatch.undo()
+    time.tzset()
+    assert names == sorted(names)
 
 
 def test_auto_starts_a_new_run_and_latest_refuses_to(tmp_path: Path) -> None:
@@ -326,3 +377,29 @@ def test_a_full_disk_hides_no_error_of_a_run(tmp_path, file_limit):
     """The lock's own line cannot be written, nor when its file is closed."""
     with file_limit(0), pytest.raises(ValueError, match="of the run"), RunLock(tmp_path):
         raise ValueError("of the run")
+
+
+def test_machines_without_a_shared_disk_end_together(tmp_path: Path) -> None:
+    lines = launch_ranks(2, "-c", TWO_MACHINES, str(tmp_path)).splitlines()
+    of_rank = [[line[2:] for line in lines if line.startswith(f"{rank} ")] for rank in (0, 1)]
+    assert [of[:2] for of in of_rank] == [["late", "shared"]] * 2
+    host = platform.node()
+    assert_line(
+        of_rank[1][2], f"args.save=own: {host} does not see {tmp_path}/1/own/a-<...> as process "
+    )
+    assert of_rank[0][2] == f"rank 1 failed: ValueError: {of_rank[1][2]}"
+
+
+def test_the_lock_of_a_folder_that_was_moved_is_lost(tmp_path: Path) -> None:
+    """A user moves the folder of a run that seems dead, and starts it again."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with RunLock(run) as first:
+        run.rename(tmp_path / "old")
+        first.check()  # no other run is there
+        run.mkdir()
+        with RunLock(run) as second:
+            assert_refused(
+                first.check, "run.lock: process <...> has taken the folder", RuntimeError
+            )
+            second.check()

@@ -1,5 +1,6 @@
 """Numbers of a run on a disk that is full for a while, and without a connection to W&B."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
+from tests.support.runs import Run
 
 
 def test_lines_follow_when_there_is_space(
@@ -51,6 +53,27 @@ def test_tensorboard_lacks_the_step_of_a_full_disk_alone(
     TensorBoardRun(tmp_path, purge_step=2).log(2, {"loss": 7.0})
     found = EventAccumulator(str(tmp_path)).Reload()
     assert [(s.step, s.value) for s in found.Scalars("loss")] == [(1, 1.0), (2, 7.0)]
+
+
+def test_a_run_that_saved_nothing_starts_again_by_the_words_of_its_last_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard then shows the second start alone, as metrics.jsonl does."""
+    run = run.with_words(f"args.run_folder={run.folder}/own")
+    first = run.trainer("args.exit_interval=3")
+    first.writer.save = lambda *_: None  # on a full disk
+    with pytest.raises(RuntimeError) as error:
+        first.train()
+    words = re.findall(
+        r"nothing is saved in .*/own; run the same command with (.*) to start again",
+        str(error.value),
+    )
+    assert words == ["--resume auto"]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 60)  # the files' names begin with it
+    assert run.train("args.resume=auto", steps=2).logged("step") == [1, 2]
+    found = EventAccumulator(f"{run.folder}/own/tensorboard").Reload()
+    assert [one.step for one in found.Scalars("loss")] == [1, 2]
 
 
 WANDB = """

@@ -81,6 +81,15 @@ def test_a_rank_that_continues_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_stacks_of_an_earlier_start_are_not_named(run: Run) -> None:
+    """It had more ranks."""
+    hang = run.train(steps=1).path / "hang"
+    hang.mkdir()
+    (hang / "rank-7.txt").write_text("Timeout!")
+    run.resume(steps=2)
+    assert not hang.exists()
+
+
 # torchrun waits 30 s before it kills.
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["sleeps", "stops"])

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import resource
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.plan.trace import train_flops
+from cogfast.train.checkpoint.write import _Snapshot
 from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
 from tests.support.refusals import assert_refused
@@ -28,7 +31,7 @@ TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer", "commun
 KEYS = {f"{part}_ms" for part in TIMES} | {f"train_loss_band_{band}" for band in range(4)}
 KEYS |= {"step", "loss", "loss_running", "lr", "grad_norm", "exposed_communication"}
 KEYS |= {"samples_per_s", "tokens_per_s", "model_tflops", "mfu", "memory_rss_gib"}
-KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses"}
+KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses", "save_wait_ms", "eval_seconds"}
 
 
 def test_a_line_holds_everything(run: Run) -> None:
@@ -330,3 +333,26 @@ def test_a_run_that_skipped_every_step_ends_with_an_error(run: Run) -> None:
     line = "has trained nothing: all 3 steps had non-finite grad"
     assert_refused(lambda: run.by(NothingFinite).train(steps=3), line, RuntimeError)
     assert run.checkpoint.name == "00000003"
+
+
+def test_saves_and_evaluations_that_hold_training_up_are_in_its_lines(
+    run, log, monkeypatch
+) -> None:
+    """A save takes a second, so that the second one, after step 4, waits for the first."""
+    write = _Snapshot.write
+    monkeypatch.setattr(_Snapshot, "write", lambda *given: time.sleep(0.8) or write(*given))
+    words = ["args.exit_interval=6", "args.eval_interval=5", "args.eval_iters=1"]
+    words += ["args.split=1,1,0", "args.only_log_video_latents=true"]
+    run = run.with_args(save_interval=2).with_words(*words).train(steps=100)
+    waits = run.logged("save_wait_ms")
+    assert [one > 0 for one in waits] == [step in (3, 5) for step in range(1, 7)]
+    assert waits[4] > 400
+    assert [one > 0 for one in run.logged("eval_seconds")] == [step == 6 for step in range(1, 7)]
+    fifth, sixth = (one for one in log.messages if re.match("step [56]/100  loss", one))
+    assert re.search(r"  \d{3} ms/step in saves", fifth) and "evaluation" not in fifth
+    assert re.search(r"  \d\.\d s of evaluation", sixth)
+    # Each of 94 steps, and a sixth of the pauses
+    pauses = sum(waits) / 1000 + run.logged("eval_seconds")[-1]
+    minutes, seconds = map(int, re.search(r"  0:(\d\d):(\d\d) left", sixth).groups())
+    wanted = 94 * (run.logged("step_ms")[-1] / 1000 + pauses / 6)
+    assert 60 * minutes + seconds == pytest.approx(wanted, abs=1)

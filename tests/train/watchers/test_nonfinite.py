@@ -146,3 +146,30 @@ def test_one_of_two_ranks_is_named(run: Run) -> None:
     # Rank 1 has slots 2 and 3.
     (line,) = [line for line in done.stdout.splitlines() if "not finite: " in line]
     assert f"step {BAD_STEP}, rank 1: samples: sample {BAD} at timestep " in line
+
+
+@pytest.mark.parametrize("first", [1, 2, 11, 20, 21, 35])
+def test_twenty_skipped_steps_in_a_row_are_noticed_wherever_they_begin(first: int) -> None:
+    """With few looks at the device: at most one in 20 good steps."""
+    looks, ended = [], []
+    engine = SimpleNamespace(num_skipped_in_a_row=0)
+    check = NonfiniteCheck(
+        TrainArguments(), SimpleNamespace(device="cpu"), Path(), engine, None, None, None, None
+    )
+    check._react = lambda step, number: ended.append((step, number))
+    counts = {step: max(0, step - first + 1) for step in range(60)}
+
+    class Engine:
+        @property
+        def num_skipped_in_a_row(self) -> int:
+            looks.append(step)
+            return counts[step]
+
+    check.engine = Engine()
+    for step in range(60):
+        check.before_step(step)
+        if ended:
+            break
+    assert ended == [(first + 19, 20)]
+    assert len([step for step in looks if step < first]) <= first / 20
+    assert len(looks) <= 3 + first / 20
