@@ -104,7 +104,7 @@ def load_config(
     ignored = _ignored_of_files(merged, origins)
     own = {n for path, n in zip(paths, names, strict=True) if CONFIGS not in Path(path).parents}
     for key, (value, origin) in (settings or {}).items():
-        # What a folder's files tell is no wish, as a user's own file is; an option is one.
+        # A user's own file counts more than the folder's, and an option more than both.
         if not (is_of_run or origin.startswith("--")) and origins.get(key) in own:
             continue
         _set(merged, key, value, origins, origin, merge=False)

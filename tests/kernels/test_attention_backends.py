@@ -335,7 +335,7 @@ def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_scores_of_16_bits_are_float32() -> None:
-    """As in PyTorch's own attention: its errors, and not those of scores that are rounded to 16 bits."""
+    """Errors are those of PyTorch's own attention, and not of scores that are rounded to 16 bits."""
     inputs = draw((2, 130, 2, 64), torch.bfloat16)
     inputs = (*(3 * x.detach() for x in inputs[:2]), *inputs[2:])
     inputs = tuple(x.detach().requires_grad_() if i < 3 else x for i, x in enumerate(inputs))

@@ -227,7 +227,9 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
         return {}
     off: dict[str, Any] = {}
     if published:  # keys of the member's file for the image, which this model does not have
-        off = {"model.noised_image_input": False, "model.noised_image_dropout": 0.0}
+        off = {
+            f"model.noised_image_{key}": off for key, off in (("input", False), ("dropout", 0.0))
+        }
     if "frames" in stated:
         off["model.given_frames"] = "first_last"
     elif stated == _INPAINTING:

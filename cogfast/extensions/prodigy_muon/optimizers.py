@@ -311,7 +311,7 @@ class Muon(ShardedOptimizer):
             weights, update = cut(p.detach()), whole.narrow(0, piece.start, piece.numel).float()
             weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
             if self.other_ema is None:
-                # By the op of an average in host memory, so that both have the same numbers.
+                # The op is that of an average in host memory, so that both have the same numbers.
                 weight = self.ema_weight(state["step"])
                 average_(cut(state["shadow"]), weights, weight, self.kernels)
             if copy is not None:

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -31,7 +31,13 @@ from cogfast.config.json_files import (
 )
 from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
-from cogfast.core.files import DamageError, check_checksum, check_size, checksum_of_bytes
+from cogfast.core.files import (
+    DamageError,
+    check_checksum,
+    check_size,
+    checksum_of_bytes,
+    wait_until,
+)
 
 FORMAT = "cogfast-checkpoint-3"
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28
@@ -275,6 +281,13 @@ def _is_good(checkpoint: Path) -> bool:
     except DamageError:
         return False
     return True
+
+
+def check_files(draft: Path, sizes: Mapping[str, int]) -> None:
+    """Raise OSError if this machine does not see the ranks' files whole."""
+    for file, size in ((draft / name, size) for name, size in sizes.items()):
+        if not wait_until(lambda: file.is_file() and file.stat().st_size == size):  # noqa: B023
+            raise OSError(f"{file} is not as its rank has written it; do all machines share it?")
 
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.arguments import FolderLayout
-from cogfast.core.files import WriteError, is_disk_full, sync, wait_until, write_text
+from cogfast.core.files import WriteError, is_disk_full, sync, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
@@ -42,6 +42,7 @@ from cogfast.extensions.stores.store import StoreError
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import (
     FORMAT,
+    check_files,
     checkpoint_name,
     layout_of,
     read_manifest,
@@ -254,7 +255,7 @@ class CheckpointWriter:
             **about,
         }
         if self.url is None:
-            _check_files(draft, manifest["bytes"])
+            check_files(draft, manifest["bytes"])
         write_manifest(draft, manifest)
         if export is not None:
             export(draft, manifest)
@@ -523,13 +524,6 @@ def _about(parameter: nn.Parameter) -> dict[str, object]:
     }
     shard = shard_of(parameter)
     return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
-
-
-def _check_files(draft: Path, sizes: Mapping[str, int]) -> None:
-    """Raise OSError if this machine does not see the ranks' files whole."""
-    for file, size in ((draft / name, size) for name, size in sizes.items()):
-        if not wait_until(lambda: file.is_file() and file.stat().st_size == size):  # noqa: B023
-            raise OSError(f"{file} is not as its rank has written it; do all machines share it?")
 
 
 def _publish(draft: Path, final: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from typing import Any
 import torch
 
 from cogfast.config import Config, resolve
-from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import (
-    COMMAND_LINE,
     DEFAULT,
     find_origin,
     level,
@@ -57,11 +57,12 @@ from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
+from cogfast.train.preflight.foreign_keys import refuse_sampling_keys, refuse_training_keys
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
     check_frozen_parts,
-    fit_warmup,
+    fit_rates,
     missing_frozen,
     try_diffusion,
     try_training_parts,
@@ -111,7 +112,7 @@ def _check_run_folder(config: Config, args: TrainArguments) -> None:
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted, _ = fit_warmup(config, args, 0, manifest)
+            fitted, *_ = fit_rates(config, args, sys.maxsize, manifest)
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
             check_changes(checkpoint, manifest, fitted, *known)
@@ -172,13 +173,7 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
         refuse(config, "args.mode", text)
-    for key in (f"args.{name}" for name in _OF_SAMPLING):
-        if level(find_origin(config.origins, key)) > 0:
-            fix = "set args.run_folder" if key.endswith("output_dir") else "leave it out"
-            refuse(config, key, f"{key} is for cogfast sample and has no effect on training; {fix}")
-    if args.run_folder is not None and "--out" in config.origins.values():
-        key = f"args.run_folder={args.run_folder}"
-        raise ValueError(f"--out {args.save} and {key} are both given; keep one")
+    refuse_sampling_keys(config.origins, args)
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
@@ -259,7 +254,7 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
-    _refuse_training_keys(config.origins)
+    refuse_training_keys(config.origins)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
@@ -285,21 +280,6 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
     if args.sampling_num_frames is not None:
         check_latent_frames(config, network, args.sampling_num_frames)
     check_sparse(config, args, TransformerConfig(**network))
-
-
-_OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
-
-
-def _refuse_training_keys(origins: Mapping[str, str]) -> None:
-    """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
-    group = ""
-    for field in dataclasses.fields(TrainArguments):
-        group, key = GROUPS.get(field.name, group), f"args.{field.name}"
-        is_of_training = group in ("learning rate", "evaluation")
-        if is_of_training and find_origin(origins, key) == COMMAND_LINE:
-            raise ValueError(
-                f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
-            )
 
 
 def log_unused(config: Config) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -106,8 +107,7 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     )
     _try(config, "deepspeed.optimizer", optimizer)
     num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
-    _, rated = fit_warmup(config, args, num_steps)
-    _try(config, "args.lr_schedule", partial(build_learning_rate, rated, num_steps))
+    _try(config, "args.lr_schedule", partial(fit_rates, config, args, num_steps))
 
 
 def try_diffusion(config: Config) -> None:
@@ -165,16 +165,14 @@ def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
         logger.warning("%s; model.image_latent_scale=%s is the same", text, stock)
 
 
-def fit_warmup(
-    config: Config,
-    args: TrainArguments,
-    num_steps: int,
-    manifest: Mapping = {},  # noqa: B006
-) -> tuple[Config, TrainArguments]:
-    """Give a run of `cogfast train FOLDER` the warm-up of shorter_warmup. manifest: of what it resumes."""
+def fit_rates(
+    config: Config, args: TrainArguments, num_steps: int, manifest: Mapping = MappingProxyType({})
+) -> tuple[Config, TrainArguments, Callable[[int], float]]:
+    """Return the learning rate by step, and the configuration with the warm-up of shorter_warmup if `cogfast
+    train FOLDER` has started the run. manifest: of what it resumes."""
     stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
     steps = shorter_warmup(config.origins, args, num_steps, stored)
-    if steps is None or steps == args.warmup_steps:
-        return config, args
-    words = [f"args.warmup_steps={steps}"]
-    return with_words(config, words, TENTH), dataclasses.replace(args, warmup_steps=steps)
+    if steps is not None and steps != args.warmup_steps:
+        config = with_words(config, [f"args.warmup_steps={steps}"], TENTH)
+        args = dataclasses.replace(args, warmup_steps=steps)
+    return config, args, build_learning_rate(args, num_steps)

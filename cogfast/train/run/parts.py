@@ -68,7 +68,6 @@ from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
 from cogfast.train.optimizer import (
-    build_learning_rate,
     build_optimizer,
     parameter_groups,
     warn_of_rate,
@@ -78,7 +77,7 @@ from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import (
-    fit_warmup,
+    fit_rates,
     warn_of_different_schedules,
     warn_of_image_scale,
 )
@@ -159,13 +158,11 @@ class Parts:
         check_prior(config, args, videos.train)
         datasets = read_from_cache(videos, config, args, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
-        if groups.is_main:
-            log_pictures(datasets.train, order)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
-        config, args = fit_warmup(config, args, num_steps)
-        learning_rate = build_learning_rate(args, num_steps)
+        config, args, learning_rate = fit_rates(config, args, num_steps)
         if groups.is_main:
+            log_pictures(datasets.train, order)
             warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
         folder, checkpoint, check_owner = open_run_folder(args, groups, held)
         step, manifest = 0, {}
@@ -176,8 +173,7 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            config, args = fit_warmup(config, args, num_steps, manifest)
-            learning_rate = build_learning_rate(args, num_steps)
+            config, args, learning_rate = fit_rates(config, args, num_steps, manifest)
             groups.on_main(partial(check_changes, checkpoint, manifest, config, global_batch, own))
             step = manifest["step"]
             if groups.is_main and step > num_steps:
