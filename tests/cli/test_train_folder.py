@@ -126,7 +126,7 @@ def test_a_short_run_has_a_shorter_warmup(
     assert main(["train", *words, "--resume", "run", *again]) == 0
     assert "args.warmup_steps=2: the smaller" in capsys.readouterr().err
     assert main(["train", "--resume", "run", *again, "args.exit_interval=1"]) == 0
-    assert Path("run/checkpoints/00000006").exists()
+    assert Path("run/checkpoints/00000005").exists()
 
 
 def test_a_file_of_ones_own_counts_more_than_the_folders(
