@@ -355,7 +355,8 @@ class CheckpointWriter:
         if self.unsent != draft:
             self._discard(draft)
         if self.groups.is_main:
-            state = "there is no earlier one" if self.saved is None else "the previous one is kept"
+            is_first = self.saved is None and self.unsent is None
+            state = "there is no earlier one" if is_first else "the previous one is kept"
             if self.unsent != draft:
                 shutil.rmtree(draft, ignore_errors=True)
             if self.unsent is not None:

@@ -512,7 +512,7 @@ def test_each_machine_opens_the_folder_of_a_run_in_its_own_place(
     assert f"load: {url} " in text and "/folders/" not in text
 
     times = iter([datetime(2026, 1, 1), datetime(2026, 1, 1), datetime(2026, 1, 2)])
-    monkeypatch.setattr(folder, "datetime", SimpleNamespace(now=lambda: next(times)))
+    monkeypatch.setattr(folder, "datetime", SimpleNamespace(now=lambda zone: next(times)))
     with ExitStack() as held:
         for day in (1, 2):
             monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / f"machine-{day}"))

@@ -54,10 +54,11 @@ for save, files.SECONDS_OF_NFS in (("late", 60), ("shared", 0), ("own", 0)):
     try:
         with ExitStack() as held:
             args = TrainArguments(save=save, experiment_name="a")
-            print(rank, open_run_folder(args, groups, held)[0].parent, flush=True)
+            shown = open_run_folder(args, groups, held)[0].parent
             groups.gather(None)
     except (ValueError, RuntimeError) as error:
-        print(rank, error, flush=True)
+        shown = error
+    os.write(1, f"{rank} {shown}\\n".encode())
 groups.close()
 """
 
