@@ -113,6 +113,9 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.norm(torch.tanh(self.first(x)))))
 
+    def kept_buffers(self) -> dict[str, Tensor]:  # as DiffusionTransformer
+        return {}
+
 
 def make(case: Case, use_stock_step: bool) -> ZeroEngine:
     torch.manual_seed(0)
