@@ -328,9 +328,14 @@ def _interrupt(number: int) -> None:
 
 def _run(argv: list[str]) -> int:
     adopt_ranks()  # what is wrong with them is an error of the commands that need them
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "-help", "help"):
         sys.stdout.write(_USAGE)
         return 0 if argv else 2
+    if argv[0] in ("--version", "version"):
+        from importlib.metadata import version
+
+        sys.stdout.write(f"cogfast {version('cogfast')}\n")
+        return 0
     try:
         if argv[0] not in _COMMANDS:
             hint = nearest(argv[0], _COMMANDS) or f"; use one of {', '.join(_COMMANDS)}"

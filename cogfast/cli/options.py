@@ -139,8 +139,11 @@ def _parse_run(
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
         has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
+        has_cache = any(word.startswith("args.latent_cache=") for word in overrides)
         may_download = not (is_plan or getattr(found, "dry_run", False))
-        files, settings = start.find_model(model, settings, has_data, may_download)
+        files, settings = start.find_model(
+            model, settings, has_data, may_download, is_read=not (is_plan or has_cache)
+        )
         base = [*files, *base]  # the user's own files count more
     request = Request(
         base=base, overrides=overrides, allow_import=found.allow_import, settings=settings

@@ -32,17 +32,18 @@ def settings_of(found: argparse.Namespace) -> Settings:
 
 
 def find_model(
-    folder: str, settings: Settings, has_data: bool, may_download: bool
+    folder: str, settings: Settings, has_data: bool, may_download: bool, is_read: bool
 ) -> tuple[list[str], Settings]:
     """Return the packaged files for a model's folder, and `settings` with the keys that fit them to it.
 
     folder: a diffusers pipeline, its id on the hub, or a folder of SAT's. has_data: args.train_data is
-    set elsewhere.
+    set elsewhere. is_read: all weights of a pipeline are needed.
     """
     from cogfast.extensions.pipeline_folder.pipeline_folder import (
         find_config,
         hub_folder,
         is_hub_id,
+        needed_files,
     )
 
     folder = copy_of(folder)
@@ -61,7 +62,16 @@ def find_model(
         )
     if not has_data and "args.train_data" not in settings:
         raise ValueError("--data is missing; give the folder of your videos: --data my_videos")
+    if is_read and (path / "model_index.json").is_file():
+        lacking = [name for name in needed_files(path) if not (path / name).is_file()]
+        if lacking:
+            raise ValueError(
+                f"{folder}: has no {lacking[0]}, as after a download that was interrupted; repeat it: hf download "
+                f"OWNER/MODEL --local-dir {folder}"
+            )
     model, values = find_config(path)
+    if "args.lora_rank" in settings:
+        values["args.experiment_name"] = "lora"
     # Training has whole-numbered positions, as both upstream trainers.
     values.pop(f"{POSITION_KEY}.positions", None)
     values["args.mode"] = "finetune"

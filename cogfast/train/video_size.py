@@ -23,7 +23,7 @@ from cogfast.core.shapes import (
     num_pixel_frames,
 )
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
-from cogfast.model.config import COGVIDEOX_5B, TransformerConfig
+from cogfast.model.config import COGVIDEOX_5B, TransformerConfig, inpainting_channels
 
 logger = logging.getLogger(__name__)
 
@@ -190,19 +190,28 @@ def frames_problem(network: dict[str, Any], num_frames: int, key: str) -> str | 
     """Describe why the model does not support this number of pixel frames; None if it does.
 
     CogVideoX supports 8N+1 frames, up to the length of the position table: an odd number of latent
-    frames, as all models were trained. For 1.5, pad_latent_frames makes it even.
+    frames, as all models were trained. For 1.5, pad_latent_frames makes it even. CogVideoX-Fun-V1.5-InP
+    was trained without padding, on an even number: 8N+5.
     """
     step, longest = 2 * TEMPORAL_COMPRESSION, num_pixel_frames(_table_frames(network))
-    below = (num_frames - 1) // step * step + 1
+    rest = _frames_rest(network)
+    below = (num_frames - rest) // step * step + rest
     if num_frames == below and 1 <= num_frames <= longest:
         return None
-    most = (longest - 1) // step * step + 1
+    most = (longest - rest) // step * step + rest
     fits = sorted({n for n in (below, below + step) if 1 <= n <= longest} or {most})
     version = network["patch_size"].version
     return (
-        f"{key}={num_frames}: CogVideoX {version} supports {step}N+1 frames, at most {most}; "
+        f"{key}={num_frames}: CogVideoX {version} supports {step}N+{rest} frames, at most {most}; "
         f"use {' or '.join(map(str, fits))}"
     )
+
+
+def _frames_rest(network: dict[str, Any]) -> int:
+    """Return what is left of a supported number of frames after whole 8 frames."""
+    is_inpainting = network["in_channels"] == inpainting_channels(network["out_channels"])
+    is_padded = not (is_inpainting and network["patch_size"].joins_frames)
+    return 1 if is_padded else 1 + TEMPORAL_COMPRESSION
 
 
 def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
@@ -218,13 +227,13 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"
         refuse(config, key, f"{text} position table ({every})")
     patch: PatchSize = network["patch_size"]
-    frames = num_pixel_frames(latent_frames - (latent_frames - 1) % patch.t)
     # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
-    step = 2 * TEMPORAL_COMPRESSION
-    if (frames - 1) % step:
+    step, rest = 2 * TEMPORAL_COMPRESSION, _frames_rest(network)
+    frames = num_pixel_frames(latent_frames - (latent_frames - 1) % patch.t * (rest == 1))
+    if (frames - rest) % step:
         fits = " or ".join(str(n) for n in (latent_frames - 1, latent_frames + 1) if n <= most)
         text = f"{key}={latent_frames} latent frames decode to {frames} video frames, but CogVideoX"
-        rule = f"{patch.version} supports {step}N+1 video frames (2N+1 latent frames)"
+        rule = f"{patch.version} supports {step}N+{rest} video frames"
         refuse(config, key, f"{text} {rule}; use {fits}")
 
 

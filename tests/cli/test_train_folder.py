@@ -1,6 +1,7 @@
 """cogfast train, plan and cache FOLDER --data PATH: compared with the YAML files that a dry run prints."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_cache, parse_plan, parse_train
 from tests.support.pipelines import Pipelines
-from tests.support.refusals import Refusal, assert_line, refusals
+from tests.support.refusals import Refusal, assert_command_refused, assert_line, refusals
 from tests.support.tiny_run import losses, run_folder
 
 SHORT = ("args.train_iters=2", "args.warmup_steps=0", "args.log_interval=1", "args.num_workers=0")
@@ -172,3 +173,19 @@ def test_keys_without_effect_are_named(
     key, _, why = line.partition(": no effect, ")
     assert f"{key} is accepted and not used: {why}" in capsys.readouterr().out
     assert main([*words, "args.batch_size=7", "deepspeed.train_batch_size=8"]) == 2
+
+
+@pytest.mark.parametrize("part", ["vae", "tokenizer", "text_encoder/config.json"])
+def test_a_download_that_was_interrupted_is_named(
+    part: str, pipelines: Pipelines, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Before the run's folder is made, and not where encoders are not needed."""
+    folder = tmp_path / "model"
+    shutil.copytree(pipelines.path("5b"), folder)
+    gone = folder / part
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    words = [folder, "--data", data, "--out", tmp_path / "runs"]
+    line = f"{folder}: has no {part}<...>as after a download that was interrupted; repeat it: hf download"
+    assert_command_refused(capsys, ["train", *words], line)
+    assert not (tmp_path / "runs").exists()
+    assert main(["plan", str(folder), "--gpu", "h100-80"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _NUM_FRAMES, _FRAME_WIDTH = 6, 176  # of each video in a contact sheet
+_MOST_ROWS = 12  # of a contact sheet
 _GAP = 6  # pixels between them
 _FONT_SIZE = 15
 _LINE = _FONT_SIZE + 4
@@ -105,7 +107,7 @@ def contact_sheet(
     assert len(videos) == len(captions) > 0, f"{len(videos)=}, {len(captions)=}"
     font = ImageFont.load_default(_FONT_SIZE)
     strips = [_frames_of(video) for video in videos]
-    width = max(map(len, strips)) * (_FRAME_WIDTH + _GAP) + _GAP
+    width = max(map(len, strips)) * (_FRAME_WIDTH + _GAP) + _GAP  # of a column
     letters = round((width - 2 * _GAP) / font.getlength("x"))  # in a line
     texts = [
         textwrap.wrap(caption, letters, max_lines=3, placeholder="…") or [""]
@@ -115,15 +117,18 @@ def contact_sheet(
         len(lines) * _LINE + strip[0].height + 2 * _GAP
         for lines, strip in zip(texts, strips, strict=True)
     ]
-    sheet = Image.new("RGB", (width, sum(heights) + _GAP), "white")
+    # Columns of equal numbers of videos: a sheet of one column would be a thread.
+    number = math.ceil(len(videos) / math.ceil(len(videos) / _MOST_ROWS))
+    columns = [heights[i : i + number] for i in range(0, len(heights), number)]
+    size = (width * len(columns), max(map(sum, columns)) + _GAP)
+    sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
-    top = _GAP
-    for lines, strip, height in zip(texts, strips, heights, strict=True):
+    for k, (lines, strip) in enumerate(zip(texts, strips, strict=True)):
+        left, top = k // number * width + _GAP, _GAP + sum(columns[k // number][: k % number])
         for i, line in enumerate(lines):
-            draw.text((_GAP, top + i * _LINE), line, fill="black", font=font)
+            draw.text((left, top + i * _LINE), line, fill="black", font=font)
         for i, picture in enumerate(strip):
-            sheet.paste(picture, (_GAP + i * (_FRAME_WIDTH + _GAP), top + len(lines) * _LINE))
-        top += height
+            sheet.paste(picture, (left + i * (_FRAME_WIDTH + _GAP), top + len(lines) * _LINE))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda draft: sheet.save(draft, format="PNG"))

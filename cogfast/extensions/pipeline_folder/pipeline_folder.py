@@ -123,7 +123,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
             # The second error says more than that the cache lacks the model.
             why = f" ({' '.join(str(error).split())[:100]})"
             continue
-        missing = [file for file in _needed(Path(found)) if not (Path(found) / file).is_file()]
+        missing = [file for file in needed_files(Path(found)) if not (Path(found) / file).is_file()]
         if not missing:
             return Path(found)
         why = f" ({found} has no {missing[0]})"
@@ -142,7 +142,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
     )
 
 
-def _needed(folder: Path) -> Iterator[str]:
+def needed_files(folder: Path) -> Iterator[str]:
     """Yield the files that a whole pipeline has, shards included."""
     yield from ("model_index.json", "scheduler/scheduler_config.json")
     # Either file is enough for the tokenizer.

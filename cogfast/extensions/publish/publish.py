@@ -170,6 +170,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         is_lora=adapters is not None,
         is_i2v=is_i2v,
         is_control=is_control,
+        has_dynamic_guidance="guiders.DynamicCFG" in json.dumps(config.get("model") or {}),
         other_inputs="" if is_i2v or is_control else ", ".join(inputs),
         clips=counted(manifest.get("num_samples", 0), "clip"),
         settings={name: value for name, value in settings.items() if value is not None},

@@ -1,5 +1,7 @@
 """Videos that are written and read back with PyAV; incomplete files never get their name."""
 
+from pathlib import Path
+
 import av
 import numpy as np
 import pytest
@@ -101,3 +103,21 @@ def test_contact_sheet(tmp_path):
     greys = (np.abs(sheet - 128).max(axis=2) == 0).sum(axis=1)
     assert sorted(set(greys)) == [0, 2 * 176]  # two frames a row, nothing drawn over them
     assert (sheet[:22, :100].sum(axis=2) < 100).sum() > 50  # the caption's letters
+
+
+def test_many_videos_are_in_columns(tmp_path: Path) -> None:
+    """Of equal numbers, with each video in its place."""
+    videos = [np.full((2, 8, 12, 3), 7 * i, np.uint8) for i in range(30)]
+    contact_sheet(tmp_path / "sheet.png", videos, [str(i) for i in range(30)])
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        width, height = sheet.size
+        pixels = np.asarray(sheet)
+    contact_sheet(tmp_path / "one.png", videos[:10], [str(i) for i in range(10)])
+    with Image.open(tmp_path / "one.png") as one:
+        assert (width, height) == (3 * one.width, one.height)
+        first = np.asarray(one)
+    assert np.array_equal(pixels[:, : first.shape[1]], first)
+    for i, video in enumerate(videos):
+        of_column = pixels[:, i // 10 * first.shape[1] : (i // 10 + 1) * first.shape[1]]
+        rows = of_column[i % 10 * (height - 6) // 10 : (i % 10 + 1) * (height - 6) // 10]
+        assert (rows == video[0, 0, 0]).all(-1).any()

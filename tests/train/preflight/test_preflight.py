@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from cogfast.config import Config, resolve
+from cogfast.core.shapes import PatchSize
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
 from cogfast.train.assembly import assemble_diffusion
 from cogfast.train.preflight.check import check_sample, check_train, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules
+from cogfast.train.video_size import LatentSize, frames_problem
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 
@@ -271,3 +273,16 @@ def test_a_sat_run_that_sat_would_continue_is_logged(run: Run, log, tmp_path, mo
     (tmp_path / "latest").write_text("300\n")
     log_unused(run.of_files().config(f"args.mode={mode}", f"args.load={tmp_path}"))
     assert ("is SAT's iteration 300, from" in log.text) is is_logged
+
+
+def test_inpainting_models_of_1_5_have_an_even_number_of_latent_frames() -> None:
+    """CogVideoX-Fun-V1.5-InP was trained on 85 frames, 22 latent ones, which need no padding."""
+    network = {"num_frames": 85, "time_compressed_rate": 4, "patch_size": PatchSize(2, 2, 2)}
+    network |= {"in_channels": 33, "out_channels": 16}
+    assert frames_problem(network, 85, "--frames") is None
+    assert frames_problem(network, 13, "--frames") is None
+    text = "--frames=81: CogVideoX 1.5 supports 8N+5 frames, at most 173; use 77 or 85"
+    assert frames_problem(network, 81, "--frames") == text
+    assert LatentSize.of_video(16, 85, 2, 2, 2, 8.0).frames == 22
+    network["in_channels"] = 16
+    assert frames_problem(network, 85, "--frames") is not None
