@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.extensions.prodigy_muon.optimizers import Muon, Piece, Prodigy
 from tests.support.layouts import assert_equal_training, launch, numbers
 from tests.support.runs import Run
@@ -272,3 +273,23 @@ def test_a_resumed_run_is_the_same(runs: dict[str, Run], optimizer: str, layout:
         for run in (whole, again)
     ]
     assert counters[0] == counters[1]
+
+
+@pytest.mark.parametrize("use_num_updates", [True, False])
+def test_muons_average_in_host_memory_has_the_bits_of_the_devices(use_num_updates: bool) -> None:
+    found = []
+    for is_elsewhere in (True, False):
+        torch.manual_seed(0)
+        matrix, bias = (nn.Parameter(torch.randn(size)) for size in ((12, 8), (12,)))
+        groups = [{"params": [matrix], "num_parts": 1}, {"params": [bias]}]
+        optimizer = Muon(groups, 0.1)
+        optimizer.use_num_updates = use_num_updates
+        optimizer.other_ema = HostEma() if is_elsewhere else None
+        for _ in range(5):
+            for parameter in (matrix, bias):
+                parameter.grad = torch.randn(parameter.shape)
+            optimizer.step()
+        if optimizer.other_ema is not None:
+            optimizer.other_ema.wait()
+        found.append([optimizer.state[p]["shadow"] for p in (matrix, bias)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
