@@ -21,6 +21,7 @@ _TESTS = (
     "kernels/test_ema_adam_kernel.py",
     "kernels/test_attention_backends.py",
     "extensions/memory/test_quantized_linear.py",
+    "extensions/sparse/test_sparse.py",
 )
 _FILE_SECONDS = 150
 _LEAST_SECONDS = 10

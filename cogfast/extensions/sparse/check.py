@@ -22,11 +22,12 @@ from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.train.assembly import DTYPES
 from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
-from cogfast.train.video_size import largest_size
+from cogfast.train.video_size import bucket_sizes, largest_size
 
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 4096  # on a GPU: with fewer, choosing blocks costs about what they save
+_MOST_COMPILED = 8  # lengths of videos
 _WIDTHS = range(16, 257, 16)  # head widths of FlexAttention's kernels on tensor cores
 _KEY = "args.attention"
 
@@ -78,6 +79,10 @@ def check_sparse(
         )
         text += "compile again for each number of kept blocks; set one of the two to its default"
         refuse(config, "args.sparse_warmup", text)
+    lengths = {size.num_tokens(model) for size in bucket_sizes(config, model)}
+    if is_training and args.compile and len(lengths) > _MOST_COMPILED:
+        text = f"args.compile=true compiles blocks again for each of {len(lengths)} lengths of the buckets with "
+        refuse(config, "args.compile", f"{text}{named}, half a minute each; set it to false")
     if args.attention_backend not in ("auto", "fa4"):
         text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
         refuse(config, "args.attention_backend", f"{text} (FlexAttention) or fa4")

@@ -185,3 +185,25 @@ def test_results_are_checked_before_training(shape: str, monkeypatch) -> None:
     for line, attend in wrong.items():
         monkeypatch.setattr(check, "sparse_attention", attend)
         assert line in (find() or "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [4_500, 17_776])
+def test_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    """Outputs and gradients of FlexAttention against masked attention in float64, a head at a time."""
+    num_text, share = 226, 0.8
+    q, k, v, dout = (x.to("cuda", dtype) for x in draw(4, 1, rows, 2, 64))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = sparse_attention(*leaves, num_text, share)
+    found = [out, *torch.autograd.grad(out, leaves, dout)]
+    pairs = allowed(q.detach().cpu(), k.detach().cpu(), num_text, share)
+    for head in range(2):
+        exact = [x.detach()[:, :, head].double().requires_grad_() for x in leaves]
+        scores = exact[0] @ exact[1].transpose(1, 2) * 64**-0.5
+        scores = scores.masked_fill(~pairs[:, head].cuda(), -torch.inf)
+        truth = scores.softmax(-1) @ exact[2]
+        wanted = [truth, *torch.autograd.grad(truth, exact, dout[:, :, head].double())]
+        near = 1e-2 if dtype == torch.bfloat16 else 2e-3
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours[:, :, head].double() - theirs).norm() <= near * theirs.norm()
