@@ -249,10 +249,9 @@ def plan(argv: Sequence[str]) -> None:
     request, found = parse_plan(argv)
     config = _load(request)
     if found.table:
-        from cogfast.extensions.plan.table import FAILURES, WORLDS, describe_table
+        from cogfast.extensions.plan.table import WORLDS, describe_table
 
-        worlds, failures = found.gpus or WORLDS, found.failures or FAILURES
-        text = describe_table(config, found.gpu, worlds, failures)
+        text = describe_table(config, found.gpu, found.gpus or WORLDS)
     else:
         from cogfast.extensions.plan.text import describe_plan
 

@@ -165,7 +165,7 @@ def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
-    """Return the run to plan for, and the options gpu, gpus (sorted, or None), table and failures."""
+    """Return the run to plan for, and the options gpu, gpus (sorted, or None) and table."""
     parser = _new_parser(
         "plan", "Predict memory and step time of a run on each GPU, without loading weights."
     )
@@ -177,14 +177,11 @@ def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     one = number_up_to(int, 2**20)
     several = lambda text: sorted({int(one(word)) for word in text.split(",")})
     parser.add_argument("--gpus", metavar="N", type=several, help=text)
-    text = "predict layouts for 8 to 1,024 GPUs, with the cost of links, checkpoints and failures"
+    text = "predict layouts for 8 to 1,024 GPUs, with the cost of links"
     parser.add_argument("--table", action="store_true", help=text)
-    text = "with --table: failures per 1,000 GPUs and day, 0.001 to 1000; default: 0.474, as Llama 3 had"
-    parser.add_argument("--failures", metavar="X", type=number_up_to(float, 1000, 0.001), help=text)
     found, request = _parse_run(parser, argv, "args.batch_size=2", {})
-    if not found.table and (found.failures or len(found.gpus or ()) > 1):
-        what = "--failures" if found.failures else "--gpus with several numbers"
-        raise ValueError(f"{what} is for the table of layouts; add --table")
+    if not found.table and len(found.gpus or ()) > 1:
+        raise ValueError("--gpus with several numbers is for the table of layouts; add --table")
     return request, found
 
 

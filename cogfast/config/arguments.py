@@ -146,10 +146,6 @@ class TrainArguments:
     instead of the videos"""
     encode_first: bool = False
     """fill latent_cache as `cogfast cache` does before training; then the encoders leave the memory"""
-    trusted_cache: str | None = None
-    """folder that CogVideo's diffusers trainer filled for this model, its data_root/cache: latent_cache
-    takes clips and captions from there, by file name and caption. null: entries of a cache that was
-    made with it are not used"""
     cached_noised_images: Annotated[int, Range(0, 1024)] = 0
     """image-to-video: number of noised first frames cached per clip; each step draws one. 0: cache
     the frame itself; each step noises and encodes it"""

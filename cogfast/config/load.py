@@ -42,14 +42,7 @@ COMMAND_KEY = "args.eval_command"
 # Files and folders that are not read from an object store
 _LOCAL_KEYS = [
     f"args.{name}"
-    for name in [
-        "eval_prompt_file",
-        "eval_images",
-        "input_file",
-        "output_dir",
-        "trusted_cache",
-        "local_cache",
-    ]
+    for name in ["eval_prompt_file", "eval_images", "input_file", "output_dir", "local_cache"]
 ]
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # the package's own files
 # OmegaConf raises all of these for input that it cannot merge.

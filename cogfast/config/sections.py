@@ -62,6 +62,7 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "args.sdedit": ((False,), "SAT's code does not read it; use false"),
     "args.iterable_dataset": ((False,), "data sets are read by index; use false"),
+    "args.trusted_cache": ((None,), "caches of other trainers are not read; use cogfast cache"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
 _RECOMPUTE = (

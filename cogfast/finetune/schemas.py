@@ -192,8 +192,6 @@ class Args(BaseModel):
     """crop what exceeds the shape, or stretch, as CogVideo's trainer does"""
     latent_cache: str | None = None
     """folder or URL of encoded clips; default: data_root/cache/cogfast; none: encode in each step"""
-    trust_cache: bool = False
-    """use the clips and captions that CogVideo's trainer encoded into data_root/cache"""
     export_interval: Count | None = None
     """steps between sft checkpoints with a model for diffusers; default: only the last"""
     deepspeed_config: Path | None = None
@@ -286,6 +284,8 @@ class _Parser(Parser):
         plain = name.lstrip("-").replace("-", "_")
         if plain in {field.name for field in dataclasses.fields(TrainArguments)}:
             raise ValueError(f"{self.prog} has no option {name}; args.{plain}=VALUE sets it")
+        if plain == "trust_cache":
+            raise ValueError(f"{name} was removed: caches of CogVideo's trainer are encoded again")
         super().error(message)
 
 

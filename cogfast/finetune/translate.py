@@ -153,8 +153,6 @@ def _data_settings(args: Args) -> Settings:
     if str(cache) != "none":
         settings["args.latent_cache"] = (str(cache), "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
-    if args.trust_cache:
-        settings["args.trusted_cache"] = (str(args.data_root / "cache"), "--trust_cache")
     if args.fps is not None:
         settings["data.params.fps"] = (args.fps, "--fps")
     if args.image_column is not None and args.model_type == "i2v":
@@ -275,17 +273,8 @@ def notices(args: Args) -> list[str]:
         ("pin_memory", True, "batches for a GPU are always pinned"),
         ("beta3", args.optimizer.lower() != "prodigy", "adamw and adam have two betas"),
     ]
-    found = [
+    return [
         f"--{name} {getattr(args, name)} has no effect: {reason}"
         for name, is_unused, reason in unused
         if is_unused and getattr(args, name) != default[name]
     ]
-    # The folders in which upstream's trainer keeps what it has encoded.
-    theirs = args.data_root / "cache"
-    has_theirs = any((theirs / name).is_dir() for name in ("video_latent", "prompt_embeddings"))
-    if has_theirs and not args.trust_cache and str(args.latent_cache) != "none":
-        found.append(
-            f"{theirs} has clips or captions that CogVideo's trainer encoded; --trust_cache uses them, "
-            "and without it cogfast encodes all of them"
-        )
-    return found

@@ -1,9 +1,7 @@
 """Runs of `cogfast finetune` against diffusers: the loss, 20 steps of AdamW on PEFT's adapters."""
 
-import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +13,13 @@ from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.optimization import get_scheduler
 from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.core.slot_random import SlotRandom
 from cogfast.finetune import Args, CogVideoXT2VLoraTrainer, get_model_cls
 from cogfast.finetune.schemas import PLACEHOLDER
-from cogfast.finetune.translate import translate
-from cogfast.train.encode import Encoder
 from tests.finetune.conftest import KINDS, SIZE, SMALL
 from tests.finetune.test_deepspeed_file import UPSTREAM_ZERO2
 from tests.support.pipelines import WIDTH
@@ -258,38 +254,6 @@ printf '%s\\n' "${{MODEL_ARGS[@]}}" "${{OUTPUT_ARGS[@]}}" "${{DATA_ARGS[@]}}" "$
 """
 # These make a test of seconds. An option that is given twice has its last value.
 ADDED = ["--train_steps", "4", "--num_workers", "0", SMALL, "args.log_interval=1"]
-
-
-def test_a_run_trains_from_the_cache_of_their_trainer(run_options, data, tmp_path, monkeypatch):
-    """data_root/cache at its place, with captions as the list has them; no caption is encoded."""
-    root = tmp_path / "clips"
-    shutil.copytree(data, root, ignore=shutil.ignore_patterns("cache"))
-    args = run_options("2b", data_root=root, trust_cache=True, rank=4)
-    config = translate(Args(**args))
-    network = config.model.network_config.params
-    latents = root / "cache" / "video_latent" / "cogvideox-t2v" / "9x32x48"
-    texts = root / "cache" / "prompt_embeddings"
-    latents.mkdir(parents=True)
-    texts.mkdir()
-    rows = network.modules.pos_embed_config.params.text_length
-    stored = []
-    for i in range(4):
-        # Latents of this VAE have a standard deviation of 1, times the scale.
-        stored.append(config.model.scale_factor * torch.randn(network.out_channels, 3, 4, 6))
-        save_file({"encoded_video": stored[i]}, latents / f"{i}.safetensors")
-        name = hashlib.sha256(f"a red block, number {i}".encode()).hexdigest()
-        save_file({"prompt_embedding": torch.randn(rows, WIDTH)}, texts / f"{name}.safetensors")
-    monkeypatch.setattr(Encoder, "encode_text", lambda *given: pytest.fail("is encoded"))
-    seen = []
-
-    class Recorder(CogVideoXT2VLoraTrainer):
-        def compute_loss(self, batch: dict) -> Tensor:
-            seen.append(batch["encoded_videos"])
-            return super().compute_loss(batch)
-
-    Recorder(Args(**args)).fit()
-    (found,) = seen
-    assert any(torch.allclose(found[0], latent, rtol=1e-6, atol=0) for latent in stored)
 
 
 def test_a_loss_without_a_gradient_names_the_fix(run_options) -> None:

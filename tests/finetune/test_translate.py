@@ -180,22 +180,6 @@ def test_whole_models_are_exported_at_an_interval(options):
     assert line.startswith("--export_interval 200 has no effect: each LoRA checkpoint")
 
 
-def test_their_cache_is_taken_only_if_it_is_trusted(options, tmp_path, capsys):
-    """If the cache exists and the option is not given, a log line names the option."""
-    assert translate(Args(**options())).args.trusted_cache is None
-    theirs = tmp_path / "data" / "cache"
-    (theirs / "cogfast").mkdir(parents=True)
-    assert notices(Args(**options())) == []
-    (theirs / "prompt_embeddings").mkdir()
-    (line,) = notices(Args(**options()))
-    assert line.startswith(f"{theirs} has clips or captions") and "--trust_cache uses them" in line
-    assert notices(Args(**options(trust_cache=True))) == []
-    assert notices(Args(**options(latent_cache="none"))) == []
-    main(["finetune", *words(options()), "--trust-cache", "--dry-run"])
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if "trusted_cache" in x)
-    assert str(theirs) in line and "--trust_cache" in line
-
-
 # --- wrong input: one line, status 2, before weights load ---
 
 

@@ -52,10 +52,7 @@ def cache_specs(
     number = args.cached_noised_images
     chunks = _encode_chunks(config)
     chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}
-    # Entries that may come from an unknown encoder are kept apart from those that cannot.
-    common = {"precision": args.precision} | (
-        {} if args.trusted_cache is None else {"args.trusted_cache": True}
-    )
+    common = {"precision": args.precision}
     video = {
         "VAE": _identity("VAE", config.model.get("first_stage_config"), config, own=chunks_entry),
         **common,

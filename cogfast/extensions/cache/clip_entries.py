@@ -22,7 +22,6 @@ _NO_VARIANCE = -1e4  # logarithm; its exponential is 0 in float32
 def encode_clips(
     samples: Sequence[Sample],
     keys: Sequence[str],
-    latents: Sequence[Tensor | None],
     encoder: Encoder,
     have_frames: Sequence[bool],
     num_noised_images: int,
@@ -30,16 +29,15 @@ def encode_clips(
 ) -> Iterator[dict[str, Tensor] | BadSample]:
     """Yield the entry of each sample. Consecutive samples of one size are encoded together.
 
-    keys: seed the noise of noised images. latents: scaled ones of samples that are not to be encoded.
-    have_frames: whether a sample is a clip of which the model is given frames.
-    num_noised_images: 0 keeps the first frame of image-to-video as uint8.
+    keys: seed the noise of noised images. have_frames: whether a sample is a clip of which the model is given
+    frames. num_noised_images: 0 keeps the first frame of image-to-video as uint8.
     """
-    rows = zip(samples, keys, latents, have_frames, strict=True)
+    rows = zip(samples, keys, have_frames, strict=True)
     # Buckets give clips of several sizes, which cannot be stacked.
-    of_group = lambda row: (row[0]["video"].shape, row[2] is None, row[3])
-    for (shape, _, has_frames), group in groupby(rows, key=of_group):
-        together, own_keys, own_latents, _ = zip(*group, strict=True)
-        parts = _moments(together, own_keys, own_latents, encoder, device)
+    of_group = lambda row: (row[0]["video"].shape, row[2])
+    for (shape, has_frames), group in groupby(rows, key=of_group):
+        together, own_keys, _ = zip(*group, strict=True)
+        parts = _moments(together, own_keys, encoder, device)
         if has_frames and encoder.given_frames is not None:
             frames = encoder.given_frames.pixel_frames(shape[0])
             parts["given_frames"] = torch.stack(
@@ -65,13 +63,9 @@ def encode_clips(
 def _moments(
     samples: Sequence[Sample],
     keys: Sequence[str],
-    latents: Sequence[Tensor | None],
     encoder: Encoder,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    stored = [each for each in latents if each is not None]
-    if stored:  # all of a batch or none
-        return _of_sample(torch.stack(stored), encoder.scale_factor)
     clips = torch.stack([sample["video"] for sample in samples])
     pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
     if encoder.overrides.encode_video is not None:

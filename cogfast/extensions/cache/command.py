@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from cogfast.config.merged_config import DEFAULT
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
-from cogfast.data.batches import in_unit_range, read_sample
+from cogfast.data.batches import read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
 from cogfast.data.workers import Reads, read_ahead
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
@@ -44,12 +44,11 @@ from cogfast.extensions.cache.entry_keys import (
     source_files,
     used_samples,
 )
-from cogfast.extensions.cache.trusted import TrustedCache
 from cogfast.extensions.dali.dali import dali_of_this_process
 from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.model.transformer import build_transformer
-from cogfast.train.assembly import DTYPES, Datasets, assemble_datasets, assemble_encoder
+from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.header_scan import survey_datasets
@@ -179,10 +178,6 @@ class _CacheRun:
             for i in used_samples(videos)
         ]
         self.keys: dict[str, list[str]] = {}  # of the clips, by kind; rank 0 alone has them
-        self.trusted: TrustedCache | None = None
-        if args.trusted_cache is not None:
-            dtype = DTYPES[args.precision]
-            self.trusted = TrustedCache(args.trusted_cache, config, dtype, self.datasets)
         self.how: EncodePlan | None = None  # to encode clips; None: nothing to choose
         self.bad = BadSampleLog(None, len(self.clips), args.max_bad_fraction)
 
@@ -195,10 +190,6 @@ class _CacheRun:
         texts, clips, self.how = self.groups.on_main(lambda: self._find_missing(sources, budget))
         self._encode("caption", texts, _CAPTIONS_AT_ONCE, turn)
         self._encode("clip", clips, self.args.batch_size, turn)
-        if self.trusted is not None:
-            number = sum(self.groups.gather(self.trusted.num_used))
-            files = counted(number, "file")
-            logger.info("args.trusted_cache=%s: took %s", self.trusted.folder, files)
         self.groups.on_main(lambda: self._finish(texts, clips))
 
     def _hash_sources(self, turn: int) -> Sources:
@@ -273,31 +264,7 @@ class _CacheRun:
             work = self._missing("video", {**spec, ENCODE_CHUNKS: how.mode})
         log_plan(stage, shape, how, budget)
         stage.use(how)
-        self._check_scale(work)
         return work, how
-
-    def _check_scale(self, clips: _Work) -> None:
-        """Check that args.trusted_cache has clips of this model and not of another in its folder."""
-        trusted = self.trusted
-        if trusted is None or len(trusted.members) == 1:
-            return
-        missing = (self.clips[number] for number in clips.missing.values())
-        found = [
-            (path.stat().st_mtime_ns, path, clip)
-            for clip in missing
-            if not clip.is_control and (path := trusted.path(clip.dataset, clip.index))
-        ]
-        # The oldest and the newest: a user who changed the model may have added clips.
-        found.sort(key=lambda one: one[:2])
-        for _, path, clip in found[:1] + found[1:][-1:]:
-            stored = trusted.latents(clip.dataset, clip.index, is_check=True)
-            # A clip that cannot be read becomes a bad sample of the cache.
-            with suppress(BadSample):
-                sample = read_sample(clip.dataset, clip.index, self.args.decode_timeout)
-                pixels = in_unit_range(sample["video"][None].to(self.groups.device)).transpose(1, 2)
-                if stored is not None:
-                    own = self.video_encoder.encode_moments(pixels)
-                    trusted.check_scale(path, stored, own, self.video_encoder.scale_factor)
 
     def _missing(self, kind: str, spec: Spec) -> _Work:
         keys, missing = self.keys[kind], {}
@@ -380,27 +347,21 @@ class _CacheRun:
 
     def _encode_captions(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
         # An encoder of its own, whose memory is free before clips are encoded.
-        encoder, trusted = self._encoder(), self.trusted
+        encoder = self._encoder()
         for batch in batches:
-            captions = {key: self.clips[work.missing[key]].caption for key in batch}
-            found: dict[str, dict[str, Tensor] | BadSample] = {
-                key: {"embedding": stored}
-                for key, caption in captions.items()
-                if trusted is not None and (stored := trusted.embedding(caption)) is not None
-            }
-            left = [key for key in captions if key not in found]
-            if left:
-                rng = content_random(left, self.groups.device)
-                made = encoder.encode_captions([captions[key] for key in left], rng)
-                for key, embedding in zip(left, made.cpu(), strict=True):  # sync: into a file
-                    found[key] = {"embedding": embedding}
-                    if not embedding.isfinite().all():
-                        name = self.clips[work.missing[key]].name
-                        found[key] = BadSample(name, "the embedding of its caption is not finite")
+            clips = [self.clips[work.missing[key]] for key in batch]
+            rng = content_random(batch, self.groups.device)
+            made = encoder.encode_captions([clip.caption for clip in clips], rng)
+            made = made.cpu()  # sync: into a file
+            found: dict[str, dict[str, Tensor] | BadSample] = {}
+            for key, clip, embedding in zip(batch, clips, made, strict=True):
+                found[key] = {"embedding": embedding}
+                if not embedding.isfinite().all():
+                    found[key] = BadSample(clip.name, "the embedding of its caption is not finite")
             yield found
 
     def _encode_clips(self, work: _Work, batches: Iterator[Sequence[str]]) -> _Encoded:
-        encoder, trusted = self.video_encoder, self.trusted
+        encoder = self.video_encoder
         has_frames = encoder.image_input or encoder.given_frames is not None
         if self.how is not None and isinstance(encoder.first_stage, VideoAutoencoder):
             encoder.first_stage.use(self.how)
@@ -415,20 +376,11 @@ class _CacheRun:
             for samples in read:
                 bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
-                of_clips = [self.clips[work.missing[key]] for key in good]
-                stored = [
-                    # Its trainer knows no controls, and names files by their stems alone.
-                    None
-                    if trusted is None or clip.is_control
-                    else trusted.latents(clip.dataset, clip.index)
-                    for clip in of_clips
-                ]
                 entries = encode_clips(
                     list(good.values()),
                     list(good),
-                    stored,
                     encoder,
-                    [has_frames and not clip.is_control for clip in of_clips],
+                    [has_frames and not self.clips[work.missing[key]].is_control for key in good],
                     self.args.cached_noised_images,
                     self.groups.device,
                 )

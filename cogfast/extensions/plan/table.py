@@ -1,51 +1,23 @@
-"""`cogfast plan --table`: layouts on 8 to 1,024 GPUs, and what their links, checkpoints and failures cost.
-
-Failures M seconds apart lose least if a run saves every sqrt(2 C M) seconds (Young 1974, Daly 2006), where
-C is the time that a save takes from training: that of the copy to host memory.
-"""
+"""`cogfast plan --table`: layouts on 8 to 1,024 GPUs, and what their links cost."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cogfast.config import Config, with_words
 from cogfast.config.arguments import TrainArguments
-from cogfast.extensions.plan.gpus import GPUS, Gpu
-from cogfast.extensions.plan.memory import GIB, MemoryPlan, Setup, plan_memory, rules_of, setup_of
+from cogfast.extensions.plan.gpus import GPUS
+from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, rules_of, setup_of
 from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
 from cogfast.extensions.plan.text import attention_of, checked, find_card, model_line
 from cogfast.extensions.plan.trace import Traces
-from cogfast.extensions.plan.zero import lasting_state
 from cogfast.extensions.sparse.check import check_sparse
 from cogfast.train.preflight.mesh import check_mesh
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
-# Per 1,000 GPUs and day: 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, arXiv:2407.21783).
-FAILURES = 1000 * 419 / (54 * 16_384)
-DISK = 4e9  # bytes/s of a machine: an NVMe drive on PCIe 4; assumed
-# bytes/s of a machine: half of what dvassallo/s3-benchmark reads from S3 with a card of 100 Gbit/s
-STORE = 4e9
-# Seconds: up to 80 until the loss of a machine ends the ranks (docs/launch.md), and an assumed 100 to start
-RESTART = 180
 _SHOWN = 2  # layouts for each number of GPUs
 _SIZES = (1, 2, 4, 8)  # of a group that shares a sample
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """num_bytes: of a checkpoint. Seconds: copy, disk and store of a save; apart between failures; interval
-    between saves; lost by a failure. goodput: share of the time that trains."""
-
-    num_bytes: int
-    copy: float
-    disk: float
-    store: float
-    apart: float
-    interval: float
-    lost: float
-    goodput: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +28,6 @@ class Layout:
     samples: int
     plan: MemoryPlan
     step: StepTime
-    saving: Saving
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -71,26 +42,8 @@ class Layout:
         return step.matmul, step.attention, step.memory_bound, step.communication + step.transfers
 
 
-def predict_saving(setup: Setup, gpu: Gpu, step: float, failures: float) -> Saving:
-    """Predict what checkpoints and failures cost. step: seconds. failures: per 1,000 GPUs and day."""
-    world = setup.world_size
-    # The files have float32 moments.
-    of_files = lasting_state(setup.transformer, replace(setup.rules, has_8bit_moments=False))
-    copied, of_rank = (
-        s.master + s.moments + (s.host_ema or s.ema) for s in (setup.state, of_files)
-    )
-    of_machine = of_rank * min(world, GPUS_PER_MACHINE)
-    copy = copied / (gpu.shares.link * gpu.host_gb_per_s * 1e9)
-    disk, store, apart = of_machine / DISK, of_machine / STORE, 86_400_000 / (failures * world)
-    # A save waits for the one before it, which is written to a disk and then sent to the store.
-    interval = max(math.sqrt(2 * copy * apart), disk + store, step)
-    lost = RESTART + store + interval / 2  # the checkpoint is read, too
-    goodput = interval / (interval + copy) * max(0.0, 1 - lost / apart)
-    return Saving(of_rank * world, copy, disk, store, apart, interval, lost, goodput)
-
-
 def find_layouts(
-    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS, failures: float = FAILURES
+    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS
 ) -> dict[int, list[Layout] | str]:
     """Return the layouts that fit for each number of GPUs, the fastest first, or why there is none.
 
@@ -139,8 +92,7 @@ def find_layouts(
             backend, *_ = attention_of(args_here, plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
-                saving = predict_saving(setup, entry, step.seconds, failures)
-                layouts.append(Layout(words, samples, plan, step, saving))
+                layouts.append(Layout(words, samples, plan, step))
         if peaks:
             why = f"no layout fits: {min(peaks) / GIB:.1f} GiB or more, of {memory / GIB:.1f}; "
             why += f"`cogfast plan --gpus {world}` shows what helps"
@@ -168,25 +120,12 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Layout], str]]] = {
         "together s": lambda x: f"{x.step.links.seconds:.3f}",
         "hidden": lambda x: f"{1 - x.step.links.exposed / (x.step.links.seconds or 1):.0%}",
     },
-    "Checkpoints, of the first layout of each, and failures:": {
-        "checkpoint GB": lambda x: f"{x.saving.num_bytes / 1e9:.1f}",
-        "wait s": lambda x: f"{x.saving.copy:.3f}",
-        "disk s": lambda x: f"{x.saving.disk:.1f}",
-        "store s": lambda x: f"{x.saving.store:.1f}",
-        "a failure each": lambda x: f"{x.saving.apart / 3600:.0f} h",
-        "best interval": lambda x: f"{x.saving.interval / 60:.1f} min",
-        "in steps": lambda x: f"{max(1, round(x.saving.interval / x.step.seconds))}",
-        "lost per failure": lambda x: f"{x.saving.lost / 60:.1f} min",
-        "goodput": lambda x: f"{x.saving.goodput:.2%}",
-    },
 }
 
 
-def describe_table(
-    config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS, failures: float = FAILURES
-) -> str:
-    """Return three tables of at most 120 columns. Raises ValueError if no number of GPUs has a layout."""
-    found = find_layouts(config, gpu, worlds, failures)
+def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORLDS) -> str:
+    """Return two tables of at most 120 columns. Raises ValueError if no number of GPUs has a layout."""
+    found = find_layouts(config, gpu, worlds)
     fitting = [each for each in found.values() if not isinstance(each, str)]
     reasons = [f"--gpus {n}: {why}" for n, why in found.items() if isinstance(why, str)]
     if not fitting:
@@ -209,8 +148,4 @@ def describe_table(
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
         number, reasons = 1, []
-    lines += [
-        f"\nAssumed: {failures:.3g} failures per 1,000 GPUs and day, {RESTART} s of restart; of a machine "
-        f"{DISK / 1e9:.0f} GB/s to a\ndisk and {STORE / 1e9:.0f} GB/s to an object store (docs/scaling.md).\n"
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])

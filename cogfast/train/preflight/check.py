@@ -85,7 +85,6 @@ _WEIGHTS = {
 }
 _RUN_FILES = {
     "resume": "a run's folder, or to auto, which starts a new run if there is none",
-    "trusted_cache": "data_root/cache of CogVideo's diffusers trainer, or to null",
 }
 _EVALUATION_FILES = {
     "eval_prompt_file": "a text file with a prompt per line, or to null",
@@ -513,7 +512,7 @@ def _check_data(
     config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
 ) -> None:
     if args.latent_cache is None:
-        for name in ("encode_first", "trusted_cache", "cached_noised_images"):
+        for name in ("encode_first", "cached_noised_images"):
             key, value = f"args.{name}", getattr(args, name)
             if value:
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"

@@ -1,4 +1,4 @@
-"""The table of layouts: bytes of links, checkpoints and failures by hand, rows as `cogfast plan` has them."""
+"""The table of layouts: bytes of links by hand, rows as `cogfast plan` has them."""
 
 import re
 from dataclasses import replace
@@ -10,13 +10,7 @@ import pytest
 from cogfast.cli.options import parse_plan
 from cogfast.config import Config, with_words
 from cogfast.extensions.plan.seconds import predict_step
-from cogfast.extensions.plan.table import (
-    FAILURES,
-    Layout,
-    describe_table,
-    find_layouts,
-    predict_saving,
-)
+from cogfast.extensions.plan.table import Layout, describe_table, find_layouts
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.extensions.plan.zero import num_trained
 from tests.extensions.plan.test_memory import CACHED, config_of
@@ -84,45 +78,6 @@ def test_layouts_have_one_global_batch_and_are_those_of_the_plan() -> None:
     assert f"\npeak: {layout.plan.peak / 2**30:.2f} GiB" in text
     assert f"\nstep: {layout.step.seconds:.2f} s (matmul {layout.step.matmul:.2f}" in text
     assert f"MFU {layout.step.mfu:.1%}" in text
-
-
-def test_checkpoints_and_failures_by_hand() -> None:
-    layout = found()[16][0]
-    trained = num_trained(layout.plan.setup.transformer)
-    rate = 0.474  # failures per 1,000 GPUs and day
-    saving = predict_saving(layout.plan.setup, H100, layout.step.seconds, rate)
-    # Weights, two moments and the EMA in float32; half of the checkpoint is of each machine.
-    assert saving.num_bytes == pytest.approx(16 * trained, rel=1e-6)
-    # The files have float32 moments, also where the optimizer has 8-bit ones.
-    rules = replace(layout.plan.setup.rules, has_8bit_moments=True)
-    coded = predict_saving(replace(layout.plan.setup, rules=rules), H100, layout.step.seconds, rate)
-    assert coded.num_bytes == saving.num_bytes and coded.disk == saving.disk
-    assert coded.copy == pytest.approx(10 / 16 * saving.copy, rel=0.01)
-    copy = trained / (0.8 * 64e9)
-    assert saving.copy == pytest.approx(copy, rel=1e-6)
-    assert saving.disk == saving.store == pytest.approx(8 * trained / 4e9, rel=1e-6)
-    apart = 24 * 3600 * 1000 / 0.474 / 16
-    assert saving.apart == pytest.approx(apart)
-    # The interval with the least loss: a copy in each, and half of it with each failure.
-    loss = lambda seconds: copy / seconds + seconds / 2 / apart
-    assert saving.interval == pytest.approx(min(range(1, 10_000), key=loss), abs=1)
-    assert saving.lost == pytest.approx(180 + saving.store + saving.interval / 2)
-    share = saving.interval / (saving.interval + copy) * (1 - saving.lost / apart)
-    assert saving.goodput == pytest.approx(share)
-    assert pytest.approx(rate, rel=1e-3) == FAILURES
-
-
-def test_more_gpus_and_more_failures_cost_more() -> None:
-    of = lambda world, rate: predict_saving(found()[world][0].plan.setup, H100, 1.0, rate)
-    few, many, often = of(8, 1), of(128, 1), of(128, 1000)
-    assert few.num_bytes == pytest.approx(many.num_bytes, rel=1e-3)
-    assert few.store > many.store and few.apart == pytest.approx(16 * many.apart)
-    assert few.interval > many.interval > often.interval
-    assert 1 > few.goodput > many.goodput > often.goodput >= 0
-    # No save begins before the one before it is in the store, nor twice in a step.
-    most = predict_saving(found()[8][0].plan.setup, H100, 1.0, 1e9)
-    assert most.interval == most.disk + most.store and most.goodput == 0
-    assert predict_saving(found()[8][0].plan.setup, H100, 1e4, 1e9).interval == 1e4
 
 
 def test_the_table_is_narrow_and_predicted() -> None:

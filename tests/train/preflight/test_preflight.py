@@ -229,7 +229,6 @@ def test_all_missing_paths_are_reported_together(config) -> None:
         "args.valid_data": "lost/valid",
         "args.resume": "lost/run",
         "args.load_lora": "lost/lora",
-        "args.trusted_cache": "lost/cache",
         "args.eval_prompt_file": "lost/prompts.txt",
         "model.first_stage_config.params.ckpt_path": "lost/vae.pt",
         "model.conditioner_config.params.emb_models[0].params.model_dir": "lost/t5",
