@@ -7,7 +7,6 @@ in diffusers' own class.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import read_json
-from cogfast.core.shapes import TokenGrid
 from cogfast.extensions.formats.adapters import (
     merge_lora,
     only_adapters,
@@ -31,7 +29,7 @@ from cogfast.model.weights.load import load_source
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import open_tensors
 
-_Network = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]  # see _draw
 _NUM_TEXT = 3
 _OFS = 2.0  # of CogVideoX 1.5's image-to-video model
 # Relative norms of differences: float32 with diffusers' epsilon of the last norm, and rounding to 16 bits.
@@ -39,22 +37,24 @@ _LIMITS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 0.01, torch.
 _TABLE = "position_table.weight"
 
 
+@torch.no_grad()
 def compare_networks(source: WeightSource, target: WeightSource, folder: Path) -> str:
     """Return in a line how much the outputs of two models differ on drawn inputs.
 
     source: what was to be written, with its adapters; target: as the written files are read, and folder theirs.
     ValueError if they differ by more than the target's dtype explains.
     """
-    ours, written = _merged(source), _merged(target)
-    config = _one_block(identify(ours))
-    of_diffusers = find_diffusers_folder(folder)
-    worst = 0.0
-    for i in range(identify(ours).num_layers):
+    ours, written, worst = _merged(source), _merged(target), 0.0
+    whole, theirs = identify(ours), find_diffusers_folder(folder)
+    config = _one_block(whole)
+    for i in range(whole.num_layers):
         inputs = _draw(config, i)
-        expected = _network(ours, config, i)(*inputs)
-        other = _network(written, config, i) if of_diffusers is None else None
-        other = other or _diffusers_network(of_diffusers or folder, config, i)
-        worst = max(worst, _difference(expected, other(*inputs)))
+        expected = _run(ours, config, i, inputs)
+        if theirs is None:
+            found = _run(written, config, i, inputs)
+        else:
+            found = _run_diffusers(theirs, config, i, inputs)
+        worst = max(worst, _difference(expected, found))
     return _judge(worst, target.main_dtype, folder, "the outputs of the networks")
 
 
@@ -105,7 +105,7 @@ def _one_block(config: TransformerConfig) -> TransformerConfig:
     return replace(config, num_layers=1, text_length=_NUM_TEXT, trained_size=None, **sizes)
 
 
-def _draw(config: TransformerConfig, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _draw(config: TransformerConfig, seed: int) -> _Inputs:
     """Return latents [2, C, T, h, w], timesteps [2], text [2, L, E] and the ofs [1] of 1.5-I2V."""
     random, grid, patch = torch.Generator().manual_seed(seed), config.grid, config.patch_size
     shape = grid.t * patch.t, grid.h * patch.h, grid.w * patch.w
@@ -120,44 +120,33 @@ def _rows(table: Tensor, config: TransformerConfig) -> Tensor:
     return table[:, : config.text_length + config.grid.num_tokens]
 
 
-@torch.no_grad()
-def _network(source: WeightSource, config: TransformerConfig, i: int) -> _Network:
-    """Return cogfast's network with block i of these weights."""
+def _run(source: WeightSource, config: TransformerConfig, i: int, inputs: _Inputs) -> Tensor:
+    """Return what cogfast's network with block i of these weights predicts."""
     names = {
         name.replace(f"blocks.{i}.", "blocks.0."): name
         for name in source.shapes
         if not name.startswith("blocks.") or name.startswith(f"blocks.{i}.")
     }
-    is_learned = config.position == "rotary"
-    names = {n: old for n, old in names.items() if n != _TABLE or is_learned}
+    shapes = {name: source.shapes[old] for name, old in names.items()}
+    if config.position == "sincos":
+        shapes.pop(_TABLE, None)  # computed
+    elif _TABLE in shapes:
+        shapes[_TABLE] = (1, config.text_length + config.grid.num_tokens, config.hidden_size)
 
     def read(name: str, _: object) -> Tensor:
         values = source.read(names[name], None)
         return _rows(values, config) if name == _TABLE else values
 
-    shapes = {name: source.shapes[old] for name, old in names.items()}
-    if _TABLE in shapes:
-        shapes[_TABLE] = (1, config.text_length + config.grid.num_tokens, config.hidden_size)
-    part = replace(
-        source,
-        shapes=shapes,
-        dtypes={name: source.dtypes[old] for name, old in names.items()},
-        read=read,
-        is_partial=True,
-    )
+    dtypes = {name: source.dtypes[names[name]] for name in shapes}
+    part = replace(source, shapes=shapes, dtypes=dtypes, read=read, is_partial=True)
     transformer = assemble_transformer(config)
     load_source(transformer, part, source.description)
-
-    def run(latents: Tensor, timesteps: Tensor, text: Tensor, ofs: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            return transformer(latents, timesteps, text, ofs=ofs)
-
-    return run
+    latents, timesteps, text, ofs = inputs
+    return transformer(latents, timesteps, text, ofs=ofs)
 
 
-@torch.no_grad()
-def _diffusers_network(folder: Path, config: TransformerConfig, i: int) -> _Network:
-    """Return diffusers' network with block i of the weights in a transformer folder."""
+def _run_diffusers(folder: Path, config: TransformerConfig, i: int, inputs: _Inputs) -> Tensor:
+    """Return what diffusers' network with block i of the weights in a transformer folder predicts."""
     from diffusers import CogVideoXTransformer3DModel
 
     about = read_json(folder / "config.json") | {
@@ -168,45 +157,24 @@ def _diffusers_network(folder: Path, config: TransformerConfig, i: int) -> _Netw
         "sample_width": config.latent_width,
     }
     network: Any = CogVideoXTransformer3DModel.from_config(about).eval()
-    files, state = open_tensors(folder), {}
+    files, state, block = open_tensors(folder), {}, f"transformer_blocks.{i}."
     for name in files.names():
-        if not name.startswith("transformer_blocks.") or name.startswith(
-            f"transformer_blocks.{i}."
-        ):
+        if not name.startswith("transformer_blocks.") or name.startswith(block):
             values = files.read(name).float()
             values = _rows(values, config) if name == "patch_embed.pos_embedding" else values
-            state[name.replace(f"transformer_blocks.{i}.", "transformer_blocks.0.")] = values
+            state[name.replace(block, "transformer_blocks.0.")] = values
     network.load_state_dict(state)
+    latents, timesteps, text, ofs = inputs
     rotary = _rotary(config) if about["use_rotary_positional_embeddings"] else None
-
-    def run(latents: Tensor, timesteps: Tensor, text: Tensor, ofs: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            found = network(
-                hidden_states=latents.transpose(1, 2),
-                encoder_hidden_states=text,
-                timestep=timesteps,
-                ofs=ofs,
-                image_rotary_emb=rotary,
-                return_dict=False,
-            )
-        return found[0].transpose(1, 2)
-
-    return run
+    given = (latents.transpose(1, 2), text, timesteps)
+    return network(*given, ofs=ofs, image_rotary_emb=rotary).sample.transpose(1, 2)
 
 
 def _rotary(config: TransformerConfig) -> tuple[Tensor, Tensor]:
     """Return diffusers' cosines and sines, [V, D] each."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
-    grid: TokenGrid = config.grid
+    grid, corners, more = config.grid, ((0, 0), (config.grid.h, config.grid.w)), {}
     if config.patch_size.joins_frames:
-        more: dict[str, Any] = {"grid_type": "slice", "max_size": (grid.h, grid.w)}
-    else:
-        more = {}
-    return get_3d_rotary_pos_embed(
-        config.head_width,
-        None if more else ((0, 0), (grid.h, grid.w)),
-        (grid.h, grid.w),
-        grid.t,
-        **more,
-    )
+        corners, more = None, {"grid_type": "slice", "max_size": (grid.h, grid.w)}
+    return get_3d_rotary_pos_embed(config.head_width, corners, (grid.h, grid.w), grid.t, **more)
