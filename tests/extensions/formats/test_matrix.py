@@ -1,6 +1,7 @@
 """The network that a run has trained computes the same by each way out of the run's folder."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
 from tests.model.test_lora import save_as_sat
+from tests.support.pipelines import Pipelines
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_transformers import randomize
@@ -515,3 +517,15 @@ def test_outputs_that_differ_are_found(base: Path, tmp_path: Path) -> None:
         lambda: compare_networks(changed, source, base), "the outputs of the networks differ"
     )
     assert "differ by at most" in compare_networks(source, source, base)
+
+
+@pytest.mark.parametrize("family", ["2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+def test_networks_are_compared_with_those_of_diffusers(
+    family: str, pipelines: Pipelines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    convert(pipelines.path(family), tmp_path / "out", "diffusers", verify=True)
+    (found,) = re.findall(r"networks differ by at most (\S+) of", caplog.text)
+    assert (
+        1e-9 < float(found) < 1e-5
+    )  # another implementation, and another epsilon of the last norm
