@@ -143,8 +143,7 @@ def own_targets(sections: Mapping) -> dict[str, str]:
     for key, path in leaves(sections).items():
         where, _, last = key.rpartition(".")
         is_target = last == "target" or key == "deepspeed.optimizer.type"
-        is_path = isinstance(path, str) and "." in path
-        if is_target and is_path and allowed_path(path, "") is None:
+        if is_target and isinstance(path, str) and "." in path and allowed_path(path, "") is None:
             found[where] = path
     return found
 

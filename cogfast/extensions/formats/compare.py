@@ -156,7 +156,8 @@ def _run_diffusers(folder: Path, config: TransformerConfig, i: int, inputs: _Inp
         "sample_height": config.latent_height,
         "sample_width": config.latent_width,
     }
-    network: Any = CogVideoXTransformer3DModel.from_config(about).eval()
+    network: Any = CogVideoXTransformer3DModel.from_config(about)
+    network.eval()
     files, state, block = open_tensors(folder), {}, f"transformer_blocks.{i}."
     for name in files.names():
         if not name.startswith("transformer_blocks.") or name.startswith(block):
@@ -170,7 +171,7 @@ def _run_diffusers(folder: Path, config: TransformerConfig, i: int, inputs: _Inp
     return network(*given, ofs=ofs, image_rotary_emb=rotary).sample.transpose(1, 2)
 
 
-def _rotary(config: TransformerConfig) -> tuple[Tensor, Tensor]:
+def _rotary(config: TransformerConfig) -> Any:
     """Return diffusers' cosines and sines, [V, D] each."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
