@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.distributed.step_clock import wait_for
-from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.distributed.tensor_parallel import ParallelGroup, wait_for
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
 from cogfast.model.transformer import DiffusionTransformer

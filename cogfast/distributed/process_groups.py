@@ -36,7 +36,6 @@ from cogfast.distributed.lost_ranks import (
     check_store,
     is_lost_connection,
 )
-from cogfast.distributed.step_clock import CLOCK, time_collectives
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.kernels import torch_library
@@ -151,7 +150,7 @@ class ProcessGroups:
         if self.model is None:
             return value
         box = [value]
-        with CLOCK.waiting(), _collective():
+        with _collective():
             dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
         return box[0]
 
@@ -383,9 +382,7 @@ def start_processes(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-        if world_size > 1:
-            time_collectives()
-        else:
+        if world_size == 1:
             # torch warns of a group that still exists at the end of the process.
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None

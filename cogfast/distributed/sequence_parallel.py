@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.distributed.step_clock import wait_for
 from cogfast.distributed.tensor_parallel import (
     ColumnParallelLinear,
     ParallelGroup,
     RowParallelLinear,
     share_vectors,
+    wait_for,
 )
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Rotation

@@ -34,7 +34,7 @@ from cogfast.distributed.fused_step import (
     reason_for_stock_step,
 )
 from cogfast.distributed.process_groups import ModelParallelUnit
-from cogfast.distributed.step_clock import CLOCK, timed
+from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key, read_moment
 from cogfast.extensions.prodigy_muon.optimizers import ShardedOptimizer
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
@@ -260,10 +260,6 @@ class ZeroEngine:
             self.slices = list(self._stage12_slices(names))
         options = config["zero_optimization"]
         overlaps = options.get("overlap_comm", self.stage == 3)  # DeepSpeed's default
-        if overlaps and torch.cuda.is_available():
-            # The device has nothing left to compute, and waits for the stream of the reductions.
-            epilogue = self.zero.overlapping_partition_gradients_reduce_epilogue
-            self.zero.overlapping_partition_gradients_reduce_epilogue = timed(epilogue)
         self._leave_multiprocessors(overlaps)
         self._gather = WeightGather(self.zero) if self.stage < 3 else None
         # Every forward pass waits, also those of evaluations.

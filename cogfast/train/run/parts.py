@@ -28,7 +28,6 @@ from cogfast.distributed.process_groups import (
     ProcessGroups,
     start_processes,
 )
-from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import encode_first
@@ -334,8 +333,6 @@ def assemble_watchers(
     and returns whether that succeeded.
     """
     args, groups, folder, engine = parts.args, parts.groups, parts.folder, parts.engine
-    CLOCK.has_others = groups.world_size > 1
-    CLOCK.is_complete = not (args.compile and groups.tensor_size > 1)
     transformer, dataset = engine.transformer, parts.datasets.train
     metrics = Metrics(
         args,

@@ -17,8 +17,8 @@ from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.train.watchers.watcher import Watcher
 
 _FRAMES = 3  # innermost frames in a message
-# Files in which a rank waits for others.
-_WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|process_groups\.py|step_clock\.py")
+# Files and functions in which a rank waits for others.
+_WAITS = re.compile(r"/torch/distributed/|/deepspeed/comm/|process_groups\.py| wait_for$")
 
 
 class HangStacks(Watcher):
@@ -59,7 +59,7 @@ def hanging(folder: Path) -> Iterator[str]:
         return  # a rank failed before the time was over
     for rank, text in sorted(stacks.items()):
         frames = frames_of_main(text)
-        if not any(_WAITS.search(file) for file, _, _ in frames[:_FRAMES]):
+        if not any(_WAITS.search(f"{file} {name}") for file, _, name in frames[:_FRAMES]):
             shown = [f"{Path(file).name}:{line} {name}" for file, line, name in frames[:_FRAMES]]
             # A process that is stopped writes nothing.
             yield f"{rank.replace('-', ' ')} ({' < '.join(shown) or 'no stack'})"

@@ -301,10 +301,7 @@ class Metrics(Watcher):
         parts = [f"step {step}/{self.num_steps}", f"loss {line['loss']:.4f}"]
         parts += [f"mean {line['loss_running']:.4f}", f"lr {line['lr']:.2e}"]
         wait, whole = line["data_wait_ms"], line["step_ms"]
-        of_step, exposed = f"{wait:.0f} data", line["exposed_communication"]
-        if exposed is not None and self.groups.world_size > 1:
-            of_step += f", {100 * exposed:.0f}% communication"
-        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({of_step})"]
+        parts += [f"norm {line['grad_norm']:.3g}", f"{whole:.0f} ms/step ({wait:.0f} data)"]
         parts += [f"{line['samples_per_s']:.2f} samples/s", f"{line['model_tflops']:.3g} TFLOP/s"]
         if line["mfu"] is not None:
             parts += [f"MFU {100 * line['mfu']:.1f}%"]

@@ -125,13 +125,12 @@ def thread_kind() -> str:
 
 
 def place() -> str:
-    """Return the part of the run, and the line outside of process_groups.py and step_clock.py that leads
-    to the call."""
+    """Return the part of the run, and the line outside of process_groups.py that leads to the call."""
     frame, line, part = sys._getframe(), "", "start"
     while frame is not None:
         stem = Path(frame.f_code.co_filename).stem
         if "/cogfast/" in frame.f_code.co_filename:
-            if not line and stem not in ("process_groups", "step_clock"):
+            if not line and stem != "process_groups":
                 line = f"{stem}.py:{frame.f_lineno}"
             if f"{stem}.{frame.f_code.co_name}" in PARTS:
                 part = PARTS[f"{stem}.{frame.f_code.co_name}"]

@@ -50,12 +50,13 @@ def test_frames_are_those_of_the_main_thread(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_others_is_not_named(tmp_path: Path) -> None:
-    for rank in (0, 1, 2):
+    for rank in range(4):
         (tmp_path / f"rank-{rank}.txt").write_text("")
     assert not list(hanging(tmp_path))
     wait = 'File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce'
     read = 'File "/x/reader.py", line 8 in read\n  File "/x/batches.py", line 7 in __next__'
-    for rank, innermost in ((0, wait), (2, read)):
+    held = 'File "/x/torch/_ops.py", line 8 in __call__\n  File "/x/tensor_parallel.py", line 7 in wait_for'
+    for rank, innermost in ((0, wait), (2, read), (3, held)):
         text = f"Timeout!\nThread 0x1:\n  {wait}\n\nThread 0x2 (most recent call first):\n  {innermost}\n"
         (tmp_path / f"rank-{rank}.txt").write_text(text)
     assert list(hanging(tmp_path)) == [

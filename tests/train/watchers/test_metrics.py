@@ -27,9 +27,9 @@ from tests.support.tiny_run import launch_ranks
 from tests.support.tiny_transformers import tiny
 from tests.train.test_trainer import ENCODED
 
-TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer", "communication")
+TIMES = ("step", "data_wait", "encode", "forward_backward", "optimizer")
 KEYS = {f"{part}_ms" for part in TIMES} | {f"train_loss_band_{band}" for band in range(4)}
-KEYS |= {"step", "loss", "loss_running", "lr", "grad_norm", "exposed_communication"}
+KEYS |= {"step", "loss", "loss_running", "lr", "grad_norm"}
 KEYS |= {"samples_per_s", "tokens_per_s", "model_tflops", "mfu", "memory_rss_gib"}
 KEYS |= {"skipped", "skipped_in_a_row", "nonfinite_losses", "save_wait_ms", "eval_seconds"}
 
@@ -53,7 +53,6 @@ def test_a_line_holds_everything(run: Run) -> None:
     assert min(split) > 0
     # The rest is the line itself, and what lies between the parts.
     assert sum(split) + last["data_wait_ms"] < last["step_ms"]
-    assert last["communication_ms"] == last["exposed_communication"] == 0  # one process is alone
     resident = memory_gib(torch.device("cpu"))["memory_rss_gib"]
     assert last["memory_rss_gib"] == pytest.approx(resident, rel=0.3)
 
@@ -349,7 +348,7 @@ def test_saves_and_evaluations_that_hold_training_up_are_in_its_lines(
     assert waits[4] > 400
     assert [one > 0 for one in run.logged("eval_seconds")] == [step == 6 for step in range(1, 7)]
     fifth, sixth = (one for one in log.messages if re.match("step [56]/100  loss", one))
-    assert re.search(r"  \d{3} ms/step in saves", fifth) and "evaluation" not in fifth
+    assert re.search(r"  \d{3,} ms/step in saves", fifth) and "evaluation" not in fifth
     assert re.search(r"  \d\.\d s of evaluation", sixth)
     # Each of 94 steps, and a sixth of the pauses
     pauses = sum(waits) / 1000 + run.logged("eval_seconds")[-1]
