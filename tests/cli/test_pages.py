@@ -122,7 +122,7 @@ def test_the_commands_of_the_guide_run(page: str, pipelines, tmp_path: Path, mon
     Image.new("RGB", (60, 40), "navy").save(tmp_path / "first.png")
     monkeypatch.chdir(tmp_path)
     for text in commands(DOCS / "guide" / f"{page}.md"):
-        start = "import os\nfrom tests.support.closure import block_others\nblock_others()\n"
+        start = "import os\nfrom tests.cli.closure import block_others\nblock_others()\n"
         done = run_forked(["-c", f"{start}os.chdir({str(tmp_path)!r})\n{program(text)}"])
         assert done.returncode == 0, f"{text}\n{done.stdout}"
     if page == "first_lora":

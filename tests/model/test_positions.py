@@ -81,7 +81,7 @@ def test_a_flattened_table_takes_only_its_own_rows_and_columns() -> None:
 
 def test_inputs_that_do_not_fit_are_named() -> None:
     given = inputs("5b_i2v") | {"condition_latents": None}
-    line = "have 16 channels together, <...> in_channels=32; an I2V"
+    line = "have 16 channels together, <...> in_channels=32; the first stage"
     assert_refused(lambda: tiny("5b_i2v")(**given), line)
     three = inputs("1.5_5b") | {"latents": torch.zeros(2, 16, 3, 8, 12)}
     line = "3x8x12 <...> do not divide into patches of 2x2x2"

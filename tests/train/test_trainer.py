@@ -277,6 +277,8 @@ def test_nothing_trainable_is_refused(run: Run) -> None:
     line = "args.load is missing: LoRA adapts trained weights"
     assert_refused(run.with_lora(2).trainer, line)
     frozen = run.with_words("model.not_trainable_prefixes=[all]")
+    assert_refused(frozen.trainer, "freezes random weights, which no checkpoint has; set args.load")
+    frozen = frozen.with_words(f"args.load={run.train(steps=1).path}")
     assert_refused(frozen.trainer, "nothing is trainable: model.not_trainable_prefixes")
 
 

@@ -92,7 +92,7 @@ def convert(
         )
     lora = merge_lora or add_lora
     has_averages = ema and (lora is None or not _is_run(lora) or may_have_ema(source_path))
-    source = _without_own(completed(open_source(source_path, has_averages)))
+    source = completed(_without_own(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
         _warn_of_training(run)

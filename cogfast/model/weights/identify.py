@@ -182,9 +182,20 @@ def completed(source: WeightSource) -> WeightSource:
     logger.info(
         "%s: %s are read from %s", source.description, counted(len(lacking), "tensor"), base
     )
-    whole = merge_lora(without_adapters(completed(open_source(base))), source)
+    rest = without_adapters(completed(open_source(base)))
+    shared = {name: shape for name, shape in source.shapes.items() if name in rest.shapes}
+    whole = merge_lora(rest, replace(source, shapes=shared))
+    # Modules of a user's own network are in the run alone.
+    own = {name: shape for name, shape in source.shapes.items() if name not in shared}
     facts = {**whole.facts, **{k: source.facts[k] for k in TRAINING_FACTS if k in source.facts}}
-    return replace(whole, description=source.description, facts=facts)
+    return replace(
+        whole,
+        description=source.description,
+        facts=facts,
+        shapes=whole.shapes | own,
+        dtypes=whole.dtypes | {name: source.dtypes[name] for name in own},
+        read=lambda name, shard: (source if name in own else whole).read(name, shard),
+    )
 
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:

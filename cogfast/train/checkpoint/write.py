@@ -99,8 +99,7 @@ class CheckpointWriter:
         self.check_owner: Callable[[], None] = lambda: None
         # Uploads what the run has logged until now: a resumed run continues it. The same thread calls it.
         self.upload_logs: Callable[[], None] = lambda: None
-        self.classes: Classes = classes or {}
-        self.url = url_of(folder)
+        self.classes, self.url = classes or {}, url_of(folder)
         self.saved_step = 0
         self.saved: Path | None = None
         self.unsent: Path | None = None
@@ -147,8 +146,8 @@ class CheckpointWriter:
         # `wait` has returned, so the thread no longer reads the buffers that this overwrites.
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
-        about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
-        about["classes"] = self.classes
+        scaler, classes = self.engine.loss_scaler_state(), self.classes
+        about = {"step": step, "loss_scaler": scaler, **extra, "classes": classes}
         self._thread = Thread(
             target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )
@@ -355,8 +354,8 @@ class CheckpointWriter:
         if self.unsent != draft:
             self._discard(draft)
         if self.groups.is_main:
-            is_first = self.saved is None and self.unsent is None
-            state = "there is no earlier one" if is_first else "the previous one is kept"
+            has_one = self.saved is not None or self.unsent is not None
+            state = "the previous one is kept" if has_one else "there is no earlier one"
             if self.unsent != draft:
                 shutil.rmtree(draft, ignore_errors=True)
             if self.unsent is not None:

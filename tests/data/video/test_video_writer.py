@@ -106,7 +106,7 @@ def test_contact_sheet(tmp_path):
 
 
 def test_many_videos_are_in_columns(tmp_path: Path) -> None:
-    """Of equal numbers, with each video in its place."""
+    """Columns have equal numbers, and each video is in its place."""
     videos = [np.full((2, 8, 12, 3), 7 * i, np.uint8) for i in range(30)]
     contact_sheet(tmp_path / "sheet.png", videos, [str(i) for i in range(30)])
     with Image.open(tmp_path / "sheet.png") as sheet:

@@ -216,7 +216,7 @@ def test_another_projects_git_is_not_asked(
     monkeypatch.setattr(
         module, "__file__", str(tmp_path / "site" / "cogfast" / "train" / "run" / "x.py")
     )
-    describe_run(tmp_path, None, {}, run.config(), 1)
+    describe_run(tmp_path, None, {}, run.config(), 1, {})
     assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None
     assert not (tmp_path / "changes.diff").exists()
 
@@ -224,7 +224,7 @@ def test_another_projects_git_is_not_asked(
 def test_a_description_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     gone = tmp_path / "runs" / "sft-1"
     line = "/sft-1/training_config.yaml cannot be written (No such file<...> set args.save or"
-    assert_refused(lambda: describe_run(gone, None, {}, run.config(), 1), line)
+    assert_refused(lambda: describe_run(gone, None, {}, run.config(), 1, {}), line)
 
 
 def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(run: Run) -> None:
@@ -232,9 +232,9 @@ def test_keys_that_the_checkpoint_is_too_old_for_count_as_their_defaults(run: Ru
     before = plain_sections(run.config())
     del before["args"]["lr_first_step"], before["model"]["noised_image_dropout"]
     manifest = {"global_batch": 4, "config": before}
-    check_changes(run.folder, manifest, run.config(), 4)
+    check_changes(run.folder, manifest, run.config(), 4, {})
     other, line = run.config("args.lr_first_step=0"), "args.lr_first_step: 1 -> 0; change it back"
-    assert_refused(lambda: check_changes(run.folder, manifest, other, 4), line)
+    assert_refused(lambda: check_changes(run.folder, manifest, other, 4, {}), line)
 
 
 def test_a_rate_that_a_checkpoint_has_in_the_deepspeed_section_is_that_of_args(run: Run) -> None:
@@ -244,10 +244,10 @@ def test_a_rate_that_a_checkpoint_has_in_the_deepspeed_section_is_that_of_args(r
     before = plain_sections(config)
     before["deepspeed"]["optimizer"]["params"]["lr"] = 0.5
     manifest = {"global_batch": 4, "config": before}
-    check_changes(run.folder, manifest, config, 4)
+    check_changes(run.folder, manifest, config, 4, {})
     assert before["deepspeed"]["optimizer"]["params"]["lr"] == 0.5  # the manifest stays as it is
     other, line = run.config("args.lr=0.25"), "checkpoint's: args.lr: 0.5 -> 0.25; change it back"
-    assert_refused(lambda: check_changes(run.folder, manifest, other, 4), line)
+    assert_refused(lambda: check_changes(run.folder, manifest, other, 4, {}), line)
 
 
 def open_exact(run: Path, **args: str) -> tuple[Path, Path | None]:
