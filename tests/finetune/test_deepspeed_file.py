@@ -68,7 +68,8 @@ def test_a_deepspeed_file_that_contradicts_an_option_is_refused(options, tmp_pat
 
 def test_a_world_that_does_not_fit_the_file_is_refused(options, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     file = tmp_path / "zero2.json"
     file.write_text(json.dumps(UPSTREAM_ZERO2 | {"train_batch_size": 4}))
     given = words(options(deepspeed_config=file, mixed_precision="bf16"))

@@ -146,8 +146,8 @@ class CheckpointWriter:
         # `wait` has returned, so the thread no longer reads the buffers that this overwrites.
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
-        scaler, classes = self.engine.loss_scaler_state(), self.classes
-        about = {"step": step, "loss_scaler": scaler, **extra, "classes": classes}
+        about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
+        about["classes"] = self.classes
         self._thread = Thread(
             target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )
