@@ -122,10 +122,12 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     from cogfast.cli.options import parse_train
 
     request = parse_train(argv)
+    from cogfast.cli.foreign_keys import refuse_sampling_keys
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
 
     config = _load(request)
+    refuse_sampling_keys(config.origins, config.args)
     if not request.dry_run:
         check_ranks()
     config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
@@ -157,6 +159,7 @@ def sample(argv: Sequence[str]) -> None:
     from cogfast.cli.options import parse_sample, read_prompts
 
     request = parse_sample(argv)
+    from cogfast.cli.foreign_keys import refuse_training_keys
     from cogfast.config.arguments import TrainArguments
     from cogfast.config.merged_config import DEFAULT
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
@@ -166,6 +169,7 @@ def sample(argv: Sequence[str]) -> None:
     defaults = TrainArguments()
     own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
     config = _load(request, is_of_run, own)
+    refuse_training_keys(config.origins)
     if not request.dry_run:
         check_ranks()
     # A run's file must not start a download, either.

@@ -35,16 +35,14 @@ from cogfast.distributed.parallelize import allocate, compile_blocks, find_shard
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.conditions.given_frames import GivenFrames
-from cogfast.extensions.formats.adapters import adapters_of, check_member, open_adapter
 from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
-from cogfast.model.config import Family
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
-from cogfast.model.weights.load import LoadReport, load_source, load_transformer
+from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 
@@ -155,10 +153,7 @@ def assemble_transformer(
     elif weights is None:
         logger.info("args.load is not set: the weights are random")
     if args.load_lora is not None and weights is None:
-        adapter = open_adapter(args.load_lora)
-        check_member(adapter, Family.of_config(transformer.config), "the model")
-        read(partial(load_source, transformer, adapter, args.load_lora, shards=shards, held=held))
-        logger.info("%s: %s", adapter.description, adapters_of(adapter))
+        read(partial(load_adapters, transformer, args.load_lora, shards=shards, held=held))
     if report is not None:
         report.log()
     if new := sum(map(is_lora_parameter, fresh)):

@@ -23,6 +23,7 @@ from cogfast.extensions.formats.adapters import (
     without_adapters,
 )
 from cogfast.extensions.formats.compare import compare_adapters, compare_networks
+from cogfast.extensions.formats.completed import TRAINING_FACTS, completed
 from cogfast.extensions.formats.image_scale import log_difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
@@ -32,7 +33,7 @@ from cogfast.model.config import Family, inpainting_channels
 from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
-from cogfast.model.weights.identify import TRAINING_FACTS, check_complete, completed, identify
+from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.open import may_have_ema, open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of

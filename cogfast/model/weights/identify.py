@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from cogfast.config.values import counted
 from cogfast.core.shapes import PatchSize
-from cogfast.extensions.formats.adapters import adapters_of, merge_lora, without_adapters
+from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
-from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
-logger = logging.getLogger(__name__)
-# Facts about the training, which what was trained later passes on to the base that it is combined with.
-TRAINING_FACTS = ("rotary_positions", "trained_size")
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
 _PATCH_HW = 2
 _HEAD_WIDTH = 64  # used if the model has no query norm, whose weight has this size
@@ -147,7 +139,7 @@ def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
     return {"lora_rank": found.ranks[0], "lora_targets": found.targets, **alpha, **some}
 
 
-def _lacking(
+def lacking_of(
     source: WeightSource, config: TransformerConfig
 ) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     """Return the names that `source` lacks of the model, and the shapes of all."""
@@ -161,46 +153,9 @@ def _lacking(
     return [name for name in wanted if name not in source.shapes and name not in optional], wanted
 
 
-def completed(source: WeightSource) -> WeightSource:
-    """Return the weights of a run that trained and saved a part of a model, without adapters, with the rest
-    from the model that it started from; other weights as they are.
-
-    Raises:
-        ValueError: that model is not there.
-    """
-    if source.base is None or any(map(is_lora_parameter, source.shapes)):
-        return source
-    lacking, _ = _lacking(source, identify(source))
-    if not lacking:
-        return source
-    base = Path(source.base)
-    if not base.exists():
-        raise ValueError(
-            f"{source.description}: has a part of the model, and {base}, which has the rest, does not exist; "
-            "give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
-        )
-    logger.info(
-        "%s: %s are read from %s", source.description, counted(len(lacking), "tensor"), base
-    )
-    rest = without_adapters(completed(open_source(base)))
-    shared = {name: shape for name, shape in source.shapes.items() if name in rest.shapes}
-    whole = merge_lora(rest, replace(source, shapes=shared))
-    # Modules of a user's own network are in the run alone.
-    own = {name: shape for name, shape in source.shapes.items() if name not in shared}
-    facts = {**whole.facts, **{k: source.facts[k] for k in TRAINING_FACTS if k in source.facts}}
-    return replace(
-        whole,
-        description=source.description,
-        facts=facts,
-        shapes=whole.shapes | own,
-        dtypes=whole.dtypes | {name: source.dtypes[name] for name in own},
-        read=lambda name, shard: (source if name in own else whole).read(name, shard),
-    )
-
-
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:
     """Raise ValueError if `source` lacks tensors of the model or has some of another shape."""
-    missing, wanted = _lacking(source, config)
+    missing, wanted = lacking_of(source, config)
     if missing:
         raise ValueError(
             f"{source.description}: lacks {len(missing)} of the model's {len(wanted)} tensors, first "

@@ -12,10 +12,11 @@ import torch
 from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
+from cogfast.extensions.formats.completed import adapters_for, completed
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.identify import completed, identify
+from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
@@ -82,6 +83,19 @@ def load_transformer(
     if adapters_of(source) is not None:
         check_config(only_adapters(source), transformer.config)
     return load_source(transformer, source, str(path), allow_missing, shards, held)
+
+
+def load_adapters(
+    transformer: DiffusionTransformer,
+    path: str,
+    shards: Mapping[str, Shard] | None = None,
+    held: Mapping[str, Target] | None = None,
+) -> LoadReport:
+    """Load adapters into a model with LoRA, and log what they are; otherwise as load_source."""
+    adapter = adapters_for(transformer.config, path)
+    report = load_source(transformer, adapter, path, shards=shards, held=held)
+    logger.info("%s: %s", adapter.description, adapters_of(adapter))
+    return report
 
 
 def fitted(

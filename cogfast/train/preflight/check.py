@@ -57,7 +57,6 @@ from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
-from cogfast.train.preflight.foreign_keys import refuse_sampling_keys, refuse_training_keys
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
 from cogfast.train.preflight.parts import (
@@ -172,7 +171,6 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
         refuse(config, "args.mode", text)
-    refuse_sampling_keys(config.origins, args)
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
     _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
     if "target" not in config.data:
@@ -253,7 +251,6 @@ def check_sample(config: Config, weights: str | None = None, given: Sequence[str
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
     args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
-    refuse_training_keys(config.origins)
     _require_sections(config, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
