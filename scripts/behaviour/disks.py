@@ -73,6 +73,28 @@ def record(folder: Path, work: Path, names: Sequence[str] = ()) -> None:
     (folder / "losses.json").write_text(text)
 
 
+def record_after(folder: Path, work: Path, small: bool) -> None:
+    """Keep the files that earlier commits wrote, and record again what this tree makes of them."""
+    kept, run = work / "kept", work / "recorded"
+    for root in (kept, run):
+        unpack(folder / "data.tar.xz", root)
+    for case in (case for case in CASES if case.is_small or not small):
+        archive = folder / f"{case.name}.tar.xz"
+        for root in (kept, run):
+            unpack(archive, root)
+        expected = kept / _EXPECTED / case.name
+        texts = {
+            f"{_EXPECTED}/{case.name}/before/{file.name}": file.read_text()
+            for file in sorted((expected / "before").glob("*.json"))
+        }
+        for name, found in _run_stages(case, case.after, run, TIME).items():
+            texts[f"{_EXPECTED}/{case.name}/after/{name}.json"] = json.dumps(found, indent=1)
+        shutil.rmtree(kept / _EXPECTED)
+        pack(archive, kept, list(case.folders), texts)
+        print(f"{case.name}: {archive.stat().st_size} bytes", flush=True)
+    (folder / "machine.json").write_text(json.dumps(pinned_machine(), indent=1) + "\n")
+
+
 def _write_base(root: Path) -> None:
     """Write the weights from which adapters start, and the indices of headers of all data."""
     for number, words in enumerate(SOURCES):

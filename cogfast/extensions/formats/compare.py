@@ -65,7 +65,7 @@ def compare_adapters(source: WeightSource, target: WeightSource, file: Path) -> 
     for name in (name for name in source.shapes if ".matrix_A." in name):
         x = torch.randn(8, source.shapes[name][1], generator=random)
         worst = max(worst, _difference(*(_added(each, name, x) for each in (source, target))))
-    return _judge(worst, target.main_dtype, file, "what the adapters add to outputs")
+    return _judge(worst, target.main_dtype, file, "the outputs of the adapters")
 
 
 def _added(source: WeightSource, name: str, x: Tensor) -> Tensor:

@@ -107,6 +107,20 @@ def record(folder: Path, work: Path) -> None:
     (folder / "imports.json").write_text(f"{text}\n", encoding="utf-8")
 
 
+def record_again(folder: Path, work: Path) -> None:
+    """Record again what the recorded commands do, for changes that are wanted; the commands stay."""
+    archive, cases = folder / "world.tar.xz", read_cases(folder)
+    outcomes = _outcomes(cases, archive, _sub(work, "cases"))
+    kept = [
+        case | {stream: outcome[stream] for stream in _STREAMS}
+        for case, outcome in zip(cases, outcomes, strict=True)
+        if _is_kept(outcome)
+    ]
+    write_cases(folder, kept)
+    for name, content in _references().items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
 def compare(folder: Path, work: Path, small: bool) -> tuple[int, list[Difference]]:
     """Run the recorded cases and return their number and the differences."""
     archive = folder / "world.tar.xz"
