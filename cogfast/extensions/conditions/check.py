@@ -236,6 +236,8 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
         file = folder / "transformer" / "config.json"
         known = read_json(file) if file.is_file() else {}
         off["model.masked_video_noise"] = bool(known.get(NOISE_KEY))
+        if family.patch.joins_frames:  # 85 frames in VideoX-Fun's scripts, where the file has 8N+1
+            off |= {f"data.params.{key}": 85 for key in ("max_num_frames",)}
     return {"model.conditions": list(stated), **off}
 
 

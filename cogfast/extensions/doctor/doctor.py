@@ -176,9 +176,7 @@ def _optional(torch: Any) -> Iterator[Finding]:
         if found or lack:
             yield _part("flash-attention", found, lack or "", gpus.INSTALL_FLASH_ATTENTION)
         dali, cost = _import("nvidia.dali"), "clips are decoded by the processor"
-        yield _part(
-            "DALI", dali and dali.__version__, cost, "pip install '.[dali]' in cogfast's checkout"
-        )
+        yield _part("DALI", dali and dali.__version__, cost, "pip install '.[dali]'")
         if dali is not None:
             loads = ""
             with contextlib.suppress(OSError):

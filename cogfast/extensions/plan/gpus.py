@@ -11,7 +11,7 @@ import torch
 from cogfast.config.values import nearest
 
 _ATTENTION = (0.5, 0.4)  # shares, forward and backward, where no backend's are known: an assumption
-INSTALL_FLASH_ATTENTION = "pip install '.[fa4]' in cogfast's checkout"
+INSTALL_FLASH_ATTENTION = "pip install '.[fa4]'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

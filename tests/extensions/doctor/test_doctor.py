@@ -157,4 +157,4 @@ def test_what_lacks_without_flash_attention(
     finding = named(list(doctor._optional(torch))).get("flash-attention")
     assert (finding is None) == (words is None)
     if finding is not None:
-        assert words in finding.cost and finding.fix == "pip install 'cogfast[fa4]'"
+        assert words in finding.cost and finding.fix == "pip install '.[fa4]'"

@@ -244,7 +244,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_files_of_conditions_train(model: str, condition: str, clips: Path, tmp_path: Path) -> None:
-    network, frames = "model.network_config.params", 17 if "1.5" in model else 9
+    network, frames = "model.network_config.params", 13 if "1.5" in model else 9
     modules = f"{network}.modules"
     emb = "model.conditioner_config.params.emb_models[0]"
     vae = (
