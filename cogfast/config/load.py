@@ -153,9 +153,9 @@ def _without_effect(args: Mapping[str, Any]) -> dict[str, str]:
     if not (args["eval_interval"] or args["eval_at_start"] or args["eval_at_end"]):
         why = "the run has no evaluations; set args.eval_interval"
         found |= {f"args.{name}": why for name in _OF_EVALUATIONS if args[name]}
-    why = "only the last checkpoint is saved; set args.save_interval"
-    is_alone = not args["save_interval"]
-    return found | {f"args.{n}": why for n in ("keep_best",) if args[n] and is_alone}
+    if args["keep_best"] and not args["save_interval"]:
+        found["args.keep_best"] = "only the last checkpoint is saved; set args.save_interval"
+    return found
 
 
 def _check_addresses(plain: dict[str, Any]) -> None:

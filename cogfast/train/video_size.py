@@ -233,7 +233,7 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
     if (frames - rest) % step:
         fits = " or ".join(str(n) for n in (latent_frames - 1, latent_frames + 1) if n <= most)
         text = f"{key}={latent_frames} latent frames decode to {frames} video frames, but CogVideoX"
-        rule = f"{patch.version} supports {step}N+{rest} video frames (2N+{(rest + 3) // 4} latent frames)"
+        rule = f"{patch.version} supports {step}N+{rest} video frames (2N+{num_latent_frames(rest)} latent frames)"
         refuse(config, key, f"{text} {rule}; use {fits}")
 
 

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_cache, parse_plan, parse_train
+from cogfast.config import load_config
+from cogfast.train.preflight.check import log_unused
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import Refusal, assert_command_refused, assert_line, refusals
 from tests.support.tiny_run import losses, run_folder
@@ -172,7 +174,9 @@ def test_keys_without_effect_are_named(
     assert main([*words, "--dry-run"]) == 0
     key, _, why = line.partition(": no effect, ")
     assert f"{key} is accepted and not used: {why}" in capsys.readouterr().out
-    assert main([*words, "args.batch_size=7", "deepspeed.train_batch_size=8"]) == 2
+    request = parse_train(words[1:])
+    log_unused(load_config(request.base, request.overrides, settings=request.settings))
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["vae", "tokenizer", "text_encoder/config.json"])

@@ -301,15 +301,15 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47617,
-    "lines of the core": 26180,
+    "lines of the package": 47616,
+    "lines of the core": 26179,
     "the core's share in percent": 54,
     "imports of extensions by the core": 103,
     "files of the core that import extensions": 48,
     "rooms that import each other": 7,
     "circles of files": 1,
     "functions and fields that take a merged configuration": 123,
-    "dotted keys": 148,
+    "dotted keys": 144,
     "sections that are parsed again": 29,
     "files that import stores": 39,
     "lines of trainer.py": 414,

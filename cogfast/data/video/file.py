@@ -6,12 +6,13 @@ import io
 import os
 import re
 import stat
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cogfast.core.files import LFS, is_lfs_pointer
 from cogfast.data.bad_samples import BadSample
 
 if TYPE_CHECKING:
@@ -45,10 +46,8 @@ def check_file(path: str) -> int:
         raise BadSample(path, "not a file but a folder, pipe or device")
     if found.st_size == 0:
         raise BadSample(path, "the file is empty (0 bytes)")
-    if found.st_size < 1024:
-        with suppress(OSError), open(path, "rb") as file:
-            if b"git-lfs" in file.read(40):
-                raise BadSample(path, "is a Git LFS pointer; run git lfs pull in its folder")
+    if found.st_size < 1024 and is_lfs_pointer(path):
+        raise BadSample(path, LFS)
     return found.st_size
 
 

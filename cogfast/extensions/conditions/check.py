@@ -23,6 +23,8 @@ from cogfast.model.config import (
 )
 from cogfast.model.weights.diffusers import NOISE_KEY
 
+_CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"
+_GIVEN, _NOISE = "model.given_frames", "model.masked_video_noise"
 # Classes in model_index.json that tell which conditions a model has
 _STATED = {
     "CogVideoXFunControlPipeline": ("control",),
@@ -53,7 +55,7 @@ def _list(inputs: Sequence[str]) -> str:
 
 def check_conditions(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
     """Check that model.conditions, noised_image_input and the network's channels fit each other."""
-    inputs, key = model.inputs, "model.conditions"
+    inputs, key = model.inputs, _CONDITIONS
     given, made = network["in_channels"], network["out_channels"]
     shown = f"{key}={show(model.conditions)}"
     if len(set(inputs)) < len(inputs):
@@ -94,7 +96,7 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
             key,
             f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}",
         )
-    key = "model.noised_image_input"
+    key = _IMAGE
     text = f"{key}={show(model.noised_image_input)} does not fit {sizes}"
     if given == made:
         fix = f"set {key}=false, or use the file of an image-to-video model"
@@ -113,11 +115,11 @@ def _check_frames_and_masks(config: Config, model: ModelArguments) -> None:
     found = [inputs.index(name) for name in _INPAINTING if name in inputs]
     if found and (len(found) < 2 or found[1] != found[0] + 1):
         text = f"{shown}: mask and masked_video are the inputs of inpainting models, in this order"
-        refuse(config, "model.conditions", f"{text}; name both, mask, masked_video")
+        refuse(config, _CONDITIONS, f"{text}; name both, mask, masked_video")
     if model.masked_video_noise and not found:
-        key = "model.masked_video_noise"
+        key = _NOISE
         refuse(config, key, f"{key}=true is for masked_video; leave it out")
-    key, value = "model.given_frames", model.given_frames
+    key, value = _GIVEN, model.given_frames
     if (value is None) == ("frames" in inputs):
         text = f"{key}={show(value)}, but the conditions are {_list(inputs)}"
         fix = "leave it out" if value is not None else f"set it to one of {', '.join(KINDS)}"
@@ -133,7 +135,7 @@ def check_prefixes(
     config: Config, model: ModelArguments, num_frames: int | None, buckets: Sequence[Bucket]
 ) -> None:
     """Check that clips have more frames than their given prefix. num_frames: data.params.max_num_frames."""
-    key, given = "model.given_frames", GivenFrames.parse(model.given_frames)
+    key, given = _GIVEN, GivenFrames.parse(model.given_frames)
     frames = {f"data.params.buckets[{i}]": bucket.num_frames for i, bucket in enumerate(buckets)}
     if num_frames is not None:
         frames["data.params.max_num_frames"] = num_frames
@@ -227,18 +229,16 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
         return {}
     off: dict[str, Any] = {}
     if published:  # keys of the member's file for the image, which this model does not have
-        off = {
-            f"model.noised_image_{key}": off for key, off in (("input", False), ("dropout", 0.0))
-        }
+        off = {_IMAGE: False, "model.noised_image_dropout": 0.0}
     if "frames" in stated:
-        off["model.given_frames"] = "first_last"
+        off[_GIVEN] = "first_last"
     elif stated == _INPAINTING:
         file = folder / "transformer" / "config.json"
         known = read_json(file) if file.is_file() else {}
-        off["model.masked_video_noise"] = bool(known.get(NOISE_KEY))
+        off[_NOISE] = bool(known.get(NOISE_KEY))
         if family.patch.joins_frames:  # 85 frames in VideoX-Fun's scripts, where the file has 8N+1
-            off |= {f"data.params.{key}": 85 for key in ("max_num_frames",)}
-    return {"model.conditions": list(stated), **off}
+            off["data.params.max_num_frames"] = 85
+    return {_CONDITIONS: list(stated), **off}
 
 
 def check_stated(config: Config, folder: Path, family: Family) -> None:
