@@ -38,12 +38,7 @@ LearnedPositions = Literal["resize", "drop"]
 EmaDevice = Literal["device", "cpu"]
 # those of diffusers' get_scheduler that CogVideo's diffusers trainer takes
 DiffusersSchedule = Literal[
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
 ]
 Schedule = Literal["sat", DiffusersSchedule]
 _MOST_SHARE = 0.95  # of blocks that args.attention leaves out

@@ -78,8 +78,7 @@ UNUSED: dict[str, str] = {
     "FrozenT5Embedder.device": _DECIDED_HERE,
     "FusedEmaAdam.set_grad_none": "DeepSpeed clears the gradients",
     **dict.fromkeys(
-        [f"VideoAutoencoderInferenceWrapper.{name}" for name in _VAE_TRAINING.split()],
-        _VAE_FROZEN,
+        [f"VideoAutoencoderInferenceWrapper.{name}" for name in _VAE_TRAINING.split()], _VAE_FROZEN
     ),
     "VideoAutoencoderInferenceWrapper.cp_size": "the autoencoder is not split over ranks",
     "VideoAutoencoderInferenceWrapper.context_parallel_size": "the autoencoder is not split",

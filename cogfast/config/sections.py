@@ -212,11 +212,7 @@ def _unknown_section(name: str) -> KeyProblem:
 
 
 def _check_section(
-    section: Mapping,
-    schema: type,
-    where: str,
-    unused: dict[str, str],
-    components: tuple[str, ...],
+    section: Mapping, schema: type, where: str, unused: dict[str, str], components: tuple[str, ...]
 ) -> None:
     names = [f.name for f in fields(schema)]
     silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]

@@ -47,12 +47,7 @@ from cogfast.data.sources.folders import (
     sat_label,
 )
 from cogfast.data.sources.lists import read_lists
-from cogfast.data.sources.manifest import (
-    TABLE_ENDINGS,
-    manifest_of,
-    read_manifest,
-    table_hint,
-)
+from cogfast.data.sources.manifest import TABLE_ENDINGS, manifest_of, read_manifest, table_hint
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,

@@ -210,11 +210,7 @@ class ThreadedReads:
     """
 
     def __init__(
-        self,
-        read: Callable[[Any], Any],
-        keys: Iterable,
-        dali: DaliReader | None,
-        num_threads: int,
+        self, read: Callable[[Any], Any], keys: Iterable, dali: DaliReader | None, num_threads: int
     ) -> None:
         num_ahead = max(_MIN_AHEAD, num_threads)
         self._read_key, self._dali, self._keys = read, dali, iter(keys)

@@ -136,12 +136,7 @@ class VideoDDIMSampler:
         return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
 
     def advance(
-        self,
-        i: int,
-        x: Tensor,
-        denoised: Tensor,
-        previous: Tensor | None,
-        noise_like: NoiseLike,
+        self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
         """Return x after step i, which leaves some noise. previous: the estimate of the step before."""
         step = self.step(i)
@@ -177,12 +172,7 @@ class VPODEDPMPP2MSampler(VideoDDIMSampler):
     """DPM-Solver++(2M) of the probability-flow ODE; adds no noise."""
 
     def advance(
-        self,
-        i: int,
-        x: Tensor,
-        denoised: Tensor,
-        previous: Tensor | None,
-        noise_like: NoiseLike,
+        self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
         step = self.step(i)
         # expm1 keeps the digits of 1 - e^-h for small h, and is -1 at the first step's h = inf.
@@ -194,12 +184,7 @@ class VPSDEDPMPP2MSampler(VideoDDIMSampler):
     """DPM-Solver++(2M) of the reverse SDE; adds noise at every step with b < 1."""
 
     def advance(
-        self,
-        i: int,
-        x: Tensor,
-        denoised: Tensor,
-        previous: Tensor | None,
-        noise_like: NoiseLike,
+        self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
         step = self.step(i)
         share = -math.expm1(-2 * step.h)

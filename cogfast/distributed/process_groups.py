@@ -258,12 +258,7 @@ class ProcessGroups:
     def without_models(self) -> ProcessGroups:
         """Return these groups as if every rank worked on samples of its own."""
         return dataclasses.replace(
-            self,
-            tensor=None,
-            context=None,
-            model=None,
-            model_control=None,
-            replicas=None,
+            self, tensor=None, context=None, model=None, model_control=None, replicas=None
         )
 
     def on_main(self, make: Callable[[], T]) -> T:
@@ -333,10 +328,7 @@ def _collective() -> Iterator[None]:
 
 
 def start_processes(
-    tensor_size: int = 1,
-    context_size: int = 1,
-    timeout_s: int = 1800,
-    launch: Launch | None = None,
+    tensor_size: int = 1, context_size: int = 1, timeout_s: int = 1800, launch: Launch | None = None
 ) -> ProcessGroups:
     """Create the process groups, of the ranks that torchrun started or of a single process.
 

@@ -233,11 +233,7 @@ class ZeroEngine:
             self.data_rank = mpu.get_data_parallel_rank()
         deepspeed.utils.groups.mpu = mpu  # DeepSpeed would keep an earlier engine's
         self.engine, _, _, _ = deepspeed.initialize(
-            model=transformer,
-            optimizer=optimizer,
-            config=config,
-            mpu=mpu,
-            dist_init_required=False,
+            model=transformer, optimizer=optimizer, config=config, mpu=mpu, dist_init_required=False
         )
         if mpu is None and timeout_s is not None:
             # The group that DeepSpeed makes has torch's default of 10 or 30 minutes.

@@ -46,12 +46,7 @@ def add_low_rank_reference(
 
 
 def _on_cpu(
-    x: Tensor,
-    low: Tensor,
-    matrices: list[Tensor],
-    parts: list[int],
-    num_parts: int,
-    scaling: float,
+    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int, scaling: float
 ) -> Tensor:
     y = x.clone(memory_format=torch.contiguous_format)  # so that `columns` are views
     columns = y.flatten(0, -2).chunk(num_parts, dim=-1)

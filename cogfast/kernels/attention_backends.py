@@ -230,11 +230,7 @@ def load_backend(name: str) -> None:
 
 
 def reason_unavailable(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    must_repeat: bool | None = None,
+    name: str, device: torch.device, dtype: torch.dtype, width: int, must_repeat: bool | None = None
 ) -> str | None:
     """Return why a backend cannot run here at a head width, or None if it can.
 

@@ -207,11 +207,7 @@ def block_call(
 
 
 def _offloading_call(
-    block: nn.Module,
-    number: int,
-    policy: Policy,
-    keep_rng: bool,
-    offload: OffloadedActivations,
+    block: nn.Module, number: int, policy: Policy, keep_rng: bool, offload: OffloadedActivations
 ) -> BlockCall:
     """Return a call of a block under a policy that keeps activations in host memory."""
 

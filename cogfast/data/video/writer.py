@@ -97,9 +97,7 @@ def _rate(fps: float) -> Fraction:
 
 
 def contact_sheet(
-    path: str | Path,
-    videos: Sequence[Tensor | np.ndarray],
-    captions: Sequence[str],
+    path: str | Path, videos: Sequence[Tensor | np.ndarray], captions: Sequence[str]
 ) -> None:
     """Write a PNG that shows, for every video, its caption above evenly spaced frames."""
     from PIL import Image, ImageDraw, ImageFont

@@ -30,10 +30,7 @@ _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
 
 def cache_specs(
-    config: Config,
-    args: TrainArguments,
-    settings: ClipSettings,
-    overrides: EncodeOverrides,
+    config: Config, args: TrainArguments, settings: ClipSettings, overrides: EncodeOverrides
 ) -> dict[str, Spec]:
     """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files."""
     clip = {

@@ -61,10 +61,7 @@ def encode_clips(
 
 
 def _moments(
-    samples: Sequence[Sample],
-    keys: Sequence[str],
-    encoder: Encoder,
-    device: torch.device,
+    samples: Sequence[Sample], keys: Sequence[str], encoder: Encoder, device: torch.device
 ) -> dict[str, Tensor]:
     clips = torch.stack([sample["video"] for sample in samples])
     pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)

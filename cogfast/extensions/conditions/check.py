@@ -15,12 +15,7 @@ from cogfast.config.values import show
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
 from cogfast.extensions.formats.sat_names import sat_name
-from cogfast.model.config import (
-    Family,
-    derived_models,
-    inpainting_channels,
-    num_condition_channels,
-)
+from cogfast.model.config import Family, derived_models, inpainting_channels, num_condition_channels
 from cogfast.model.weights.diffusers import NOISE_KEY
 
 _CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"

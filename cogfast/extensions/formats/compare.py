@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import read_json
-from cogfast.extensions.formats.adapters import (
-    merge_lora,
-    only_adapters,
-    without_adapters,
-)
+from cogfast.extensions.formats.adapters import merge_lora, only_adapters, without_adapters
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer

@@ -182,11 +182,7 @@ def _check_sat_adapters(source: WeightSource) -> None:
 
 
 def with_lora_options(
-    source: WeightSource,
-    merge: str | None,
-    add: str | None,
-    alpha: float | None,
-    ema: bool = False,
+    source: WeightSource, merge: str | None, add: str | None, alpha: float | None, ema: bool = False
 ) -> WeightSource:
     """Apply --merge-lora (merge; "" for the source's own adapters), --add-lora and --lora-alpha. ema: take the
     averaged adapters of a run.

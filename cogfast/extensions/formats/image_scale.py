@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 # The keys of a run's manifest that it depends on.
 _PARAMS = keys({"patch_size": int | list[int]})
-_MODEL = keys(
-    {
-        "scale_factor": float,
-        "network_config": keys({"params": _PARAMS}),
-    }
-)
+_MODEL = keys({"scale_factor": float, "network_config": keys({"params": _PARAMS})})
 
 
 def scale_of(name: ImageLatentScale, factor: float) -> float:

@@ -28,12 +28,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.diffusers import LINEARS, diffusers_names
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-from cogfast.model.weights.tensor_files import (
-    Outgoing,
-    new_folder,
-    open_tensors,
-    write_safetensors,
-)
+from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"

@@ -84,10 +84,7 @@ class BlockTensors:
     """
 
     def __init__(
-        self,
-        owner: OffloadedActivations,
-        previous: BlockTensors | None,
-        least_numel: int | None,
+        self, owner: OffloadedActivations, previous: BlockTensors | None, least_numel: int | None
     ) -> None:
         self.owner, self.previous, self.least_numel = owner, previous, least_numel
         # Autograd owns the copies: they are freed with the graph, also if there is no backward pass.

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cogfast.distributed.tensor_parallel import (
-    ParallelGroup,
-    ParallelLinear,
-    largest_of_group,
-)
+from cogfast.distributed.tensor_parallel import ParallelGroup, ParallelLinear, largest_of_group
 from cogfast.extensions.memory.quantized_linear import (
     DTYPES,
     Quantization,

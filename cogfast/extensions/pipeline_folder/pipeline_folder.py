@@ -114,10 +114,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
             logger.info("%s=%s: downloading the files of the pipeline from the hub", key, name)
         try:
             found = snapshot_download(
-                name,
-                allow_patterns=_WANTED,
-                ignore_patterns=_DUPLICATES,
-                local_files_only=is_local,
+                name, allow_patterns=_WANTED, ignore_patterns=_DUPLICATES, local_files_only=is_local
             )
         except (HFValidationError, HTTPError, OSError) as error:
             # The second error says more than that the cache lacks the model.
@@ -226,9 +223,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
     if scheduler is not None:
         found += _fill_schedules(model, scheduler)
     return dataclasses.replace(
-        config,
-        model=OmegaConf.create(model),
-        origins=origins | dict.fromkeys(found, str(folder)),
+        config, model=OmegaConf.create(model), origins=origins | dict.fromkeys(found, str(folder))
     )
 
 

@@ -260,12 +260,7 @@ class Muon(ShardedOptimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"Muon momentum={momentum} must be in [0, 1); use 0.95")
         super().__init__(
-            params,
-            lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            ema_decay=ema_decay,
+            params, lr, betas=betas, eps=eps, weight_decay=weight_decay, ema_decay=ema_decay
         )
         self.momentum, self.nesterov = momentum, nesterov
 

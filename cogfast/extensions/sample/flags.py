@@ -113,10 +113,7 @@ class SamplingFlags:
         if self.fps is not None:
             put(args, "args.sampling_fps", self.fps, "--fps")
         return dataclasses.replace(
-            config,
-            model=OmegaConf.create(model),
-            args=OmegaConf.create(args),
-            origins=origins,
+            config, model=OmegaConf.create(model), args=OmegaConf.create(args), origins=origins
         )
 
     def _guider(self, node: Mapping[str, Any] | None) -> tuple[str, object]:

@@ -13,10 +13,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
-from cogfast.data.video.clip import (
-    checked_size,
-    resize_picture,
-)
+from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig

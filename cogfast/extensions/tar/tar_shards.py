@@ -24,13 +24,7 @@ import numpy as np
 
 from cogfast.config.values import counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.sources.clip_list import (
-    OTHER_VIDEOS,
-    ClipList,
-    OtherFiles,
-    PackedStrings,
-    join,
-)
+from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.sources.folders import (
     PICTURE_ENDINGS,

@@ -35,12 +35,7 @@ from cogfast.model.weights.run_checkpoint import RunFiles
 _DOWNLOADS = 4  # files at once
 
 
-def load_checkpoint(
-    path: Path,
-    manifest: dict,
-    engine: ZeroEngine,
-    groups: ProcessGroups,
-) -> None:
+def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: ProcessGroups) -> None:
     """Fill the engine's master weights, moments, EMA and counters from a checkpoint.
 
     Every rank reads only its own slices, from a checkpoint of any layout. A thread compares the

@@ -518,10 +518,7 @@ def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]
 
 def _about(parameter: nn.Parameter) -> dict[str, object]:
     """Return a parameter's entry in the manifest; `cut` is [dim, num_parts] of its shards."""
-    about = {
-        "shape": whole_shape(parameter),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-    }
+    about = {"shape": whole_shape(parameter), "dtype": str(parameter.dtype).removeprefix("torch.")}
     shard = shard_of(parameter)
     return about if shard is None else {**about, "cut": [shard.dim, shard.num_parts]}
 

@@ -19,13 +19,7 @@ from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import (
-    DEFAULT,
-    find_origin,
-    level,
-    refuse,
-    to_dict,
-)
+from cogfast.config.merged_config import DEFAULT, find_origin, level, refuse, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
@@ -78,13 +72,8 @@ from cogfast.train.video_size import check_frames, check_latent_frames, check_si
 logger = logging.getLogger(__name__)
 
 # Key of args that names a file or a folder -> what to set it to
-_WEIGHTS = {
-    "load": "the folder of the weights",
-    "load_lora": "a file or folder of LoRA weights",
-}
-_RUN_FILES = {
-    "resume": "a run's folder, or to auto, which starts a new run if there is none",
-}
+_WEIGHTS = {"load": "the folder of the weights", "load_lora": "a file or folder of LoRA weights"}
+_RUN_FILES = {"resume": "a run's folder, or to auto, which starts a new run if there is none"}
 _EVALUATION_FILES = {
     "eval_prompt_file": "a text file with a prompt per line, or to null",
     "eval_images": "a text file with a path per line, or to null",

@@ -23,11 +23,7 @@ from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
 from cogfast.distributed.model_batches import ModelBatches
 from cogfast.distributed.parallelize import count_trained, run_without_dynamo
-from cogfast.distributed.process_groups import (
-    ModelParallelUnit,
-    ProcessGroups,
-    start_processes,
-)
+from cogfast.distributed.process_groups import ModelParallelUnit, ProcessGroups, start_processes
 from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import encode_first
@@ -66,11 +62,7 @@ from cogfast.train.assembly import (
 from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
-from cogfast.train.optimizer import (
-    build_optimizer,
-    parameter_groups,
-    warn_of_rate,
-)
+from cogfast.train.optimizer import build_optimizer, parameter_groups, warn_of_rate
 from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
 from cogfast.train.preflight.check import check_train, log_unused
@@ -94,11 +86,7 @@ from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
 from cogfast.train.watchers.metrics import BandLosses, Metrics
 from cogfast.train.watchers.nonfinite import NonfiniteCheck
-from cogfast.train.watchers.parameter_checks import (
-    GradientCheck,
-    ReplicaCheck,
-    lora_cannot_learn,
-)
+from cogfast.train.watchers.parameter_checks import GradientCheck, ReplicaCheck, lora_cannot_learn
 from cogfast.train.watchers.profiling import Profiler
 from cogfast.train.watchers.watcher import Watcher, Watchers
 

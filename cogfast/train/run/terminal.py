@@ -46,11 +46,7 @@ def log_results(lines: Sequence[Mapping], samples: Path | None) -> None:
     lines: those of metrics.jsonl. samples: None if nothing was sampled.
     """
     parts = []
-    for key, name in (
-        ("loss", "loss"),
-        ("loss_running", "mean"),
-        ("valid_loss", "held-out loss"),
-    ):
+    for key, name in (("loss", "loss"), ("loss_running", "mean"), ("valid_loss", "held-out loss")):
         line = next((line for line in reversed(lines) if line.get(key) is not None), None)
         if line is not None and math.isfinite(line[key]):
             step = f" (step {line['step']})" if key == "valid_loss" else ""
