@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from cogfast.config.values import counted
 from cogfast.core.files import write_whole
@@ -75,12 +75,20 @@ def refuse_fixed_frames(sampler: VideoDDIMSampler | None) -> None:
         )
 
 
-class StepBar:
+class StepBar(tqdm):
     """Shows the steps of the videos that rank 0 samples, on a terminal."""
 
     def __init__(self, num_videos: int, num_steps: int) -> None:
-        self.num_videos, self.num_steps, self.video, self.step = num_videos, num_steps, 0, 0
-        self._start = time.monotonic()
+        shape = "{desc}: step {n} of {total}, {remaining} left"
+        super().__init__(total=num_steps, bar_format=shape, leave=False, mininterval=0)
+        self.num_videos, self.video = num_videos, 1
+        self.next_video(0)
+
+    def next_video(self, number: int) -> None:
+        self.reset()
+        self.video += number
+        self.desc = f"video {self.video} of {self.num_videos}"
+        self.clear()
 
     def around(self, network: Network) -> Network:
         """Return a network that shows each of its calls."""
@@ -89,21 +97,10 @@ class StepBar:
             out = network(*args, **kwargs)
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)  # sync: the bar of a terminal shows what is done
-            self.step += 1
-            done = self.step / self.num_steps
-            left = (time.monotonic() - self._start) * (1 - done) / done
-            text = (
-                f"video {self.video + 1} of {self.num_videos}: step {self.step} of {self.num_steps}"
-            )
-            sys.stderr.write(f"\r{text}, {timedelta(seconds=round(left))} left\x1b[K")
-            sys.stderr.flush()
+            self.update()
             return out
 
         return call
-
-    def next_video(self, number: int) -> None:
-        self.video, self.step, self._start = self.video + number, 0, time.monotonic()
-        sys.stderr.write("\r\x1b[K")
 
 
 class VideoMaker:
