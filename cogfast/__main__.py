@@ -118,6 +118,21 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
 
 
+def _show(config: Config, check: Callable[[Config], None]) -> None:
+    """Print a configuration (--dry-run), and the line with which a run of it would end on this machine."""
+    from cogfast.distributed.parallelize import run_without_dynamo
+
+    _print(config.describe())
+    run_without_dynamo()  # the check builds an optimizer
+    try:
+        check(config)
+    except Exception as error:
+        if not _is_known(error):
+            raise
+        if is_first_rank():
+            _report(error, "a run would end with: ")
+
+
 def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) -> None:
     from cogfast.cli.options import parse_train
 
@@ -132,7 +147,9 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
         check_ranks()
     config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
     if request.dry_run:
-        _print(config.describe())
+        from cogfast.train.preflight.check import check_train
+
+        _show(config, check_train)
         return
     from cogfast.train.trainer import Trainer
 
@@ -176,7 +193,9 @@ def sample(argv: Sequence[str]) -> None:
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
     if request.dry_run:
-        _print(config.describe())
+        from cogfast.train.preflight.check import check_sample
+
+        _show(config, lambda it: check_sample(it, request.weights))
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, files = read_prompts(request, config.args)
@@ -219,13 +238,13 @@ def finetune(argv: Sequence[str]) -> None:
     if args.plan is not None:
         from cogfast.extensions.plan.text import describe_plan
 
-        text = describe_plan(trainer.config, args.plan)
+        _print(describe_plan(trainer.config, args.plan))
     elif args.dry_run:
-        text = trainer.config.describe()
+        from cogfast.train.preflight.check import check_train
+
+        _show(trainer.config, check_train)
     else:
         trainer.fit()
-        return
-    _print(text)
 
 
 def doctor(argv: Sequence[str]) -> None:
@@ -400,15 +419,15 @@ def _line(error: Exception) -> str:
     return f"{OTHER_RANK} ({_OF_GLOO.sub('', line)[:_LONGEST_CAUSE]}){notes}"
 
 
-def _report(error: Exception) -> None:
-    """Print the error once: from rank 0, or from the only rank that failed."""
+def _report(error: Exception, head: str = "") -> None:
+    """Print the error once, behind `head`: from rank 0, or from the only rank that failed."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(_GRACE_SECONDS)
     prefix = "cogfast: " if rank == "0" else f"cogfast: rank {rank}: "
     lines = str(error).splitlines() if isinstance(error, Problems) else [_line(error)]
     lines = [named_by_urls(printable(one_line(line))) for line in lines]
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in lines))
+    sys.stderr.write("".join(f"{prefix}{head}{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

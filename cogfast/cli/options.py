@@ -87,7 +87,7 @@ class _HelpAll(argparse.Action):
 
 def parse_train(argv: Sequence[str]) -> Request:
     parser = _new_parser("train", "Train a CogVideoX transformer.")
-    text = "print the merged configuration and stop"
+    text = "print the merged configuration, check it, and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     shown = {
         "seed": "same as args.seed=N",
@@ -205,7 +205,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
     text = "merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be repeated"
     parser.add_argument("--lora", action="append", metavar="PATH[:SCALE]", help=text)
-    text = "print the merged configuration and stop"
+    text = "print the merged configuration, check it, and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
     parser.add_argument("--out", type=local_path, metavar="DIR", help=text + "samples")

@@ -199,7 +199,7 @@ class Args(BaseModel):
     overrides: list[str] = Field(default_factory=list)
     """set a key of the configuration, such as args.log_interval=1"""
     dry_run: bool = False
-    """print the configuration with the origin of each value, and stop"""
+    """print the configuration with the origin of each value, check it, and stop"""
     plan: str | None = None
     """predict memory and step time on a GPU (h100-80, 4090 or another name, or GiB), and stop"""
 

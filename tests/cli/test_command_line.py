@@ -119,15 +119,18 @@ def test_a_run_that_is_none_is_answered_with_the_newest(
 
 
 def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
+    """It says that a run would."""
     arguments = train_arguments(sat_configs, "--dry-run", "args.train_iters=7")
     assert main(["train", *arguments]) == 0
-    text = capsys.readouterr().out
+    text, err = capsys.readouterr()
+    assert "cogfast: a run would end with: sft.yaml: args.load='{your CogVideoX SAT" in err
     assert "load: '{your CogVideoX SAT folder}/transformer'" in text
     line = next(t for t in text.splitlines() if t.startswith("  train_iters: 7"))
     assert line.endswith("# command line")
     assert main(["train", *arguments[:-2]]) == 2
     refused = capsys.readouterr().err.splitlines()
     assert any("is a placeholder of upstream's file" in line for line in refused)
+    assert err.replace("a run would end with: ", "").splitlines() == refused
 
 
 @pytest.mark.parametrize("load", [(), ("args.load=CogVideoX-5bb",)], ids=["placeholder", "typo"])
