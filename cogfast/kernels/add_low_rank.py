@@ -141,10 +141,8 @@ def add_low_rank(
     dtype of x.
     """
     if not matrices or x.shape[-1] % num_parts or sorted(set(parts)) != list(parts):
-        text = (
-            f"it must have {num_parts} equal parts of columns, of which {list(parts)} are adapted"
-        )
-        refuse("add_low_rank", "x", x, text)
+        text = f"it must have {num_parts} equal parts of columns, of which {list(parts)} are"
+        refuse("add_low_rank", "x", x, f"{text} adapted")
     rank = matrices[0].shape[-1]
     check_tensor("add_low_rank", "low", low, (*x.shape[:-1], len(matrices) * rank), like=x)
     for matrix in matrices:

@@ -104,10 +104,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     else:
         kernel = BACKENDS[backend].kernel
         if kernel is None:
-            text = (
-                f"{_OP}: backend={backend!r} is not loaded; call load_backend on a GPU that has it"
-            )
-            raise ValueError(f"{text}, or leave backend out")
+            text = f"{_OP}: backend={backend!r} is not loaded; call load_backend on a GPU that has"
+            raise ValueError(f"{text} it, or leave backend out")
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)

@@ -17,10 +17,8 @@ from cogfast.data.bad_samples import BadSample
 KEY = "data.params.tensors"
 Shapes = dict[str, Annotated[list[Annotated[int, Range(1, 10**6)]], Len(1, 8)]]
 # Keys of a batch, which a tensor of that name would replace.
-_TAKEN = (
-    "mp4 video txt fps num_frames path paths num_padded images control mask step slots bad tried "
-)
-_TAKEN += "unfilled encoded_video encoded_videos prompt_embedding prior tensors"
+_TAKEN = "mp4 video txt fps num_frames path paths num_padded images control mask step slots bad"
+_TAKEN += " tried unfilled encoded_video encoded_videos prompt_embedding prior tensors"
 
 
 def checked_shapes(shapes: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:

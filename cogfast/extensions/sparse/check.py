@@ -87,10 +87,8 @@ def check_sparse(
         text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
         refuse(config, "args.attention_backend", f"{text} (FlexAttention) or fa4")
     if args.attention_backend == "fa4" and args.deterministic:
-        text = (
-            "args.attention_backend=fa4 has no block-sparse gradients that repeat bit for bit, as"
-        )
-        text += " args.deterministic=true asks"
+        text = "args.attention_backend=fa4 has no block-sparse gradients that repeat bit for bit,"
+        text += " as args.deterministic=true asks"
         refuse(config, "args.attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return

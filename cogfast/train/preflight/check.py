@@ -209,10 +209,8 @@ def check_train(config: Config, world_size: int | None = None) -> None:
     try_training_parts(config, args)
     if network.get("lora_alpha") == 0 and network.get("lora_rank") is not None:
         key = f"{LORA_KEY}.lora_alpha"
-        text = (
-            f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha to"
-        )
-        refuse(config, key, f"{text} the rank, {network['lora_rank']}")
+        text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
+        refuse(config, key, f"{text} to the rank, {network['lora_rank']}")
     _check_adapters(config, args)
 
 
@@ -461,10 +459,8 @@ def _check_weights(config: Config, args: TrainArguments) -> None:
     if weights is None:
         return
     if len(weights) != len(args.train_data):
-        text = (
-            f"{key}={weights} must have as many entries as args.train_data, {len(args.train_data)}"
-        )
-        refuse(config, key, f"{text}; give one weight for each source")
+        text = f"{key}={weights} must have as many entries as args.train_data,"
+        refuse(config, key, f"{text} {len(args.train_data)}; give one weight for each source")
     if not any(weights):
         text = f"{key}={weights}: at least one must be above 0; a source of weight 1 is read once"
         refuse(config, key, f"{text} per epoch")
@@ -509,10 +505,8 @@ def _check_data(
         text = f"{key}={args.latent_cache} holds no masked videos: masks are drawn in each step"
         refuse(config, key, f"{text}; set {key}=null")
     if number and "image" not in model.inputs:
-        text = (
-            f"{key}={number} applies to image-to-video, but the model takes no image; set it to 0"
-        )
-        refuse(config, key, text)
+        text = f"{key}={number} applies to image-to-video, but the model takes no image; set it to"
+        refuse(config, key, f"{text} 0")
     if video_data(config) is not None:
         _check_pixel_data(config, args, model, network)
     elif args.latent_cache is not None:

@@ -42,7 +42,5 @@ def check_offload(config: Config, args: TrainArguments) -> None:
         text += " would copy every activation; use full, attention_kept, pointwise or auto"
         refuse(config, key, text)
     if args.compile and policy != "full":
-        text += (
-            " does not support args.compile=true, which keeps activations inside compiled blocks"
-        )
-        refuse(config, key, f"{text}; use full, or args.compile=false")
+        text += " does not support args.compile=true, which keeps activations inside compiled"
+        refuse(config, key, f"{text} blocks; use full, or args.compile=false")

@@ -86,10 +86,8 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
         key = "deepspeed.train_batch_size"
         text = f"{key}={total} does not fit {copies} data-parallel ranks: "
         text += f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
-        text += (
-            f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or change "
-        )
-        refuse(config, key, f"{text}one of them")
+        text += f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or"
+        refuse(config, key, f"{text} change one of them")
     # DeepSpeed does not support a division before the sum in a reduce-scatter.
     section, zero = config.deepspeed, config.deepspeed.get("zero_optimization") or {}
     for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
