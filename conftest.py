@@ -46,6 +46,15 @@ torch.set_num_threads(1)
 
 # Files that take longest although none of their tests is slow.
 LONG = (
+    "test_matrix.py",
+    "test_cache.py",
+    "test_own_network.py",
+    "test_scores.py",
+    "test_ladder.py",
+    "test_small_part.py",
+    "test_own_classes.py",
+    "test_folders.py",
+    "test_train_folder.py",
     "test_pages.py",
     "test_sample_sources.py",
     "test_evaluate.py",

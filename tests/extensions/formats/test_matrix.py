@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
+from omegaconf import DictConfig
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -44,6 +45,7 @@ class Trained:
     run: Run
     base: Path
     outputs: dict[bool, Tensor]  # by whether the weights are averaged
+    model: DictConfig  # without adapters
 
 
 def output(transformer: DiffusionTransformer) -> Tensor:
@@ -75,14 +77,13 @@ def trained(shared_run: Run, base: Path) -> dict[str, Trained]:
         for is_averaged in (False, True):
             with torch.no_grad(), engine.weights("shadow" if is_averaged else "master"):
                 outputs[is_averaged] = output(engine.transformer)
-        found[name] = Trained(run, base, outputs)
+        found[name] = Trained(run, base, outputs, load_config([run.base]).model)
     return found
 
 
 def plain(trained: Trained, folder: Path) -> DiffusionTransformer:
     """Load a model without adapters."""
-    config = load_config([trained.run.base])
-    transformer = build_transformer(config.model)
+    transformer = build_transformer(trained.model)
     load_transformer(transformer, folder)
     return transformer
 
