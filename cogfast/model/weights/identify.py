@@ -34,6 +34,11 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
         return _config(source, source.facts)  # a run that trained only a part of the model
+    if absent and not shapes:
+        raise ValueError(
+            f"{source.description}: is a LoRA and not a model; give the folder of its base model, and the LoRA "
+            "with --lora (cogfast sample), args.load_lora (train) or --merge-lora (convert)"
+        )
     if absent:
         raise ValueError(
             f"{source.description}: has no {' and no '.join(absent)} ({len(shapes)} tensors, "

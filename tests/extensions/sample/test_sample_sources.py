@@ -268,6 +268,8 @@ def test_adapters_that_cannot_be_added_are_refused(
         arguments = ["sample", pipelines.path(source), "--prompt", "a", "--lora", lora]
         assert_command_refused(capsys, [*arguments, "--out", tmp_path / "out"], wanted)
     assert not (tmp_path / "out").exists()
+    line = "is a LoRA and not a model; give the folder of its base model, and the LoRA with --lora"
+    assert_command_refused(capsys, ["sample", str(adapter), "--prompt", "a"], line)
 
 
 MODELS = ("_2b", "_5b", "_5b_i2v", "1.5_5b", "1.5_5b_i2v")
