@@ -406,8 +406,11 @@ def _is_raised_by_cogfast(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    name = frame.tb_frame.f_globals.get("__name__", "") if frame else ""
-    return name == "__main__" or name.partition(".")[0] == "cogfast"
+    names = frame.tb_frame.f_globals if frame else {}
+    name = names.get("__name__", "")
+    # `python -m cogfast`; a user's script is __main__, too.
+    is_ours = name == "__main__" and names.get("__file__") == __file__
+    return is_ours or name.partition(".")[0] == "cogfast"
 
 
 def _line(error: Exception) -> str:

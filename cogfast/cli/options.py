@@ -134,8 +134,7 @@ def _parse_run(
             f"configs/sft.yaml, or a pipeline: {example} PATH"
         )
     if model is not None:
-        if loads := [word for word in overrides if word.startswith("args.load=")]:
-            raise ValueError(f"{model!r} and {loads[0]} are both given; give one of them")
+        _refuse_second_load(model, overrides)
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
         has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
@@ -244,6 +243,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if sources and run_config is None and not settings:
         from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
 
+        _refuse_second_load(sources[0], _all_overrides(found, overrides))
         run_config, values = find_config(Path(sources.pop()))
         fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     return Request(
@@ -306,6 +306,11 @@ def _size(text: str) -> tuple[int, int]:
             f"{text[:80]!r} must be rows x columns in pixels, such as 480x720"
         )
     return int(match[1]), int(match[2])
+
+
+def _refuse_second_load(model: str, overrides: Sequence[str]) -> None:
+    if loads := [word for word in overrides if word.startswith("args.load=")]:
+        raise ValueError(f"{model!r} and {loads[0]} are both given; give one of them")
 
 
 def read_prompts(

@@ -144,7 +144,9 @@ class T5TextEncoder(_PaddedT5):
         self.transformer.tie_weights()
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
+        self.has_warned_truncation = True
         self.tokenize(["a video of the sea"])
+        self.has_warned_truncation = False
         self.width: int = self.transformer.config.d_model
         if freeze:
             self.eval().requires_grad_(False)

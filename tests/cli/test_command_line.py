@@ -228,7 +228,9 @@ def test_sample_reads_a_run_or_one_of_its_checkpoints(tmp_path):
     assert_refused(lambda: parse_sample(words), "--prompt and --prompt-file are both given")
     (tmp_path / "list.txt").write_text("a dog")
     request = parse_sample([str(run_folder), "--prompt", f"{tmp_path}/list.txt"])
-    assert_refused(lambda: read_prompts(request, None), "list.txt: is a file; give it with --prompt-")
+    assert_refused(
+        lambda: read_prompts(request, None), "list.txt: is a file; give it with --prompt-"
+    )
 
 
 def test_a_runs_file_does_not_say_what_is_read_or_where_to_write(tmp_path, capsys):

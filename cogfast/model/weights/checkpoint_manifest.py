@@ -263,7 +263,9 @@ class DamagedRun(ValueError):
         text = "its folder has no other checkpoint"
         if self.good is not None:
             step, name = step_of(self.good), mirror.name_of(self.good)
-            text = f"the last good one is that of step {step}: --resume {name}"
+            text = (
+                f"the last good one is that of step {step}: give {name} (training: with --resume)"
+            )
         super().__init__(f"{what}; {text}")
 
 

@@ -145,5 +145,7 @@ def test_damage_that_one_of_two_ranks_reads_ends_both_in_one_line(
     ours = [line for line in done.stdout.splitlines() if line.startswith("cogfast: ")]
     assert len({line.replace("rank 1: ", "") for line in ours}) == 1, done.stdout
     assert f"{new}: cannot be read: rank-00001.safetensors is damaged" in ours[0]
-    assert ours[0].endswith(f"the last good one is that of step 2: --resume {old}")
+    assert ours[0].endswith(
+        f"the last good one is that of step 2: give {old} (training: with --resume)"
+    )
     assert "cogfast/train" not in done.stdout  # no traceback

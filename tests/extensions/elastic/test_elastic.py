@@ -165,7 +165,7 @@ def test_a_restart_continues_from_the_last_good_checkpoint(
     DAMAGES[what](folder)
     monkeypatch.setattr(parts, "follow_world", lambda config: (config, None))
     shrinks = "args.elastic=shrink", "args.resume=auto", "args.train_iters=5"
-    line = f"the last good one is that of step {{}}: --resume {folder}"
+    line = f"the last good one is that of step {{}}: give {folder}"
     if what == "tensors":  # which are read when the run is built
         assert plan_world(run.config(*shrinks), 4).num_ranks == 4
         assert "the last good one" not in log.text

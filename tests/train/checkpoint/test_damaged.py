@@ -94,7 +94,7 @@ def check_flipped_bits(good: Path, folder: Path, seed: int, number: int) -> None
     for path, place in flipped_bits(new, random.Random(seed), number):
         flip_bit(path, place)
         # "its manifest.json has no checksums", where a key is damaged
-        line = f"^{new}: cannot be read: <...>{path.name}<...>the last good one is that of step 2: --resume {old}$"
+        line = f"^{new}: cannot be read: <...>{path.name}<...>the last good one is that of step 2: give {old} (training: with --resume)$"
         assert_refused(lambda: read_weights(new), line)
         flip_bit(path, place)
     read_weights(new)
@@ -116,7 +116,7 @@ def test_a_resume_refuses_a_flipped_bit_of_a_tensor(run: Run, good: Path, tmp_pa
     old, new = copy / "checkpoints" / "00000002", copy / "checkpoints" / "00000004"
     weights = new / "rank-00000.safetensors"
     flip_bit(weights, 8 * weights.stat().st_size - 100)
-    line = f"rank-00000.safetensors is damaged<...>step 2: --resume {old}$"
+    line = f"rank-00000.safetensors is damaged<...>step 2: give {old} (training: with --resume)$"
     assert_not_resumed(run, copy, tmp_path, line)
     flip_bit(old / "rank-00000.safetensors", 8 * 200_000)
     assert_not_resumed(run, new, tmp_path, "its folder has no other checkpoint")
@@ -166,10 +166,10 @@ def test_a_damaged_latest_names_the_last_good_checkpoint(
     run = copy_of(good, tmp_path)
     latest = run / "checkpoints" / "latest"
     latest.write_bytes(content)
-    line = f"latest: damaged<...>: --resume {run}/checkpoints/00000004$"
+    line = f"latest: damaged<...>: give {run}/checkpoints/00000004 (training: with --resume)$"
     assert_refused(lambda: newest_checkpoint(run), line)
     latest.unlink()
-    assert_refused(lambda: newest_checkpoint(run), "latest: missing<...>00000004$")
+    assert_refused(lambda: newest_checkpoint(run), "latest: missing<...>00000004 (training: with --resume)$")
     os.mkfifo(latest)
     assert_refused(lambda: newest_checkpoint(run), line)
     shutil.rmtree(run / "checkpoints" / "00000004")
@@ -205,7 +205,7 @@ def test_a_wrong_manifest_is_refused(good: Path, tmp_path: Path, what: str) -> N
     change, line = MANIFESTS[what]
     change(manifest)
     write_manifest(checkpoint, manifest)
-    line = f"{line}<...>--resume {run}/checkpoints/00000002$"
+    line = f"{line}<...>give {run}/checkpoints/00000002 (training: with --resume)$"
     assert_refused(lambda: read_manifest(checkpoint, RESUMABLE), line)
 
 
@@ -219,8 +219,8 @@ def test_what_is_missing_names_the_last_good_checkpoint(good: Path, tmp_path: Pa
     lines = {"rank-00000.safetensors": "is missing", "manifest.json": "it has no man"}
     for gone, line in lines.items():
         (new / gone).unlink()
-        line = f"{line}<...>that of step 2: --resume {old}$"
+        line = f"{line}<...>that of step 2: give {old} (training: with --resume)$"
         assert_refused(lambda: read_manifest(new, RESUMABLE), line)
     shutil.rmtree(new)
-    line = f"no such folder<...>that of step 2: --resume {old}$"
+    line = f"no such folder<...>that of step 2: give {old} (training: with --resume)$"
     assert_refused(lambda: read_manifest(new, RESUMABLE), line)

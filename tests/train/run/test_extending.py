@@ -138,6 +138,10 @@ def test_a_script_takes_the_words_of_train(plain: Recorded, run: Run, tmp_path: 
     wrong = [*words, "args.lr=high"]
     done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("cogfast: ")
+    # An error of the script's own has its place, also a ValueError.
+    script.write_text(script.read_text().replace("        weight = ", "        weight, _ = "))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f'{script}", line ' in done.stderr
 
 
 def test_methods_that_nothing_calls_are_logged(caplog: pytest.LogCaptureFixture) -> None:
