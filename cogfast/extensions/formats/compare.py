@@ -91,7 +91,7 @@ def _judge(worst: float, dtype: torch.dtype, where: Path, what: str) -> str:
 def _merged(source: WeightSource) -> WeightSource:
     if not any(map(is_lora_parameter, source.shapes)):
         return source
-    return merge_lora(without_adapters(source), only_adapters(source))
+    return merge_lora(without_adapters(source), only_adapters(source, with_others=True))
 
 
 def _one_block(config: TransformerConfig) -> TransformerConfig:

@@ -192,6 +192,7 @@ def open_run(
         trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
         base=sections.get("args", {}).get("load"),
+        positions=sections.get("model", {}).get("learned_positions"),
         member=None if family is None else family.member.name,
     )
 

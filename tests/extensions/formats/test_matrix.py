@@ -25,6 +25,7 @@ from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
+from cogfast.train.assembly import assemble_transformer
 from tests.model.test_lora import save_as_sat
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import assert_refused
@@ -151,6 +152,11 @@ def by_load(key: str) -> Callable[[Trained, bool, Path], Tensor]:
     return take
 
 
+def by_sampling(trained: Trained, ema: bool, folder: Path) -> Tensor:
+    config, args, groups = (getattr(trained.run.last, n) for n in ("config", "args", "groups"))
+    return output(assemble_transformer(config, args, groups, str(trained.run.path), ema))
+
+
 def by_publishing(trained: Trained, ema: bool, folder: Path) -> Tensor:
     path = Path(publish(trained.run.path, "me/x", is_dry_run=True))
     if (path / FILE_NAME).exists():
@@ -174,6 +180,7 @@ TARGETS: dict[str, Callable[[Trained, bool, Path], Tensor]] = {
     "peft": by_lora_file("peft", by_overlay),
     "fun": by_lora_file("fun", by_overlay),
     "fun, merged by VideoX-Fun": by_lora_file("fun", merged_by_videox_fun),
+    "sample": by_sampling,
     "sample --lora": by_overlay,
     "args.load": by_load("load"),
     "args.load_lora": by_load("load_lora"),
@@ -200,7 +207,7 @@ REFUSED = {
     ("all weights", "fun, merged by VideoX-Fun"): LACKS,
     ("all weights", "sample --lora"): LACKS,
     ("LoRA", "args.load"): "do not fit the config, which has no adapters",
-    ("LoRA and other weights", "args.load"): BESIDE,
+    ("LoRA and other weights", "args.load"): "do not fit the config, which has no adapters",
     ("LoRA and other weights", "args.load_lora"): BESIDE,
     ("LoRA and other weights", "publish"): BESIDE,
     ("all weights", "args.load_lora"): LACKS,
@@ -235,6 +242,65 @@ def test_the_network_computes_the_same(
     found, wanted, other = take(case, ema, tmp_path), case.outputs[ema], case.outputs[not ema]
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     assert (found - other).norm() > 1e-4 * wanted.norm()
+
+
+WHOLE = "[attention,modulation,fc1,fc2,patch_embedding,text_embedding,time_embedding,output]"
+CHANNELS = ("model.conditions=[frames]", "model.given_frames=prefix:1", "model.new_channels=zero")
+CHANNELS += ("model.network_config.params.in_channels=16",)
+NO_TABLE = (
+    "model.network_config.params.modules.pos_embed_config.params.learnable_pos_embed=false",
+)
+# {case: the member, the words that stay without adapters, the words of adapters, what is trained}
+CHANGES = {
+    "adapted linears": ("5b", (), LORA, "[attention]"),
+    "all weights beside adapters": ("5b", (), LORA, WHOLE),
+    "new channels": ("5b", CHANNELS, (), "[patch_embedding]"),
+    "new channels and adapters": ("5b", CHANNELS, LORA, "[patch_embedding]"),
+    "no table": ("5b_i2v", ("model.learned_positions=drop", *NO_TABLE), (), "[attention]"),
+    "no table and adapters": ("5b_i2v", ("model.learned_positions=drop", *NO_TABLE), LORA, "[fc1]"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_a_run_made_of_its_base_is_in_the_whole_model(
+    case: str, shared_run: Run, base: Path, tmp_path: Path
+) -> None:
+    family, words, lora, modules = CHANGES[case]
+    run = shared_run.of(family)
+    if family != "5b":
+        other = build_transformer(run.config().model)
+        randomize(other, 4)
+        save_as_sat(other, tmp_path / "sat")
+        base = tmp_path / "base"
+        convert(tmp_path / "sat", base, "diffusers")
+    run = run.with_words(*words, *lora, f"model.trainable_modules={modules}", f"args.load={base}")
+    run = run.with_words(*FAST).into(tmp_path / "run").train(steps=2)
+    with torch.no_grad(), run.last.engine.weights("master"):
+        expected = output(run.last.engine.transformer)
+    plain_config = run.config().model if not lora else load_config([run.base], words).model
+    merged = {"from its base": (base, str(run.path))} if lora else {"itself": (run.path, None)}
+    if modules == WHOLE:
+        merged["its own"] = (run.path, "")
+    for name, (source, adapters) in merged.items():
+        convert(source, tmp_path / name, "diffusers", merge_lora=adapters)
+        transformer = build_transformer(plain_config)
+        load_transformer(transformer, tmp_path / name)
+        assert (output(transformer) - expected).norm() <= 1e-5 * expected.norm()
+    again = run.with_words(f"args.load={run.path}").into(tmp_path / "again")
+    if not lora or modules == WHOLE:
+        assert torch.equal(output(again.trainer("args.train_iters=1").engine.transformer), expected)
+
+
+def test_averages_are_of_the_adapters_alone(trained: dict[str, Trained], tmp_path: Path) -> None:
+    """Adapters that were trained on another run's plain weights, which args.load reads, are merged into these."""
+    first, words = trained["part of a model"], (*LORA, *FAST)
+    run = replace(first.run, words=(), last=None).into(tmp_path / "run")
+    run = run.with_words(*words, f"args.load={first.run.path}").train(steps=3)
+    with torch.no_grad(), run.last.engine.weights("shadow"):
+        expected = output(run.last.engine.transformer)
+    convert(first.run.path, tmp_path / "out", "diffusers", ema=True, merge_lora=f"{run.path}:1.0")
+    found = output(plain(first, tmp_path / "out"))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_adapters_of_a_sat_folder_keep_their_strength(
@@ -399,6 +465,15 @@ def test_adapters_of_other_trainers_compute_the_same(
 
 
 def test_a_part_of_the_strength_is_merged(trained: dict[str, Trained], tmp_path: Path) -> None:
+    case = trained["LoRA and other weights"]
+    convert(case.base, tmp_path / "more", "diffusers", merge_lora=f"{case.run.path}:0.5")
+    name = "transformer_blocks.0.norm1.linear.weight"
+    folders = (case.base, tmp_path / "more", tmp_path / "whole")
+    convert(case.base, folders[2], "diffusers", merge_lora=str(case.run.path))
+    start, found, end = (
+        load_file(x / "diffusion_pytorch_model.safetensors")[name] for x in folders
+    )
+    torch.testing.assert_close(found, (start + end) / 2)
     case = trained["LoRA"]
     half = f"{case.run.path}:0.5"
     convert(case.base, tmp_path / "merged", "diffusers", merge_lora=half, verify=True)
