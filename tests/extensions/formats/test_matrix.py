@@ -573,6 +573,8 @@ def test_a_run_is_used_from_another_folder(
     run = replace(trained["LoRA"].run, words=(), last=None).into(tmp_path / "run")
     run = run.with_words(*words).train(steps=1)
     monkeypatch.chdir(tmp_path)
+    # Another model under the same relative path
+    convert(trained["all weights"].run.path, base.name, "diffusers")
     convert(run.path, "here", "diffusers", verify=True)
     monkeypatch.chdir(base.parent)
     convert(run.path, tmp_path / "there", "diffusers")
