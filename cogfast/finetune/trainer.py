@@ -31,12 +31,7 @@ from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip
 from cogfast.extensions.dali.dali import on_readers_device
 from cogfast.extensions.sample.prompt_files import given_prompts, listed_files
-from cogfast.finetune.components import (
-    SHARED_MODEL,
-    Accelerator,
-    RunComponents,
-    rotary_tables,
-)
+from cogfast.finetune.components import SHARED_MODEL, Accelerator, RunComponents, rotary_tables
 from cogfast.finetune.overrides import (
     OVERRIDABLE,
     SAMPLE_KEYS,

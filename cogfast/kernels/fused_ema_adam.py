@@ -33,12 +33,7 @@ from cogfast.extensions.memory.moment_codes import (
 )
 from cogfast.kernels import torch_library
 from cogfast.kernels.argument_checks import GPU_DTYPES, refuse
-from cogfast.kernels.torch_library import (
-    CPU_DTYPES,
-    from_gpu,
-    on_device_of_tensors,
-    register_op,
-)
+from cogfast.kernels.torch_library import CPU_DTYPES, from_gpu, on_device_of_tensors, register_op
 
 # Elements that PyTorch's ops update at a time. On a CPU p, g, m, v and shadow of a chunk (5 MB) stay in
 # the caches between Adam's pass and the EMA's, and smaller chunks cost more in launches on two threads. A

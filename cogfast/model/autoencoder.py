@@ -21,11 +21,7 @@ from torch import Tensor, nn
 
 from cogfast.config.sat_network import autoencoder_sizes
 from cogfast.core.live_bytes import LiveBytes
-from cogfast.core.shapes import (
-    SPATIAL_COMPRESSION,
-    num_latent_frames,
-    num_pixel_frames,
-)
+from cogfast.core.shapes import SPATIAL_COMPRESSION, num_latent_frames, num_pixel_frames
 from cogfast.extensions.formats.vae import read_sat_vae, read_vae_config, to_diffusers
 from cogfast.model.weights.source import load_state
 from cogfast.model.weights.tensor_files import SafetensorsFiles

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config.json_files import read_json
-from cogfast.extensions.formats.adapters import (
-    merge_lora,
-    only_adapters,
-    without_adapters,
-)
+from cogfast.extensions.formats.adapters import merge_lora, only_adapters, without_adapters
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import assemble_transformer
@@ -97,12 +93,9 @@ def _merged(source: WeightSource) -> WeightSource:
 def _one_block(config: TransformerConfig) -> TransformerConfig:
     """Return the configuration of a network with one block and small videos."""
     patch = config.patch_size
-    sizes = {
-        "num_frames": 8 * patch.t + 1,
-        "latent_height": 2 * patch.h,
-        "latent_width": 3 * patch.w,
-    }
-    return replace(config, num_layers=1, text_length=_NUM_TEXT, trained_size=None, **sizes)
+    small = {"num_layers": 1, "num_frames": 8 * patch.t + 1, "text_length": _NUM_TEXT}
+    sizes = {"latent_height": 2 * patch.h, "latent_width": 3 * patch.w}
+    return replace(config, trained_size=None, **small, **sizes)
 
 
 def _draw(config: TransformerConfig, seed: int) -> _Inputs:

@@ -25,25 +25,16 @@ from cogfast.config.json_files import Range, brief, check, parse_json, read_json
 from cogfast.config.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.diffusers import LINEARS, diffusers_names
+from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
-from cogfast.model.weights.tensor_files import (
-    Outgoing,
-    new_folder,
-    open_tensors,
-    write_safetensors,
-)
+from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for in a folder
 _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _HEADER_KEYS = ("lora_adapter_metadata", "lora_config")  # of diffusers, and of finetrainers
 _MEMBER_KEY = "cogfast_model"  # the model that the adapters were trained on
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
-# PEFT, diffusers, ComfyUI's files, DDP and torch.compile put these before the names of linears.
-_PREFIXES = re.compile(
-    r"(base_model\.model\.|transformer\.|diffusion_model\.|module\.|_orig_mod\.)+"
-)
 _KOHYA, _KOHYA_PREFIXES = "lora_unet__", re.compile(r"lora_(unet|transformer)_+")
 _T = TypeVar("_T")
 _ALPHA = Range(1e-6, 1e6)
@@ -244,9 +235,7 @@ class _Keys:
     @classmethod
     def of(cls, keys: Sequence[str], file: Path) -> _Keys:
         found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
-        modules = {_kohya(module): module for module in parts} | {
-            module: module for module in parts
-        }
+        modules = {name: module for module in parts for name in (module, _kohya(module))}
         for key in keys:
             match = _KEY.fullmatch(key)
             named = match and (match["module"] or match["scaled"])
@@ -285,11 +274,7 @@ def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
 def _plain_module(name: str) -> str:
     """Return diffusers' name of a linear, or kohya's, without what other programs put before it."""
     prefix = _KOHYA_PREFIXES.match(name)
-    if prefix is not None:
-        return name[prefix.end() :]
-    name = name.replace("._orig_mod.", ".")  # blocks that were compiled
-    prefix = _PREFIXES.match(name)
-    return name if prefix is None else name[prefix.end() :]
+    return plain_name(name) if prefix is None else name[prefix.end() :]
 
 
 def _kohya(module: str) -> str:

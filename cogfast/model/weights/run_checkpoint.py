@@ -174,9 +174,7 @@ def open_run(
         return values.view(shape)
 
     sections = config_of(checkpoint_dir, manifest)
-    facts = _config_of_run(
-        checkpoint_dir, sections.get("model", {})
-    )  # {}: the run has no config of a network
+    facts = _config_of_run(checkpoint_dir, sections.get("model", {}))  # {}: it has no network
     # Known if all videos of the run had one size.
     sizes = manifest.get("video_sizes") or []
     trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}

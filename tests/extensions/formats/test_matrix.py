@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -389,8 +388,8 @@ def kohya(prefix: str, separator: str) -> Callable[[Weights], Written]:
 
 
 def wrapped(pairs: Weights) -> Written:
-    """The names of a module in DDP and torch.compile, with peft's name of the adapter, and alpha as tensors."""
-    found, _ = kohya("module._orig_mod.base_model.model.", ".")(pairs)
+    """The names of a module in DDP, FSDP and torch.compile, with peft's name of the adapter, and alpha as tensors."""
+    found, _ = kohya("module._orig_mod._fsdp_wrapped_module.base_model.model.", ".")(pairs)
     renamed = {
         k.replace("_down.", "_A.default.").replace("_up.", "_B.default."): v
         for k, v in found.items()
@@ -405,7 +404,7 @@ WRITERS: dict[str, Callable[[Weights], Written]] = {
     "VideoX-Fun": kohya("lora_unet__", "_"),
     "kohya": kohya("lora_transformer_", "_"),
     "ComfyUI": kohya("diffusion_model.", "."),
-    "DDP and torch.compile": wrapped,
+    "DDP, FSDP and torch.compile": wrapped,
 }
 
 
@@ -518,50 +517,6 @@ def test_adapters_of_another_model_of_equal_shapes(
             caplog.clear()
             action()
             assert "is CogVideoX-5B-I2V, which has other inputs" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "line"),
-    [
-        ("model.gguf", b"GGUF", "quantized weights (GGUF), which cogfast does not read; use the model's"),
-        ("__0_0.distcp", b"", "a checkpoint of torch.distributed.checkpoint (FSDP)"),
-        ("pytorch_model/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "python zero_to_fp32.py"),
-        ("pytorch_model-00001-of-00002.bin", b"", "weights without a config.json (of zero_to_fp32.py"),
-        ("model.safetensors", b"", "weights without a config.json of diffusers"),
-        ("diffusion_pytorch_model.bin", b"", "weights without a config.json of diffusers"),
-    ],
-)  # fmt: skip
-def test_weights_in_other_wrappings_are_named(
-    file: str, content: bytes, line: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "x" / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    if path.suffix == ".safetensors":
-        save_file({"blocks.weight": torch.ones(2)}, path)
-    if path.suffix == ".pt":
-        (tmp_path / "x" / "latest").write_text("pytorch_model")
-    assert_refused(lambda: convert(tmp_path / "x", tmp_path / "out", "sat"), line)
-
-
-def test_a_pointer_of_git_lfs_is_named(base: Path, tmp_path: Path) -> None:
-    pointer = "version https:" + "//git-lfs/spec/v1\noid sha256:0\nsize 9\n"
-    for name in ("diffusion_pytorch_model.safetensors", "config.json"):
-        folder = tmp_path / name
-        shutil.copytree(base, folder)
-        (folder / name).write_text(pointer)
-        line = f"{name}: is a pointer of Git LFS, not the file itself; run git lfs pull"
-        assert_refused(lambda folder=folder: convert(folder, tmp_path / "out", "sat"), line)
-
-
-def test_weights_of_torch_save_are_read(
-    base: Path, trained: dict[str, Trained], tmp_path: Path
-) -> None:
-    shutil.copyfile(base / "config.json", tmp_path / "config.json")
-    weights = load_file(base / "diffusion_pytorch_model.safetensors")
-    torch.save(weights, tmp_path / "diffusion_pytorch_model.bin")
-    found, expected = (output(plain(trained["LoRA"], path)) for path in (tmp_path, base))
-    assert torch.equal(found, expected)
 
 
 def test_a_run_is_used_from_another_folder(
