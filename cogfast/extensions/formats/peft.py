@@ -91,7 +91,8 @@ def open_peft(path: str | Path) -> WeightSource:
             "with the tool that made it"
         )
     # A pair of a convolution, such as 1.0's patch embedding: [r, C, h, w] and [M, r, 1, 1].
-    shapes = {name: _flat(files.shape(key)) for name, key in found.ours.items()}
+    theirs = {name: files.shape(key) for name, key in found.ours.items()}
+    shapes = {name: _flat(shape) for name, shape in theirs.items()}
     check_pairs(str(file), shapes)
     where, settings = _settings(file, files.metadata)
     if settings is not None:
@@ -119,6 +120,7 @@ def open_peft(path: str | Path) -> WeightSource:
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},
         unexpected=found.unexpected,
         is_partial=True,
+        convolutions={name: shape for name, shape in theirs.items() if len(shape) == 4},
         lora_alpha=alpha,
         member=brief(files.metadata[_MEMBER_KEY]) if _MEMBER_KEY in files.metadata else None,
     )
@@ -175,8 +177,9 @@ def peft_tensors(
         raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
     read = with_strength_in_b(source).read
     tensors = [
-        Outgoing(peft_name(n), source.shapes[n], dtype or source.dtypes[n], partial(read, n, None))
+        Outgoing(peft_name(n), shape, dtype or source.dtypes[n], partial(read, n, None))
         for n in names
+        for shape in [source.convolutions.get(n, source.shapes[n])]  # the values' order is the same
     ]
     return tensors, _member_header(source) | {
         _HEADER_KEYS[0]: json.dumps(_header(source.shapes, names))

@@ -59,6 +59,7 @@ class WeightSource:
     facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it stores
     is_partial: bool = False  # has only the tensors that a run trained
     trained: frozenset[str] = frozenset()  # names of the tensors that a run trained
+    convolutions: Shapes = field(default_factory=dict)  # the shapes of flat adapters in their file
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
     base: str | None = None  # of a run: the model that it started from
     positions: LearnedPositions | None = (

@@ -463,6 +463,22 @@ def test_adapters_of_other_trainers_compute_the_same(
     assert (output(plain(case, case.base)) - expected).norm() > 0.1 * expected.norm()
 
 
+def test_a_convolution_s_adapters_are_read_by_diffusers(
+    foreign: tuple[Weights, Path], trained: dict[str, Trained], tmp_path: Path
+) -> None:
+    case = trained["LoRA"]
+    pairs, header = WRITERS["diffusers"](foreign[0])
+    save_file(pairs, tmp_path / "lora.safetensors", header)
+    convert(tmp_path / "lora.safetensors", tmp_path / "peft", "peft", verify=True)
+    network = CogVideoXTransformer3DModel.from_pretrained(case.base)
+    network.load_lora_adapter(load_file(tmp_path / "peft" / FILE_NAME), prefix="transformer")
+    network.fuse_lora()
+    network.unload_lora()
+    network.save_pretrained(tmp_path / "merged")
+    found, expected = (output(plain(case, x)) for x in (tmp_path / "merged", foreign[1]))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_part_of_the_strength_is_merged(trained: dict[str, Trained], tmp_path: Path) -> None:
     case = trained["LoRA and other weights"]
     convert(case.base, tmp_path / "more", "diffusers", merge_lora=f"{case.run.path}:0.5")
