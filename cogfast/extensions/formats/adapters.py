@@ -18,6 +18,7 @@ from cogfast.config.json_files import brief
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.config.values import counted
 from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
+from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
@@ -52,11 +53,12 @@ class Adapters:
 
 
 def split_scale(text: str, option: str) -> tuple[str, float]:
-    """Return path and scale of `PATH` or `PATH:SCALE`, the value of a command's option."""
+    """Return path and scale of `PATH` or `PATH:SCALE`, the value of a command's option; of an address, the path
+    of its copy."""
     path, colon, scale = text.rpartition(":")
     # An existing path may contain a colon, as a URL without a scale does.
     if not colon or os.path.exists(text) or scale.startswith("//"):
-        return text, 1.0
+        return copy_of(text), 1.0
     try:
         number = float(scale)
     except ValueError:
@@ -66,7 +68,7 @@ def split_scale(text: str, option: str) -> tuple[str, float]:
             f"{option} {text}: no such file or folder, nor PATH:SCALE with a finite number; use "
             "lora.safetensors:0.8"
         )
-    return path, number
+    return copy_of(path), number
 
 
 def open_adapter(

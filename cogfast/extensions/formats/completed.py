@@ -36,7 +36,7 @@ def completed(source: WeightSource) -> WeightSource:
     lacking, _ = lacking_of(source, identify(source))
     if not lacking:
         return source
-    base = Path(source.base)
+    base = Path(source.base())
     if not base.exists():
         raise ValueError(
             f"{source.description}: has a part of the model, and {base}, which has the rest, does not exist; "
