@@ -42,9 +42,8 @@ def completed(source: WeightSource) -> WeightSource:
             f"{source.description}: has a part of the model, and {base}, which has the rest, does not exist; "
             "give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
         )
-    logger.info(
-        "%s: %s are read from %s", source.description, counted(len(lacking), "tensor"), base
-    )
+    number = counted(len(lacking), "tensor")
+    logger.info("%s: %s are read from %s", source.description, number, base)
     rest = as_in_run(without_adapters(completed(open_source(base))), source)
     shared = {name: shape for name, shape in source.shapes.items() if name in rest.shapes}
     whole = merge_lora(rest, replace(source, shapes=shared))

@@ -101,8 +101,8 @@ def convert(
         _warn_of_training(run)
         if to in ("peft", "diffusers"):
             log_difference_of_run(run)
-    _refuse_unexpected(source, allow_unexpected)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
+    _refuse_unexpected(source, allow_unexpected)
     trained = source
     if to == "sat":
         _check_sat_adapters(source)
@@ -228,13 +228,15 @@ def with_lora_options(
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    adapter = _with_alpha(open_adapter(path, ema and _is_run(path), with_others=True), alpha)
+    adapter = _without_own(open_adapter(path, ema and _is_run(path), with_others=True))
+    adapter = _with_alpha(adapter, alpha)
     source = as_in_run(source, adapter)
     check_member(adapter, Family.of_config(identify(source)), source.description)
     whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter, scale)
     # The adapters were trained later, so their facts replace the base's.
     trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
-    return replace(whole, facts={**whole.facts, **trained})
+    unexpected = [*source.unexpected, *adapter.unexpected]
+    return replace(whole, facts={**whole.facts, **trained}, unexpected=unexpected)
 
 
 def write_adapters(

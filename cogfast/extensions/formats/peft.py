@@ -92,7 +92,7 @@ def open_peft(path: str | Path) -> WeightSource:
         )
     # A pair of a convolution, such as 1.0's patch embedding: [r, C, h, w] and [M, r, 1, 1].
     theirs = {name: files.shape(key) for name, key in found.ours.items()}
-    shapes = {name: _flat(shape) for name, shape in theirs.items()}
+    shapes = {n: (s[0], math.prod(s[1:])) if len(s) == 4 else s for n, s in theirs.items()}
     check_pairs(str(file), shapes)
     where, settings = _settings(file, files.metadata)
     if settings is not None:
@@ -124,10 +124,6 @@ def open_peft(path: str | Path) -> WeightSource:
         lora_alpha=alpha,
         member=brief(files.metadata[_MEMBER_KEY]) if _MEMBER_KEY in files.metadata else None,
     )
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape
 
 
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
