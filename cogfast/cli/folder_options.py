@@ -119,7 +119,7 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
         raise ValueError(
             f"{found['dst']}: DST must be a folder of this machine; give a path, and upload it"
         )
-    for key in ("src", "merge_lora", "add_lora"):
+    for key in ("src", "add_lora"):  # that of --merge-lora may have a scale behind it
         if found[key]:
             found[key] = copy_of(found[key])
     check_run(parser.prog, argv, [found["src"]])

@@ -18,6 +18,7 @@ from cogfast.config.json_files import brief
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
 from cogfast.config.values import counted
 from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
+from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
 from cogfast.model.config import MEMBERS, Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA, TARGETS, is_lora_parameter
@@ -52,11 +53,12 @@ class Adapters:
 
 
 def split_scale(text: str, option: str) -> tuple[str, float]:
-    """Return path and scale of `PATH` or `PATH:SCALE`, the value of a command's option."""
+    """Return path and scale of `PATH` or `PATH:SCALE`, the value of a command's option; of an address, the path
+    of its copy."""
     path, colon, scale = text.rpartition(":")
     # An existing path may contain a colon, as a URL without a scale does.
     if not colon or os.path.exists(text) or scale.startswith("//"):
-        return text, 1.0
+        return copy_of(text), 1.0
     try:
         number = float(scale)
     except ValueError:
@@ -66,7 +68,7 @@ def split_scale(text: str, option: str) -> tuple[str, float]:
             f"{option} {text}: no such file or folder, nor PATH:SCALE with a finite number; use "
             "lora.safetensors:0.8"
         )
-    return path, number
+    return copy_of(path), number
 
 
 def open_adapter(
@@ -109,8 +111,11 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
             f"adapters alone lack: {first_of(others)}; write the whole model with cogfast convert BASE DST --to "
             "diffusers --merge-lora RUN"
         )
-    shapes |= {name: source.shapes[name] for name in others}
-    return replace(source, shapes=shapes, is_partial=True)
+    plain = without_adapters(source)
+    shapes |= {name: plain.shapes[name] for name in (n.replace(".original.", ".") for n in others)}
+    read = lambda name, shard: (source if is_lora_parameter(name) else plain).read(name, shard)
+    kinds = source.dtypes | plain.dtypes
+    return replace(source, shapes=shapes, dtypes=kinds, read=read, is_partial=True)
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
@@ -293,20 +298,20 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
-    adapted = _adapted(adapter)
+    base, adapted = _with_others(base, adapter), _adapted(adapter)
     names = {}
     for name in base.shapes:
         module, _, kind = name.rpartition(".")
         names[f"{module}.original.{kind}" if module in adapted else name] = name
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        is_base = name in names and name not in adapter.shapes
-        return base.read(names[name], shard) if is_base else adapter.read(name, shard)
+        return base.read(names[name], shard) if name in names else adapter.read(name, shard)
 
     return replace(
         base,
         description=f"{base.description} with {adapter.description}",
-        shapes={new: base.shapes[old] for new, old in names.items()} | adapter.shapes,
+        shapes={new: base.shapes[old] for new, old in names.items()}
+        | {name: shape for name, shape in adapter.shapes.items() if is_lora_parameter(name)},
         dtypes={new: base.dtypes[old] for new, old in names.items()} | adapter.dtypes,
         read=read,
         facts=_without_lora(base.facts),
@@ -314,19 +319,29 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     )
 
 
+def _with_others(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
+    """Return `base` with the weights of `adapter` that are no adapters in place of its own, or between both."""
+
+    def read(name: str, shard: Shard | None) -> Tensor:
+        if name not in adapter.shapes:
+            return base.read(name, shard)
+        trained = adapter.read(name, shard)
+        return trained if scale == 1 else base.read(name, shard).float().lerp(trained, scale)
+
+    return replace(base, read=read)
+
+
 def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) -> WeightSource:
     """Return `base` with W + scale (alpha / r) B A instead of W for every linear with adapters.
 
     Merged weights are computed when they are read, and are float32 whatever `dtypes` of the base is.
     base: a model without LoRA; any of its linears may have adapters. Other weights of `adapter` take the place
-    of the base's. ValueError if they do not fit.
+    of the base's, or `scale` of the way there. ValueError if they do not fit.
     """
     check_fits(adapter, base.shapes)
-    adapted = _adapted(adapter)
+    base, adapted = _with_others(base, adapter, scale), _adapted(adapter)
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        if name in adapter.shapes:
-            return adapter.read(name, shard)
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module not in adapted:
             return base.read(name, shard)

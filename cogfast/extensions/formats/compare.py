@@ -87,18 +87,15 @@ def _judge(worst: float, dtype: torch.dtype, where: Path, what: str) -> str:
 def _merged(source: WeightSource) -> WeightSource:
     if not any(map(is_lora_parameter, source.shapes)):
         return source
-    return merge_lora(without_adapters(source), only_adapters(source))
+    return merge_lora(without_adapters(source), only_adapters(source, with_others=True))
 
 
 def _one_block(config: TransformerConfig) -> TransformerConfig:
     """Return the configuration of a network with one block and small videos."""
     patch = config.patch_size
-    sizes = {
-        "num_frames": 8 * patch.t + 1,
-        "latent_height": 2 * patch.h,
-        "latent_width": 3 * patch.w,
-    }
-    return replace(config, num_layers=1, text_length=_NUM_TEXT, trained_size=None, **sizes)
+    small = {"num_layers": 1, "num_frames": 8 * patch.t + 1, "text_length": _NUM_TEXT}
+    sizes = {"latent_height": 2 * patch.h, "latent_width": 3 * patch.w}
+    return replace(config, trained_size=None, **small, **sizes)
 
 
 def _draw(config: TransformerConfig, seed: int) -> _Inputs:

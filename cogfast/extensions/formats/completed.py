@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import (
     check_member,
@@ -20,8 +21,7 @@ from cogfast.model.weights.open import open_source
 from cogfast.model.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
-# Facts about the training, which what was trained later passes on to the base that it is combined with.
-TRAINING_FACTS = ("rotary_positions", "trained_size")
+_SIZES = ("num_frames", "latent_height", "latent_width")  # of a position table
 
 
 def completed(source: WeightSource) -> WeightSource:
@@ -36,29 +36,58 @@ def completed(source: WeightSource) -> WeightSource:
     lacking, _ = lacking_of(source, identify(source))
     if not lacking:
         return source
-    base = Path(source.base)
+    base = Path(source.base())
     if not base.exists():
         raise ValueError(
             f"{source.description}: has a part of the model, and {base}, which has the rest, does not exist; "
             "give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
         )
-    logger.info(
-        "%s: %s are read from %s", source.description, counted(len(lacking), "tensor"), base
-    )
-    rest = without_adapters(completed(open_source(base)))
+    number = counted(len(lacking), "tensor")
+    logger.info("%s: %s are read from %s", source.description, number, base)
+    rest = as_in_run(without_adapters(completed(open_source(base))), source)
     shared = {name: shape for name, shape in source.shapes.items() if name in rest.shapes}
     whole = merge_lora(rest, replace(source, shapes=shared))
     # Modules of a user's own network are in the run alone.
     own = {name: shape for name, shape in source.shapes.items() if name not in shared}
-    facts = {**whole.facts, **{k: source.facts[k] for k in TRAINING_FACTS if k in source.facts}}
     return replace(
         whole,
         description=source.description,
-        facts=facts,
+        facts=whole.facts | source.facts,
         shapes=whole.shapes | own,
         dtypes=whole.dtypes | {name: source.dtypes[name] for name in own},
         read=lambda name, shard: (source if name in own else whole).read(name, shard),
     )
+
+
+def fitted(
+    source: WeightSource,
+    config: TransformerConfig,
+    new_channels: bool,
+    positions: LearnedPositions | None,
+) -> WeightSource:
+    """Return weights with what model.new_channels and model.learned_positions make of them for `config`:
+    zeros for input channels that they lack, and another position table."""
+    name, patch = "patch_embedding.weight", config.patch_size
+    if new_channels and name in source.shapes:
+        source = source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
+    name = "position_table.weight"
+    if positions is None or config.position == "sincos" or name not in source.shapes:
+        return source
+    if positions == "drop":
+        return source.without(name)
+    old = identify(source, config.out_channels)
+    sizes = {key: getattr(config, key) for key in _SIZES}
+    source = source.with_table(name, old.text_length, old.grid, config.grid)
+    return replace(source, facts=source.facts | sizes)
+
+
+def as_in_run(base: WeightSource, run: WeightSource) -> WeightSource:
+    """Return the model that a run started from with the input channels and the position table that the run gave
+    it; another source's as it is."""
+    if not run.facts:
+        return base
+    is_wider = "patch_embedding.weight" in run.shapes  # trained, as new channels are
+    return fitted(base, TransformerConfig(**run.facts), is_wider, run.positions)
 
 
 def adapters_for(config: TransformerConfig, path: str) -> WeightSource:

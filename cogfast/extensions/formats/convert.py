@@ -23,7 +23,7 @@ from cogfast.extensions.formats.adapters import (
     without_adapters,
 )
 from cogfast.extensions.formats.compare import compare_adapters, compare_networks
-from cogfast.extensions.formats.completed import TRAINING_FACTS, completed
+from cogfast.extensions.formats.completed import as_in_run, completed
 from cogfast.extensions.formats.image_scale import log_difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
@@ -34,13 +34,14 @@ from cogfast.model.lora import DEFAULT_TARGETS, SAT_ALPHA, is_lora_parameter
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
-from cogfast.model.weights.open import may_have_ema, open_source
+from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.source import verify as verify_target
 
 logger = logging.getLogger(__name__)
 
+_TRAINING_FACTS = ("rotary_positions", "trained_size")
 OTHERS_RUN_DENSE = (
     "%s: other programs run dense attention with these weights; cogfast sample ... args.attention=dense "
     "shows the difference"
@@ -91,16 +92,17 @@ def convert(
             f"--scaling-factor {scaling_factor} applies to a VAE, but {src} is a transformer; leave it "
             "out"
         )
-    lora = merge_lora or add_lora
-    has_averages = ema and (lora is None or not _is_run(lora) or may_have_ema(source_path))
+    lora = add_lora or (split_scale(merge_lora, "--merge-lora")[0] if merge_lora else None)
+    # A run's adapters were trained beside the plain weights of the model that it started from.
+    has_averages = ema and (lora is None or not _is_run(lora))
     source = completed(_without_own(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
-    for run in map(Path, filter(None, (source_path, merge_lora, add_lora))):
+    for run in map(Path, filter(None, (source_path, lora))):
         _warn_of_training(run)
         if to in ("peft", "diffusers"):
             log_difference_of_run(run)
-    _refuse_unexpected(source, allow_unexpected)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
+    _refuse_unexpected(source, allow_unexpected)
     trained = source
     if to == "sat":
         _check_sat_adapters(source)
@@ -218,16 +220,19 @@ def with_lora_options(
                 f"{source.description}: has adapters only; give the base as SRC and the adapters as "
                 "--merge-lora LORA"
             )
-        return merge_lora(base, only_adapters(source))
+        return merge_lora(base, only_adapters(source, with_others=True))
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    adapter = _with_alpha(open_adapter(path, ema and _is_run(path), with_others=True), alpha)
+    adapter = _without_own(open_adapter(path, ema and _is_run(path), with_others=True))
+    adapter = _with_alpha(adapter, alpha)
+    source = as_in_run(source, adapter)
     check_member(adapter, Family.of_config(identify(source)), source.description)
     whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter, scale)
     # The adapters were trained later, so their facts replace the base's.
-    trained = {k: adapter.facts[k] for k in TRAINING_FACTS if k in adapter.facts}
-    return replace(whole, facts={**whole.facts, **trained})
+    trained = {k: adapter.facts[k] for k in _TRAINING_FACTS if k in adapter.facts}
+    unexpected = [*source.unexpected, *adapter.unexpected]
+    return replace(whole, facts={**whole.facts, **trained}, unexpected=unexpected)
 
 
 def write_adapters(

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_BESIDE = "beside the config.json of the base model's transformer folder, and give that folder"
+_BESIDE = "beside the config.json of the base model's transformer folder, in place of its weights, and give that folder"
 # (files of another wrapping, its name, what to do with it); the first match counts.
 _WRAPPINGS = (
     ("*.gguf", "quantized weights (GGUF)", "use the model's safetensors files"),
     ("*.distcp", "a checkpoint of torch.distributed.checkpoint (FSDP)", "make one file of it: python -m "
-     "torch.distributed.checkpoint.format_utils dcp_to_torch DIR diffusion_pytorch_model.bin; put that " + _BESIDE),
+     "torch.distributed.checkpoint.format_utils dcp_to_torch DIR pytorch_model.bin; put that " + _BESIDE),
     ("*zero_pp_rank_*_optim_states.pt", "a ZeRO checkpoint of DeepSpeed", "join its parts with the zero_to_fp32.py "
-     "that lies beside it: python zero_to_fp32.py DIR OUT; put OUT's files, named diffusion_pytorch_model*, " + _BESIDE),
-    ("pytorch_model_fsdp*.bin", "a checkpoint of accelerate (FSDP)", "name it diffusion_pytorch_model.bin and put it "
-     + _BESIDE),
-    ("pytorch_model*.bin", "weights without a config.json (of zero_to_fp32.py or accelerate)", "name them "
-     "diffusion_pytorch_model*.bin and put them " + _BESIDE),
-    ("*.bin", "weights without a config.json of diffusers", "put them " + _BESIDE),
+     "that lies beside it: python zero_to_fp32.py DIR OUT; put OUT's files " + _BESIDE),
+    ("*.bin", "weights without a config.json of diffusers", "put them, named pytorch_model*, " + _BESIDE),
     ("*.safetensors", "weights without a config.json of diffusers", "put them, named diffusion_pytorch_model*, " + _BESIDE),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from cogfast.config.json_files import Range, brief, check, parse_json, read_json
 from cogfast.config.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.weights.diffusers import LINEARS, diffusers_names
+from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource
 from cogfast.model.weights.tensor_files import Outgoing, new_folder, open_tensors, write_safetensors
@@ -35,10 +35,6 @@ _PEFT_FILE_NAME, _PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.j
 _HEADER_KEYS = ("lora_adapter_metadata", "lora_config")  # of diffusers, and of finetrainers
 _MEMBER_KEY = "cogfast_model"  # the model that the adapters were trained on
 _COMPONENT = "transformer."  # prefix of every name: the pipeline's component
-# PEFT, diffusers, ComfyUI's files, DDP and torch.compile put these before the names of linears.
-_PREFIXES = re.compile(
-    r"(base_model\.model\.|transformer\.|diffusion_model\.|module\.|_orig_mod\.)+"
-)
 _KOHYA, _KOHYA_PREFIXES = "lora_unet__", re.compile(r"lora_(unet|transformer)_+")
 _T = TypeVar("_T")
 _ALPHA = Range(1e-6, 1e6)
@@ -95,7 +91,8 @@ def open_peft(path: str | Path) -> WeightSource:
             "with the tool that made it"
         )
     # A pair of a convolution, such as 1.0's patch embedding: [r, C, h, w] and [M, r, 1, 1].
-    shapes = {name: _flat(files.shape(key)) for name, key in found.ours.items()}
+    theirs = {name: files.shape(key) for name, key in found.ours.items()}
+    shapes = {n: (s[0], math.prod(s[1:])) if len(s) == 4 else s for n, s in theirs.items()}
     check_pairs(str(file), shapes)
     where, settings = _settings(file, files.metadata)
     if settings is not None:
@@ -123,13 +120,10 @@ def open_peft(path: str | Path) -> WeightSource:
         dtypes={name: files.dtype(key) for name, key in found.ours.items()},
         unexpected=found.unexpected,
         is_partial=True,
+        convolutions={name: shape for name, shape in theirs.items() if len(shape) == 4},
         lora_alpha=alpha,
         member=brief(files.metadata[_MEMBER_KEY]) if _MEMBER_KEY in files.metadata else None,
     )
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape
 
 
 def _read_alpha(file: Path, key: str, values: Tensor) -> float:
@@ -179,8 +173,9 @@ def peft_tensors(
         raise ValueError(f"{source.description}: has no LoRA tensors to write; use another --to")
     read = with_strength_in_b(source).read
     tensors = [
-        Outgoing(peft_name(n), source.shapes[n], dtype or source.dtypes[n], partial(read, n, None))
+        Outgoing(peft_name(n), shape, dtype or source.dtypes[n], partial(read, n, None))
         for n in names
+        for shape in [source.convolutions.get(n, source.shapes[n])]  # the values' order is the same
     ]
     return tensors, _member_header(source) | {
         _HEADER_KEYS[0]: json.dumps(_header(source.shapes, names))
@@ -239,9 +234,7 @@ class _Keys:
     @classmethod
     def of(cls, keys: Sequence[str], file: Path) -> _Keys:
         found, parts = cls(), _parts({*filter(None, map(_block_of, keys))})
-        modules = {_kohya(module): module for module in parts} | {
-            module: module for module in parts
-        }
+        modules = {name: module for module in parts for name in (module, _kohya(module))}
         for key in keys:
             match = _KEY.fullmatch(key)
             named = match and (match["module"] or match["scaled"])
@@ -280,11 +273,7 @@ def _parts(blocks: Iterable[str]) -> dict[str, tuple[str, int]]:
 def _plain_module(name: str) -> str:
     """Return diffusers' name of a linear, or kohya's, without what other programs put before it."""
     prefix = _KOHYA_PREFIXES.match(name)
-    if prefix is not None:
-        return name[prefix.end() :]
-    name = name.replace("._orig_mod.", ".")  # blocks that were compiled
-    prefix = _PREFIXES.match(name)
-    return name if prefix is None else name[prefix.end() :]
+    return plain_name(name) if prefix is None else name[prefix.end() :]
 
 
 def _kohya(module: str) -> str:

@@ -17,7 +17,6 @@ from cogfast.extensions.formats.adapters import (
     open_adapter,
     split_scale,
 )
-from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.config import Family
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -37,8 +36,7 @@ class LoraOverlay:
     @classmethod
     def parse(cls, text: str) -> LoraOverlay:
         """Parse `PATH` or `PATH:SCALE`."""
-        path, scale = split_scale(text, "--lora")
-        return cls(copy_of(path), scale)
+        return cls(*split_scale(text, "--lora"))
 
 
 def open_loras(loras: Sequence[LoraOverlay], ema: bool | None) -> list[tuple[WeightSource, float]]:

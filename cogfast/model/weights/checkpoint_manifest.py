@@ -222,17 +222,18 @@ def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
         raise refusal(checkpoint, DamageError(f"manifest.json: {error}")) from None
     found = {name: _with_infinities(values) for name, values in sections.items()}
     load = (found.get("args") or {}).get("load")
-    if isinstance(load, str) and "://" not in load and not Path(load).exists():
+    if isinstance(load, str) and "://" not in load and not os.path.isabs(load):
         found["args"]["load"] = _from_start(run_of(checkpoint), load)
     return found
 
 
 def _from_start(run: Path, path: str) -> str:
-    """Return a relative path as it was in the folder in which a run was started, if that is known."""
-    for file in sorted(run.glob("environment*.json")):
+    """Return a relative path from the folder in which a run was started, if it is there, else as it is."""
+    # That of the first start comes before those of resumes.
+    for file in sorted(run.glob("environment*.json"), reverse=True):
         folder = read_json(file).get("working_folder")
-        if isinstance(folder, str):
-            return os.path.join(folder, path)
+        if isinstance(folder, str) and os.path.exists(found := os.path.join(folder, path)):
+            return path if folder == os.getcwd() else found
     return path
 
 

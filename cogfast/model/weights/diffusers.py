@@ -20,6 +20,7 @@ from cogfast.model.config import TransformerConfig, inpainting_channels
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import (
+    TORCH_FILES,
     Outgoing,
     new_folder,
     open_tensors,
@@ -66,6 +67,10 @@ _FIXED = {
     "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
     "timestep_activation_fn": "silu",
 }
+# PEFT, diffusers, ComfyUI's files and DDP put these before the names of weights.
+_PREFIXES = re.compile(r"^(base_model\.model\.|transformer\.|diffusion_model\.|module\.)+")
+# torch.compile, FSDP and checkpointing put these at any place.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Classes in model_index.json of the pipelines that run CogVideoX's models.
 NOISE_KEY = "add_noise_in_inpaint_model"  # VideoX-Fun's, in the config.json of inpainting models
 _PIPELINES = (
@@ -76,6 +81,11 @@ _PIPELINES = (
     "CogVideoXFunInpaintPipeline",  # VideoX-Fun's
     "CogVideoXInterpolationPipeline",  # CogVideoX-Interpolation's
 )
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without what other programs put before it or into it."""
+    return _PREFIXES.sub("", _WRAPPERS.sub("", name))
 
 
 def _num_parts(our_name: str) -> int:
@@ -121,7 +131,7 @@ def from_diffusers(our_name: str, parts: list[Tensor]) -> Tensor:
 def find_diffusers_folder(path: Path) -> Path | None:
     """Return the transformer folder at `path` or in the pipeline's folder there; None if neither."""
     for folder in (path, path / "transformer"):
-        kinds = ("*.safetensors*", "diffusion_pytorch_model*.bin")
+        kinds = ("*.safetensors*", TORCH_FILES)
         if (folder / "config.json").is_file() and any(any(folder.glob(kind)) for kind in kinds):
             return folder
     return None
@@ -131,12 +141,13 @@ def open_diffusers(folder: Path) -> WeightSource:
     """Open the weights in a diffusers transformer folder."""
     config = _read_config(folder)
     files = open_tensors(folder)
-    held = our_names(files.names())
+    names = {plain_name(name): name for name in files.names()}
+    held = our_names(list(names))
     if not held:
         raise ValueError(f"{folder}: has no weights of diffusers' {CLASS_NAME}; copy it again")
 
     def shape(name: str) -> tuple[int, ...]:
-        sizes = [files.shape(key) for key in held[name]]
+        sizes = [files.shape(names[key]) for key in held[name]]
         if len(set(sizes)) > 1 or not sizes[0]:
             raise ValueError(
                 f"{folder}: {' and '.join(held[name])} have shapes "
@@ -148,7 +159,7 @@ def open_diffusers(folder: Path) -> WeightSource:
     shapes = {name: shape(name) for name in held}
 
     def read(name: str, shard: Shard | None) -> Tensor:
-        whole = from_diffusers(name, [files.read(key) for key in held[name]])
+        whole = from_diffusers(name, [files.read(names[key]) for key in held[name]])
         return whole if shard is None else shard.of(whole)
 
     # Other keys are reported: a key of another class, or a part without its partners.
@@ -157,8 +168,8 @@ def open_diffusers(folder: Path) -> WeightSource:
         description=f"diffusers folder {folder}",
         shapes=shapes,
         read=read,
-        dtypes={name: files.dtype(keys[0]) for name, keys in held.items()},
-        unexpected=sorted(set(files.names()) - used),
+        dtypes={name: files.dtype(names[keys[0]]) for name, keys in held.items()},
+        unexpected=sorted(names.keys() - used),
         facts=_facts(config),
     )
     return with_flat_patches(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from cogfast.config.arguments import LearnedPositions
 from cogfast.config.values import counted
 from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
-from cogfast.extensions.formats.completed import adapters_for, completed
+from cogfast.extensions.formats.completed import adapters_for, completed, fitted
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
@@ -81,7 +81,8 @@ def load_transformer(
     source = fitted(source, transformer.config, new_channels, positions)
     # With another alpha they would train and sample at another strength.
     if adapters_of(source) is not None:
-        check_config(only_adapters(source), transformer.config)
+        # Other weights that a run trained are loaded with them.
+        check_config(only_adapters(replace(source, trained=frozenset())), transformer.config)
     return load_source(transformer, source, str(path), allow_missing, shards, held)
 
 
@@ -96,26 +97,6 @@ def load_adapters(
     report = load_source(transformer, adapter, path, shards=shards, held=held)
     logger.info("%s: %s", adapter.description, adapters_of(adapter))
     return report
-
-
-def fitted(
-    source: WeightSource,
-    config: TransformerConfig,
-    new_channels: bool,
-    positions: LearnedPositions | None,
-) -> WeightSource:
-    """Return weights with what model.new_channels and model.learned_positions make of them for `config`:
-    zeros for input channels that they lack, and another position table."""
-    name, patch = "patch_embedding.weight", config.patch_size
-    if new_channels and name in source.shapes:
-        source = source.with_channels(name, config.in_channels * patch.t * patch.h * patch.w)
-    name = "position_table.weight"
-    if positions is None or config.position == "sincos" or name not in source.shapes:
-        return source
-    if positions == "drop":
-        return source.without(name)
-    old = identify(source, config.out_channels)
-    return source.with_table(name, old.text_length, old.grid, config.grid)
 
 
 def load_source(

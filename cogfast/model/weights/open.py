@@ -23,12 +23,6 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     return _open(path, ema).checked()
 
 
-def may_have_ema(path: Path) -> bool:
-    """Return whether weights may have a moving average beside them: those of a run, and of a SAT folder that has
-    a folder of them."""
-    return find_run_checkpoint(path) is not None or any(path.glob("*-ema"))
-
-
 def _open(path: Path, ema: bool | None) -> WeightSource:
     # Runs first: their checkpoints are safetensors files, too.
     checkpoint = find_run_checkpoint(path)

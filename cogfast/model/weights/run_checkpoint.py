@@ -9,6 +9,7 @@ shard's index, the number of shards and the dim they were split along.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
-from cogfast.extensions.stores.mirror import name_of
+from cogfast.extensions.stores.mirror import copy_of, name_of
 from cogfast.extensions.stores.store import StoreError
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA
@@ -174,9 +175,8 @@ def open_run(
         return values.view(shape)
 
     sections = config_of(checkpoint_dir, manifest)
-    facts = _config_of_run(
-        checkpoint_dir, sections.get("model", {})
-    )  # {}: the run has no config of a network
+    facts = _config_of_run(checkpoint_dir, sections.get("model", {}))  # {}: it has no network
+    load = sections.get("args", {}).get("load")
     # Known if all videos of the run had one size.
     sizes = manifest.get("video_sizes") or []
     trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
@@ -191,7 +191,8 @@ def open_run(
         is_partial=True,
         trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
-        base=sections.get("args", {}).get("load"),
+        base=None if load is None else partial(copy_of, load),
+        positions=sections.get("model", {}).get("learned_positions"),
         member=None if family is None else family.member.name,
     )
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cogfast.config.arguments import LearnedPositions
 from cogfast.config.json_files import brief
 from cogfast.config.values import counted
 from cogfast.core.shapes import PatchSize, TokenGrid
@@ -57,11 +58,15 @@ class WeightSource:
     unexpected: list[str] = field(default_factory=list)  # unknown keys
     facts: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig it stores
     is_partial: bool = False  # has only the tensors that a run trained
-    trained: frozenset[str] = (
-        frozenset()
-    )  # names of the tensors that a run trained, if it is of one
+    trained: frozenset[str] = frozenset()  # names of the tensors that a run trained
+    convolutions: Shapes = field(default_factory=dict)  # the shapes of flat adapters in their file
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
-    base: str | None = None  # of a run: the model that it started from
+    base: Callable[[], str] | None = (
+        None  # of a run: returns the path of the model that it started from
+    )
+    positions: LearnedPositions | None = (
+        None  # of a run: what it made of that model's learned table
+    )
     member: str | None = None  # the published model that adapters were trained on, if known
 
     def __post_init__(self) -> None:
@@ -126,10 +131,8 @@ class WeightSource:
             video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
             return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
 
-        sizes = ("num_frames", "latent_height", "latent_width")
-        facts = {key: value for key, value in self.facts.items() if key not in sizes}
         shapes = self.shapes | {name: (1, num_text + new.num_tokens, width)}
-        return replace(self, read=read, shapes=shapes, facts=facts)
+        return replace(self, read=read, shapes=shapes)
 
     @property
     def alpha(self) -> float:

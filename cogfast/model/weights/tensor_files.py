@@ -19,6 +19,9 @@ from torch import Tensor
 from cogfast.config.json_files import InsideNames, brief, keys, read_json
 from cogfast.core.files import LFS, ChecksumFile, is_disk_full, is_lfs_pointer
 
+# The *.bin files of weights; accelerate has others beside them.
+TORCH_FILES = "*pytorch_model*.bin"
+_NESTED = ("model", "module", "state_dict")  # keys of the weights beside other states
 _INDEX = keys({"weight_map": InsideNames})
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -109,7 +112,7 @@ class SafetensorsFiles:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        paths = [path] if path.is_file() else _files_of(path, ".safetensors")
+        paths = [path] if path.is_file() else _files_of(path, "*.safetensors")
         self._open, self._file_of = {}, {}
         self.metadata: dict[str, str] = {}
         for file in paths:
@@ -154,13 +157,19 @@ class SafetensorsFiles:
 
 
 class TorchFiles:
-    """The tensors of the *.bin files in a folder, or of one file of torch.save; see SafetensorsFiles."""
+    """The tensors of the TORCH_FILES in a folder, or of one file of torch.save; see SafetensorsFiles."""
 
     def __init__(self, path: Path) -> None:
         self.metadata: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
-        for file in [path] if path.is_file() else _files_of(path, ".bin"):
-            self._tensors |= only_tensors(file, read_torch_file(file))
+        for file in [path] if path.is_file() else _files_of(path, TORCH_FILES):
+            content = read_torch_file(file)
+            nested = (content[key] for key in _NESTED if isinstance(content.get(key), dict))
+            found = only_tensors(file, next(nested, content))
+            if twice := found.keys() & self._tensors.keys():
+                text = f"{file}: {brief(min(twice))} is in another file, too; keep the files of one model"
+                raise ValueError(text)
+            self._tensors |= found
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -176,15 +185,21 @@ class TorchFiles:
 
 
 def open_tensors(path: Path) -> SafetensorsFiles | TorchFiles:
-    """Open the safetensors files of a folder, or its *.bin files if it has none, or one file of either kind."""
-    is_torch = path.suffix == ".bin" if path.is_file() else not any(path.glob("*.safetensors*"))
+    """Open the safetensors files of a folder or its TORCH_FILES, or one file of either kind."""
+    named, others = ([*path.glob(kind)] for kind in ("*.safetensors*", TORCH_FILES))
+    if named and others:
+        raise ValueError(
+            f"{path}: has weights in {named[0].name} and in {others[0].name}, which may be two models; "
+            "keep the files of one"
+        )
+    is_torch = path.suffix == ".bin" if path.is_file() else not named
     return TorchFiles(path) if is_torch else SafetensorsFiles(path)
 
 
-def _files_of(folder: Path, suffix: str) -> list[Path]:
-    """Return the files that a folder's index names, or all if it has no index."""
-    names = sorted(path.name for path in folder.glob(f"*{suffix}"))
-    indexes = sorted(folder.glob(f"*{suffix}.index.json"))
+def _files_of(folder: Path, kind: str) -> list[Path]:
+    """Return the files that a folder's index names, or all of a kind if it has no index."""
+    names = sorted(path.name for path in folder.glob(kind))
+    indexes = sorted(folder.glob(f"{kind}.index.json"))
     if indexes:
         # Programs differ in which of the two they read.
         whole, present = indexes[0].name.removesuffix(".index.json"), names

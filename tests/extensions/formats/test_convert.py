@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from cogfast.model.weights.source import WeightSource, with_flat_patches
 from cogfast.model.weights.tensor_files import write_safetensors_folder, write_torch_file
 from tests.model.test_transformer_diffusers import run_diffusers
 from tests.model.weights.test_weights_load import seal, write_run
+from tests.support.pipelines import Pipelines
 from tests.support.refusals import assert_refused
 from tests.support.runs import run_of
 from tests.support.tiny_run import assert_same
@@ -361,3 +363,15 @@ def test_a_rounded_table_of_2b(sat_folders, tmp_path: Path) -> None:
     torch.save({"module": {k: v.bfloat16() for k, v in state.items()}}, file)
     convert(file, tmp_path / "theirs", "diffusers", verify=True)
     assert identify(open_source(file)) == of_four_heads("2b")
+
+
+@pytest.mark.parametrize("family", ["2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
+def test_networks_are_compared_with_those_of_diffusers(
+    family: str, pipelines: Pipelines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    convert(pipelines.path(family), tmp_path / "out", "diffusers", verify=True)
+    (found,) = re.findall(r"networks differ by at most (\S+) of", caplog.text)
+    assert (
+        1e-9 < float(found) < 1e-5
+    )  # another implementation, and another epsilon of the last norm

@@ -1,8 +1,6 @@
 """The network that a run has trained computes the same by each way out of the run's folder."""
 
 import json
-import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cogfast.__main__ import main
 from cogfast.config import load_config
 from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.compare import compare_networks
@@ -22,14 +21,16 @@ from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.peft import FILE_NAME
 from cogfast.extensions.publish.publish import publish
 from cogfast.extensions.sample.lora_overlay import LoraOverlay, add_loras, open_loras
+from cogfast.extensions.stores import store
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer, build_transformer
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
+from cogfast.train.assembly import assemble_transformer
 from tests.model.test_lora import save_as_sat
-from tests.support.pipelines import Pipelines
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
+from tests.support.s3_server import S3Server
 from tests.support.tiny_transformers import randomize
 
 LORA = ("args.lora_rank=4", "args.lora_alpha=6", "args.lora_modules=[q,v,out]")
@@ -152,6 +153,11 @@ def by_load(key: str) -> Callable[[Trained, bool, Path], Tensor]:
     return take
 
 
+def by_sampling(trained: Trained, ema: bool, folder: Path) -> Tensor:
+    config, args, groups = (getattr(trained.run.last, n) for n in ("config", "args", "groups"))
+    return output(assemble_transformer(config, args, groups, str(trained.run.path), ema))
+
+
 def by_publishing(trained: Trained, ema: bool, folder: Path) -> Tensor:
     path = Path(publish(trained.run.path, "me/x", is_dry_run=True))
     if (path / FILE_NAME).exists():
@@ -175,6 +181,7 @@ TARGETS: dict[str, Callable[[Trained, bool, Path], Tensor]] = {
     "peft": by_lora_file("peft", by_overlay),
     "fun": by_lora_file("fun", by_overlay),
     "fun, merged by VideoX-Fun": by_lora_file("fun", merged_by_videox_fun),
+    "sample": by_sampling,
     "sample --lora": by_overlay,
     "args.load": by_load("load"),
     "args.load_lora": by_load("load_lora"),
@@ -201,7 +208,7 @@ REFUSED = {
     ("all weights", "fun, merged by VideoX-Fun"): LACKS,
     ("all weights", "sample --lora"): LACKS,
     ("LoRA", "args.load"): "do not fit the config, which has no adapters",
-    ("LoRA and other weights", "args.load"): BESIDE,
+    ("LoRA and other weights", "args.load"): "do not fit the config, which has no adapters",
     ("LoRA and other weights", "args.load_lora"): BESIDE,
     ("LoRA and other weights", "publish"): BESIDE,
     ("all weights", "args.load_lora"): LACKS,
@@ -236,6 +243,65 @@ def test_the_network_computes_the_same(
     found, wanted, other = take(case, ema, tmp_path), case.outputs[ema], case.outputs[not ema]
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     assert (found - other).norm() > 1e-4 * wanted.norm()
+
+
+WHOLE = "[attention,modulation,fc1,fc2,patch_embedding,text_embedding,time_embedding,output]"
+CHANNELS = ("model.conditions=[frames]", "model.given_frames=prefix:1", "model.new_channels=zero")
+CHANNELS += ("model.network_config.params.in_channels=16",)
+NO_TABLE = (
+    "model.network_config.params.modules.pos_embed_config.params.learnable_pos_embed=false",
+)
+# {case: the member, the words that stay without adapters, the words of adapters, what is trained}
+CHANGES = {
+    "adapted linears": ("5b", (), LORA, "[attention]"),
+    "all weights beside adapters": ("5b", (), LORA, WHOLE),
+    "new channels": ("5b", CHANNELS, (), "[patch_embedding]"),
+    "new channels and adapters": ("5b", CHANNELS, LORA, "[patch_embedding]"),
+    "no table": ("5b_i2v", ("model.learned_positions=drop", *NO_TABLE), (), "[attention]"),
+    "no table and adapters": ("5b_i2v", ("model.learned_positions=drop", *NO_TABLE), LORA, "[fc1]"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_a_run_made_of_its_base_is_in_the_whole_model(
+    case: str, shared_run: Run, base: Path, tmp_path: Path
+) -> None:
+    family, words, lora, modules = CHANGES[case]
+    run = shared_run.of(family)
+    if family != "5b":
+        other = build_transformer(run.config().model)
+        randomize(other, 4)
+        save_as_sat(other, tmp_path / "sat")
+        base = tmp_path / "base"
+        convert(tmp_path / "sat", base, "diffusers")
+    run = run.with_words(*words, *lora, f"model.trainable_modules={modules}", f"args.load={base}")
+    run = run.with_words(*FAST).into(tmp_path / "run").train(steps=2)
+    with torch.no_grad(), run.last.engine.weights("master"):
+        expected = output(run.last.engine.transformer)
+    plain_config = run.config().model if not lora else load_config([run.base], words).model
+    merged = {"from its base": (base, str(run.path))} if lora else {"itself": (run.path, None)}
+    if modules == WHOLE:
+        merged["its own"] = (run.path, "")
+    for name, (source, adapters) in merged.items():
+        convert(source, tmp_path / name, "diffusers", merge_lora=adapters)
+        transformer = build_transformer(plain_config)
+        load_transformer(transformer, tmp_path / name)
+        assert (output(transformer) - expected).norm() <= 1e-5 * expected.norm()
+    again = run.with_words(f"args.load={run.path}").into(tmp_path / "again")
+    if not lora or modules == WHOLE:
+        assert torch.equal(output(again.trainer("args.train_iters=1").engine.transformer), expected)
+
+
+def test_averages_are_of_the_adapters_alone(trained: dict[str, Trained], tmp_path: Path) -> None:
+    """Adapters that were trained on another run's plain weights, which args.load reads, are merged into these."""
+    first, words = trained["part of a model"], (*LORA, *FAST)
+    run = replace(first.run, words=(), last=None).into(tmp_path / "run")
+    run = run.with_words(*words, f"args.load={first.run.path}").train(steps=3)
+    with torch.no_grad(), run.last.engine.weights("shadow"):
+        expected = output(run.last.engine.transformer)
+    convert(first.run.path, tmp_path / "out", "diffusers", ema=True, merge_lora=f"{run.path}:1.0")
+    found = output(plain(first, tmp_path / "out"))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_adapters_of_a_sat_folder_keep_their_strength(
@@ -324,8 +390,8 @@ def kohya(prefix: str, separator: str) -> Callable[[Weights], Written]:
 
 
 def wrapped(pairs: Weights) -> Written:
-    """The names of a module in DDP and torch.compile, with peft's name of the adapter, and alpha as tensors."""
-    found, _ = kohya("module._orig_mod.base_model.model.", ".")(pairs)
+    """The names of a module in DDP, FSDP and torch.compile, with peft's name of the adapter, and alpha as tensors."""
+    found, _ = kohya("module._orig_mod._fsdp_wrapped_module.base_model.model.", ".")(pairs)
     renamed = {
         k.replace("_down.", "_A.default.").replace("_up.", "_B.default."): v
         for k, v in found.items()
@@ -340,7 +406,7 @@ WRITERS: dict[str, Callable[[Weights], Written]] = {
     "VideoX-Fun": kohya("lora_unet__", "_"),
     "kohya": kohya("lora_transformer_", "_"),
     "ComfyUI": kohya("diffusion_model.", "."),
-    "DDP and torch.compile": wrapped,
+    "DDP, FSDP and torch.compile": wrapped,
 }
 
 
@@ -399,7 +465,32 @@ def test_adapters_of_other_trainers_compute_the_same(
     assert (output(plain(case, case.base)) - expected).norm() > 0.1 * expected.norm()
 
 
+def test_a_convolution_s_adapters_are_read_by_diffusers(
+    foreign: tuple[Weights, Path], trained: dict[str, Trained], tmp_path: Path
+) -> None:
+    case = trained["LoRA"]
+    pairs, header = WRITERS["diffusers"](foreign[0])
+    save_file(pairs, tmp_path / "lora.safetensors", header)
+    convert(tmp_path / "lora.safetensors", tmp_path / "peft", "peft", verify=True)
+    network = CogVideoXTransformer3DModel.from_pretrained(case.base)
+    network.load_lora_adapter(load_file(tmp_path / "peft" / FILE_NAME), prefix="transformer")
+    network.fuse_lora()
+    network.unload_lora()
+    network.save_pretrained(tmp_path / "merged")
+    found, expected = (output(plain(case, x)) for x in (tmp_path / "merged", foreign[1]))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_part_of_the_strength_is_merged(trained: dict[str, Trained], tmp_path: Path) -> None:
+    case = trained["LoRA and other weights"]
+    convert(case.base, tmp_path / "more", "diffusers", merge_lora=f"{case.run.path}:0.5")
+    name = "transformer_blocks.0.norm1.linear.weight"
+    folders = (case.base, tmp_path / "more", tmp_path / "whole")
+    convert(case.base, folders[2], "diffusers", merge_lora=str(case.run.path))
+    start, found, end = (
+        load_file(x / "diffusion_pytorch_model.safetensors")[name] for x in folders
+    )
+    torch.testing.assert_close(found, (start + end) / 2)
     case = trained["LoRA"]
     half = f"{case.run.path}:0.5"
     convert(case.base, tmp_path / "merged", "diffusers", merge_lora=half, verify=True)
@@ -446,50 +537,6 @@ def test_adapters_of_another_model_of_equal_shapes(
             assert "is CogVideoX-5B-I2V, which has other inputs" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "line"),
-    [
-        ("model.gguf", b"GGUF", "quantized weights (GGUF), which cogfast does not read; use the model's"),
-        ("__0_0.distcp", b"", "a checkpoint of torch.distributed.checkpoint (FSDP)"),
-        ("pytorch_model/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", b"", "python zero_to_fp32.py"),
-        ("pytorch_model-00001-of-00002.bin", b"", "weights without a config.json (of zero_to_fp32.py"),
-        ("model.safetensors", b"", "weights without a config.json of diffusers"),
-        ("diffusion_pytorch_model.bin", b"", "weights without a config.json of diffusers"),
-    ],
-)  # fmt: skip
-def test_weights_in_other_wrappings_are_named(
-    file: str, content: bytes, line: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "x" / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    if path.suffix == ".safetensors":
-        save_file({"blocks.weight": torch.ones(2)}, path)
-    if path.suffix == ".pt":
-        (tmp_path / "x" / "latest").write_text("pytorch_model")
-    assert_refused(lambda: convert(tmp_path / "x", tmp_path / "out", "sat"), line)
-
-
-def test_a_pointer_of_git_lfs_is_named(base: Path, tmp_path: Path) -> None:
-    pointer = "version https:" + "//git-lfs/spec/v1\noid sha256:0\nsize 9\n"
-    for name in ("diffusion_pytorch_model.safetensors", "config.json"):
-        folder = tmp_path / name
-        shutil.copytree(base, folder)
-        (folder / name).write_text(pointer)
-        line = f"{name}: is a pointer of Git LFS, not the file itself; run git lfs pull"
-        assert_refused(lambda folder=folder: convert(folder, tmp_path / "out", "sat"), line)
-
-
-def test_weights_of_torch_save_are_read(
-    base: Path, trained: dict[str, Trained], tmp_path: Path
-) -> None:
-    shutil.copyfile(base / "config.json", tmp_path / "config.json")
-    weights = load_file(base / "diffusion_pytorch_model.safetensors")
-    torch.save(weights, tmp_path / "diffusion_pytorch_model.bin")
-    found, expected = (output(plain(trained["LoRA"], path)) for path in (tmp_path, base))
-    assert torch.equal(found, expected)
-
-
 def test_a_run_is_used_from_another_folder(
     base: Path, trained: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +546,8 @@ def test_a_run_is_used_from_another_folder(
     run = replace(trained["LoRA"].run, words=(), last=None).into(tmp_path / "run")
     run = run.with_words(*words).train(steps=1)
     monkeypatch.chdir(tmp_path)
+    # Another model under the same relative path
+    convert(trained["all weights"].run.path, base.name, "diffusers")
     convert(run.path, "here", "diffusers", verify=True)
     monkeypatch.chdir(base.parent)
     convert(run.path, tmp_path / "there", "diffusers")
@@ -506,6 +555,38 @@ def test_a_run_is_used_from_another_folder(
         output(plain(trained["LoRA"], tmp_path / name)) for name in ("here", "there")
     )
     assert torch.equal(found, expected)
+
+
+def test_a_base_and_adapters_in_a_store_are_read(
+    server: S3Server,
+    base: Path,
+    trained: dict[str, Trained],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The base of a run that trained a part, and --merge-lora with a scale behind the address."""
+    url, lora, out = f"{server.url}/base", f"{server.url}/lora", tmp_path / "out"
+    for file in base.iterdir():
+        store.upload(file, f"{url}/{file.name}")
+    words = (*SOURCES["part of a model"], f"args.load={url}", "args.train_iters=1")
+    run = replace(trained["LoRA"].run, words=words, last=None).into(tmp_path / "run")
+    assert main(run.command()) == 0
+    assert main(["convert", str(run.path), str(out), "--to", "diffusers"]) == 0
+    found, start = (load_file(path / "diffusion_pytorch_model.safetensors") for path in (out, base))
+    assert torch.equal(found["proj_out.weight"], start["proj_out.weight"])
+
+    case = trained["LoRA"]
+    convert(case.run.path, tmp_path / "lora", "peft")
+    store.upload(tmp_path / "lora" / FILE_NAME, f"{lora}/{FILE_NAME}")
+    merged = [tmp_path / "whole", tmp_path / "half"]
+    merge = lambda folder, end: main(
+        ["convert", str(base), str(folder), "--to", "diffusers", "--merge-lora", lora + end]
+    )
+    assert [merge(merged[0], ""), merge(merged[1], ":0.5"), merge(out, "x")] == [0, 0, 1]
+    assert f"{lora}x: no such folder or file; correct the address" in capsys.readouterr().err
+    name = "transformer_blocks.0.attn1.to_q.weight"
+    whole, half = (load_file(path / "diffusion_pytorch_model.safetensors")[name] for path in merged)
+    torch.testing.assert_close(half, (start[name] + whole) / 2)
 
 
 def test_outputs_that_differ_are_found(base: Path, tmp_path: Path) -> None:
@@ -518,15 +599,3 @@ def test_outputs_that_differ_are_found(base: Path, tmp_path: Path) -> None:
         lambda: compare_networks(changed, source, base), "the outputs of the networks differ"
     )
     assert "differ by at most" in compare_networks(source, source, base)
-
-
-@pytest.mark.parametrize("family", ["2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v"])
-def test_networks_are_compared_with_those_of_diffusers(
-    family: str, pipelines: Pipelines, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    convert(pipelines.path(family), tmp_path / "out", "diffusers", verify=True)
-    (found,) = re.findall(r"networks differ by at most (\S+) of", caplog.text)
-    assert (
-        1e-9 < float(found) < 1e-5
-    )  # another implementation, and another epsilon of the last norm

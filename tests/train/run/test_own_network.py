@@ -282,5 +282,10 @@ def test_adapters_and_modules_together(world: World, tmp_path: Path) -> None:
     names = runs[0].weights().keys()
     assert names > NAMES and all("matrix_" in name for name in names - NAMES)
     assert runs[0].losses == runs[1].losses == runs[2].losses
+    merge = lambda **kw: convert(
+        world.weights, tmp_path / "merged", "diffusers", merge_lora=str(runs[0].path), **kw
+    )
+    assert_refused(merge, "6 tensors with unknown names: blocks.0.fuser")
+    merge(allow_unexpected=True, verify=True)
     cached = world.run("cached", *lora).cached_in(tmp_path).train("args.encode_first=true")
     assert cached.losses == pytest.approx(runs[0].losses, rel=1e-5)
