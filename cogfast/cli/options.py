@@ -130,9 +130,8 @@ def _parse_run(
         if not (stored := trained_settings(Path(run))):
             raise ValueError(f"args.resume={run} is not a run or checkpoint; set it to its folder")
         # It continues in its folder, wherever that is now, and changes are accepted once.
-        for key in ("run_folder", "accept_changes"):
-            typing.cast(dict, stored["args"][0]).pop(key, None)
-        settings = stored | settings
+        own = {"args.run_folder": (None, "--resume"), "args.accept_changes": (False, "--resume")}
+        settings = stored | own | settings
     elif model is None and not base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "

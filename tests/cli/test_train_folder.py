@@ -136,7 +136,7 @@ def test_a_short_run_has_a_shorter_warmup(
 def test_a_run_alone_continues_where_it_is(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also moved, and from another folder; changes that were accepted once are refused again."""
+    """It may be moved, and resumed from another folder; changes that were accepted once are refused again."""
     monkeypatch.chdir(tmp_path)
     run.train("args.run_folder=run", steps=1)
     alone = lambda path, *words: main(["train", "--resume", path, *words])
