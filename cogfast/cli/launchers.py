@@ -39,7 +39,7 @@ def adopt_ranks() -> str:
         return f"ranks are whole numbers, but {shown}; unset them, or start with torchrun"
     return lacks and (
         f"{name}={env[name]}, but {lacks}; start the processes with torchrun (under Slurm: srun torchrun, "
-        "docs/launch.md), or set RANK=0 WORLD_SIZE=1 to run one alone"
+        f"docs/launch.md), or unset {name} to run one alone"
     )
 
 

@@ -125,9 +125,13 @@ def _parse_run(
     overrides = _all_overrides(found, [*moved, *overrides], settings)
     runs = [word.partition("=")[2] for word in overrides if word.startswith("args.resume=")]
     run = json.loads(runs[-1]) if runs and runs[-1].startswith('"') else "".join(runs[-1:])
-    is_run = run not in ("", "auto", "latest", "null") and "://" not in run and Path(run).exists()
+    is_run = run not in ("", "auto", "latest", "null") and "://" not in run
     if model is None and not base and is_run:  # the run has its configuration
-        settings = trained_settings(Path(run)) | settings
+        if not (stored := trained_settings(Path(run))):
+            raise ValueError(f"args.resume={run} is not a run or checkpoint; set it to its folder")
+        # It continues in its folder, wherever that is now, and changes are accepted once.
+        own = {"args.run_folder": (None, "--resume"), "args.accept_changes": (False, "--resume")}
+        settings = stored | own | settings
     elif model is None and not base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "

@@ -121,7 +121,7 @@ def facts_of(
     cut = 100 * (1 - shown_share(header.height, header.width, size))
     if settings.resize == "crop" and cut > _CUT:
         facts["cut"] = cut
-    if header.is_picture:
+    if header.is_picture or size.num_frames == 1:
         return facts
     selection = select_frames(_times(header, span), header.fps, settings.for_bucket(size))
     if selection.num_padded:

@@ -368,6 +368,9 @@ def assemble_transformer(
         if kind is not DiffusionTransformer:
             added = _named(transformer).keys() - _named(DiffusionTransformer(config)).keys()
             transformer.added = frozenset(added)
+            if found := [n for n, x in _named(transformer).items() if x.is_complex()]:
+                text = f"{kind.__name__}: {found[0]} is complex, and training would drop its imaginary part; "
+                raise ValueError(f"{text}register torch.view_as_real of it")
         if config.lora_rank is not None:
             everywhere = tuple(range(config.num_layers))
             for i in everywhere if config.lora_layers is None else config.lora_layers:

@@ -130,6 +130,17 @@ def test_processes_that_would_not_find_each_other_end(start: str, environment) -
     assert_refused(check_ranks, line)
 
 
+@pytest.mark.parametrize("start", ["srun", "sbatch", "mpirun", "mpich", "pmix", "stale address"])
+def test_the_advice_leads_to_one_process(start: str, environment) -> None:
+    left = dict(word.split("=") for word in REFUSED[start][0].split())
+    for _ in range(len(left) + 1):
+        environment(" ".join(f"{name}={value}" for name, value in left.items()))
+        if not (problem := adopt_ranks()):
+            break
+        del left[problem.partition(" or unset ")[2].partition(" to run")[0]]
+    check_ranks()
+
+
 @pytest.mark.parametrize("name", ["train", "cache", "sample"])
 def test_every_command_on_ranks_says_so(name: str, environment, capsys, tmp_path: Path) -> None:
     run = Run(tmp_path / "data", tmp_path)  # before anything else is found wrong

@@ -13,6 +13,7 @@ from cogfast.config import load_config
 from cogfast.train.preflight.check import log_unused
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import Refusal, assert_command_refused, assert_line, refusals
+from tests.support.runs import Run
 from tests.support.tiny_run import losses, run_folder
 
 SHORT = ("args.train_iters=2", "args.warmup_steps=0", "args.log_interval=1", "args.num_workers=0")
@@ -130,6 +131,30 @@ def test_a_short_run_has_a_shorter_warmup(
     assert "args.warmup_steps=2: the smaller" in capsys.readouterr().err
     assert main(["train", "--resume", "run", *again, "args.exit_interval=1"]) == 0
     assert Path("run/checkpoints/00000005").exists()
+
+
+def test_a_run_alone_continues_where_it_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It may be moved, and resumed from another folder; changes that were accepted once are refused again."""
+    monkeypatch.chdir(tmp_path)
+    run.train("args.run_folder=run", steps=1)
+    alone = lambda path, *words: main(["train", "--resume", path, *words])
+    assert alone("run", "args.train_iters=2", "--lr", "1e-3", "--accept-changes") == 0
+    assert alone("run", "args.train_iters=3", "--lr", "2e-3") == 2
+    line = "args.lr: 0.001 -> 0.002; change it back, or resume anyway with args.accept_changes=true"
+    assert line in capsys.readouterr().err
+    Path("run").rename("moved")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    assert alone("../moved", "args.train_iters=3") == 0
+    assert Path("../moved/checkpoints/00000003").exists()
+    assert not [*Path().iterdir()] and not Path("../run").exists()
+    capsys.readouterr()
+    assert alone("../other") == alone("../none") == 2
+    lines = capsys.readouterr().err.splitlines()
+    text = "cogfast: args.resume=../%s is not a run or checkpoint; set it to its folder"
+    assert lines == [text % "other", text % "none"]
 
 
 def test_a_file_of_ones_own_counts_more_than_the_folders(

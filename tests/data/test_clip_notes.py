@@ -43,6 +43,7 @@ SHORT = "1 of 4 clips are shorter than 17 frames at 8/s (2.1 s; shortest 1.1 s):
         ({"frame_selection": "sat", "skip_frms_num": 3, "max_num_frames": 33},
          ["are shorter than the clips that are read"]),
         ({"frame_selection": "uniform"}, ["4 of 4 clips run at 0.333 to 2 times their speed"]),
+        ({"frame_selection": "uniform", "max_num_frames": 1}, ["are cropped"]),
         ({"resize": "stretch"}, [SHORT]),
         ({"buckets": [[17, 32, 48], [25, 32, 48]]}, [SHORT + "a bucket of frames=9 takes all"]),
     ],
@@ -52,6 +53,7 @@ def test_lines(params: dict, wanted: list[str], folder: Path) -> None:
     found = _lines(folder, **params)
     assert all(line.format(folder) in found for line in wanted), found
     assert ("cropped" in found) == ("resize" not in params)
+    assert "0 to" not in found and "at 0 times" not in found
 
 
 def test_the_advice_takes_all(folder: Path) -> None:

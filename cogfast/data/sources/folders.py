@@ -29,7 +29,7 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _RUN = "/training_config.yaml"  # marks the folder of a run
 _NO_DATA = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
-_NO_WORDS = "nan", "NaN", "None", "NULL", "null", "<NA>"  # what pandas writes for a missing caption
+NO_WORDS = "nan", "NaN", "None", "NULL", "null", "<NA>"  # what pandas writes for a missing value
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 ADD_BUCKET = "add [1, rows, columns] to data.params.buckets"
 
@@ -241,7 +241,7 @@ def first_line(file: str, about: Stat | None = None) -> tuple[str, bool]:
 
 def worded(caption: str) -> str:
     """Return a caption without blanks around it; "" for what stands for a missing one."""
-    return "" if (text := caption.strip()) in _NO_WORDS else text
+    return "" if (text := caption.strip()) in NO_WORDS else text
 
 
 def text_lines(file: str) -> list[str]:

@@ -257,12 +257,17 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             else:
                 seconds = (container.duration or 0) / av.time_base
             fps = float(rate or 0)
-            # stream.frames counts what an edit list cuts off, too.
+            # stream.frames counts what an edit list cuts off, too, and not what fragments add.
             index = stream.index_entries
             cut = sum(1 for _ in takewhile(lambda each: each.is_discard, index))
             num_frames = min(stream.frames, len(index) or MAX_FRAMES) - cut
-            num_frames = num_frames if stream.frames else round(seconds * fps)
+            is_counted = 0 < stream.frames >= len(index)
             height, width, notes = _shown(container, stream)
+            if not is_counted and not seconds:  # a browser's recording
+                container.seek(0)
+                ends = ((p.pts or 0) + (p.duration or 0) for p in container.demux(stream))
+                seconds = float(max(ends, default=0) * (stream.time_base or 0))
+            num_frames = num_frames if is_counted else round(seconds * fps)
     except BadSample as error:
         return Header(reason=error.reason)
     except StoreError:

@@ -110,5 +110,5 @@ def _refuse_missing(
         raise ValueError(
             f"{file}: line {number}: {missing[0]} does not exist ({len(missing)} of {len(paths)} files "
             "are missing); correct the path, which is relative to the list, or remove the sample's "
-            "line from each list"
+            "line from each list" + "; write / in place of \\" * ("\\" in missing[0])
         )

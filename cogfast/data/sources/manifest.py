@@ -37,13 +37,13 @@ from cogfast.data.sources.clip_list import (
 )
 from cogfast.data.sources.folders import (
     ADD_BUCKET,
+    NO_WORDS,
     SourceError,
     check_caption_size,
     find_missing,
     placed,
     refuse_samples,
     text_of,
-    worded,
 )
 from cogfast.extensions.stores.store_errors import check_address
 
@@ -142,6 +142,8 @@ def read_manifest(
 
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
+        # pandas writes NaN where a value is missing.
+        row = {k: None if str(v).strip() in NO_WORDS else v for k, v in row.items()}
         kind = str(row.get("type")).strip().lower()
         if kind == "image" and not has_pictures:
             num_pictures += 1
@@ -156,7 +158,7 @@ def read_manifest(
                 f"{', '.join(_PATHS[1:])})"
             )
         check_caption_size(len(caption.encode("utf-8", "replace")), f"{where}: caption")
-        if not (caption := worded(caption)):
+        if not caption:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
         texts["path"].append(placed(folder, path))
@@ -310,7 +312,7 @@ def _check_columns(file: str, place: str, found: set[str]) -> None:
     unknown = sorted(name for name in found if name not in _KNOWN)
     for name in unknown:
         low = str(name).lower().strip()
-        if _PARTS.match(low):
+        if _PARTS.match(low) and not {"start", "end"} & found:
             raise ValueError(
                 f"{file}: {place}: column {name[:80]} is not read: start and end (seconds) give a part of a video; "
                 "add these, or remove the column if each file is its part"

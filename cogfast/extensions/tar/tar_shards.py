@@ -85,7 +85,8 @@ def shards_of(source: str) -> list[str]:
     is_file = source.endswith(".tar") or "{" in source or MEMBER in source
     if not is_file if is_url else Path(source).is_dir():
         names = list(store.find(source)) if is_url else map(str, Path(source).rglob("*.t*"))
-        names = in_data(sorted(names), source.rstrip("/"))
+        folder = source.rstrip("/") if is_url else str(Path(source))  # without ./, as names
+        names = in_data(sorted(names), "" if folder == "." else folder)
         found = [name for name in names if name.endswith(".tar")]
         packed = [name for name in names if name.endswith(_COMPRESSED)]
         number = counted(len(packed), "compressed shard")

@@ -123,7 +123,7 @@ def _fill_frozen(files: RunFiles, engine: ZeroEngine) -> None:
     # A base that is held elsewhere (extensions/memory) has been read from args.load.
     for name in filter(parameters.__contains__, files.frozen):
         with engine.whole(parameters[name], is_written=True) as whole:
-            values = torch.empty(whole.numel(), dtype=torch.float32)
+            values = torch.empty(whole.numel(), dtype=whole.dtype)
             files.fill(values, name, "frozen", shard_of(parameters[name]))
             whole.copy_(values.view_as(whole))
 

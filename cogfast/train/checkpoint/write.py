@@ -135,9 +135,8 @@ class CheckpointWriter:
         try:
             kinds = self.engine.state_kinds()
             if self._snapshot is None or not set(kinds) <= set(self._snapshot.kinds):
-                # At the first save and not at the start: a run that never saves needs no host
-                # memory for it. PyTorch's optimizers make their state in the first step that is
-                # not skipped, which may come after a save.
+                # At the first save and not at the start: a run that never saves needs no host memory for it.
+                # PyTorch's optimizers make their state in the first step that is not skipped.
                 self._snapshot = None
                 self._snapshot = self.groups.on_all(self._allocate)
         except (MemoryError, RuntimeError) as error:
@@ -146,8 +145,8 @@ class CheckpointWriter:
         # `wait` has returned, so the thread no longer reads the buffers that this overwrites.
         self._snapshot.take()
         # Read now: training changes the scale while the thread writes.
-        about = {"step": step, "loss_scaler": self.engine.loss_scaler_state(), **extra}
-        about["classes"] = self.classes
+        scaler = self.engine.loss_scaler_state()
+        about = {"step": step, "loss_scaler": scaler, "classes": self.classes, **extra}
         self._thread = Thread(
             target=self._write, args=(about, export), name=f"checkpoint {step}", daemon=True
         )
@@ -374,13 +373,14 @@ class _Snapshot:
         named = dict(engine.transformer.named_parameters())
         self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
         self.frozen = frozen_to_keep(engine.transformer)
-        self.live_buffers = engine.transformer.kept_buffers()
-        self.buffers = {name: host_buffer(x) for name, x in self.live_buffers.items()}
+        kept = engine.transformer.kept_buffers()
+        own = lambda x: x.dtype if x.is_floating_point() else torch.float64  # for whole numbers
+        self.buffers = {name: host_buffer(x, own(x)) for name, x in kept.items()}
         # The manifest's entries. The thread must not read modules: within a forward pass, ZeRO-3
         # gathers a parameter that is read, which is a collective of every rank.
         self.about = {
             "parameters": {n: _about(p) for n, p in named.items() if p.requires_grad},
-            "frozen": {n: _about(p) for n, p in {**self.frozen, **self.live_buffers}.items()},
+            "frozen": {n: _about(p) for n, p in {**self.frozen, **kept}.items()},
         }
         self.partitions = {key: host_buffer(x) for key, x in self._live_partitions().items()}
         self.numbers = {key: host_buffer(x) for key, x in self._live_numbers().items()}
@@ -417,7 +417,8 @@ class _Snapshot:
                     self.frozen_values[name] = values.flatten().cpu().clone()  # sync: once
         self.frozen = {}  # they never change, so one copy is enough
         self.engine.wait_for_ema()
-        live = {**self._live_partitions(), **self._live_numbers(), **self.live_buffers}
+        live = {**self._live_partitions(), **self._live_numbers()}
+        live |= self.engine.transformer.kept_buffers()  # a module may have replaced them
         buffers = {**self.partitions, **self.numbers, **self.buffers}
         for key, buffer in buffers.items():
             buffer.copy_(live[key], non_blocking=True)
@@ -468,11 +469,10 @@ class _Snapshot:
                     continue
                 read = partial(self._values, kind, piece)
                 add(kind, piece.parameter, piece.start, piece.numel, read)
-        for name, values in self.frozen_values.items():
+        # Each rank has buffers of its own: those of rank 0 are saved.
+        buffers = self.buffers if self.engine.data_rank == 0 else {}
+        for name, values in {**self.frozen_values, **buffers}.items():
             add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
-        # Each rank has its own: those of rank 0 are saved.
-        for name, values in self.buffers.items() if self.engine.data_rank == 0 else ():
-            add("frozen", name, 0, values.numel(), values.float)
         return slices, write_safetensors(path, tensors)
 
     def _check_finite(self) -> None:

@@ -145,6 +145,23 @@ def test_names_as_people_write_them(tmp_path, monkeypatch):
         assert [len(data[i]["video"]) for i in range(3)] == [9, 9, 9]
 
 
+def test_missing_values_as_pandas_writes_them(tmp_path):
+    names = ["image", "control", "start", "end", "target_fps", "weight", "split", "prior"]
+    text = f"path,caption,{','.join(names)}\nx.mp4,a,{','.join(['nan'] * 8)}\n"
+    row = {"path": "x.mp4", "caption": "a"} | dict.fromkeys(names, np.nan)
+    for file in (_csv(tmp_path, text), _csv(tmp_path, json.dumps(row), "data.jsonl")):
+        found = read_manifest(file)
+        assert [*found.captions] == ["a"] and not found.others
+        columns = found.images, found.spans, found.fps, found.weights, found.splits, found.prior
+        assert columns == (None,) * 6
+
+
+def test_parts_in_seconds_and_in_frames(tmp_path):
+    """Start and end are read, and columns in frames beside them are not needed."""
+    file = _csv(tmp_path, "path,caption,start,end,start_frame,end_frame\nx.mp4,a,1,2,25,50\n")
+    assert read_manifest(file).spans.tolist() == [[1, 2]]
+
+
 def test_a_windows_path_is_explained(tmp_path, caplog):
     VideoManifest(_csv(tmp_path, "path,caption\nv\\x.mp4,a\n"), **CLIP)
     assert "or remove the row; write / in place of \\" in caplog.text

@@ -149,6 +149,22 @@ def test_what_an_edit_list_cuts_off_is_not_counted(tmp_path):
     assert probe(str(path), 1).num_frames == len(open_video(str(path))) == len(decode_all(path))
 
 
+@pytest.mark.parametrize(
+    "name, options", [("b.mp4", {"movflags": "frag_keyframe"}), ("b.mkv", {"live": "1"})]
+)
+def test_frames_that_a_recorder_did_not_count(name, options, tmp_path):
+    """In fragments behind the first ones, and in a recording without a duration, as browsers write them."""
+    source = write_clip(tmp_path / "a.mp4", constant_rate(24, 8), options={"bf": "0", "g": "8"})
+    path = tmp_path / name
+    with av.open(str(source)) as video, av.open(str(path), "w", options=options) as out:
+        stream = out.add_stream_from_template(video.streams.video[0])
+        for packet in filter(lambda each: each.dts is not None, video.demux(video=0)):
+            packet.stream = stream
+            out.mux(packet)
+    header = probe(str(path), 1)
+    assert header.num_frames / header.fps == pytest.approx(len(decode_all(path)) / 8)
+
+
 def test_sampled_videos_have_tags_of_their_colours(tmp_path):
     """A player that trusts the tags shows the colours that were given."""
     picture = np.full((9, 720, 1280, 3), (200, 40, 60), np.uint8)

@@ -16,7 +16,7 @@ from cogfast.config.components import resolve
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import VideoFolder, VideoShards
-from cogfast.extensions.tar.tar_shards import expand_braces
+from cogfast.extensions.tar.tar_shards import expand_braces, shards_of
 from tests.support.refusals import assert_refused, read_refusals, refusals
 from tests.support.video_files import constant_rate, sat_folder, write_clip
 
@@ -90,6 +90,15 @@ def test_the_index_of_a_relative_name_is_that_of_its_file(tmp_path, monkeypatch)
         os.utime(_tar(Path("s.tar"), {"x.mp4": b"video", "x.txt": name.encode()}), (1, 1))
         found += VideoShards(["s.tar"], **CLIP).captions
     assert found == ["a", "b"]
+
+
+def test_a_folder_however_it_is_written(tmp_path, monkeypatch):
+    for name in ("shards/a.tar", "shards/.old/b.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("shards", "./shards", "./shards/", "shards/.", ".", "./", str(tmp_path)):
+        assert [name.rpartition("/")[2] for name in shards_of(folder)] == ["a.tar"]
 
 
 def test_remote_shards(shards):

@@ -58,6 +58,25 @@ class Normed(TrajectoryTransformer):
     def reset_added(self, seed, names=None):
         self.reset.append(sorted(names))
         super().reset_added(seed, names)
+
+
+class Drifting(TrajectoryTransformer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+
+    def block_arguments(self, tensors, grid):
+        if self.training:
+            self.mean = 0.5 * self.mean + tensors["flow"].mean()
+            self.count = self.count + 1
+        return super().block_arguments({"flow": tensors["flow"] - self.mean[0]}, grid)
+
+
+class Turned(TrajectoryTransformer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
 """
 
 
@@ -208,6 +227,25 @@ def test_running_means_of_added_modules_are_trained_weights(
     ).train(steps=3)
     (line,) = (text for text in log.messages if "start from their own initial values" in text)
     assert "traj_norm.running_mean" in line
+
+
+def test_buffers_that_a_module_replaces_are_resumed(world: World) -> None:
+    """`self.mean = ...` makes a new tensor; a counter may be larger than float32 holds."""
+    words = [OWN[0].replace("TrajectoryTransformer", "Drifting"), OWN[1], "args.save_interval=1"]
+    whole = world.run("drifting", *words).train(steps=4)
+    assert int(whole.last.engine.transformer.count) == 2**40 + 5
+    parts = world.run("drifting parts", *words, "args.exit_interval=2").train(steps=4)
+    parts = parts.resume(steps=4)
+    made, live = (dict(r.last.engine.transformer.named_buffers()) for r in (parts, whole))
+    assert_same(made, live)
+    assert parts.losses == whole.losses
+    assert_same({"mean": parts.weights()["mean"]}, {"mean": live["mean"]})
+
+
+def test_complex_buffers_are_refused(world: World) -> None:
+    words = [OWN[0].replace("TrajectoryTransformer", "Turned"), OWN[1]]
+    line = "Turned: turns is complex, and training would drop its imaginary part; register torch.view_as_real"
+    assert_refused(world.run("turned", *words).trainer, line)
 
 
 def test_unknown_tensors_beside_new_ones_are_refused(world: World, tmp_path: Path) -> None:
