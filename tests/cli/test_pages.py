@@ -1,5 +1,6 @@
 """The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from cogfast.__main__ import _USAGE
+from cogfast.__main__ import _USAGE, main
+from cogfast.config.arguments import TrainArguments
+from scripts.write_options import SCHEMA
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, write_clips
 
@@ -76,6 +79,36 @@ def test_every_command_has_a_row() -> None:
     (names,) = re.findall(r"\{([\w,]+)\}", _USAGE)
     rows = re.findall(r"^\| `cogfast (\w+)` \|", (DOCS / "commands.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(names.split(","))
+
+
+def options_of(command: str, capsys) -> set[str]:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    keys = {f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(TrainArguments)}
+    return {*re.findall(r"--[\w-]+", capsys.readouterr().out), *keys}
+
+
+def test_the_changelog_names_options_that_exist(capsys) -> None:
+    """Every option and key of the added part exists, and no option of the removed one (values apart)."""
+    (names,) = re.findall(r"\{([\w,]+)\}", _USAGE)
+    known = {name: options_of(name, capsys) for name in names.split(",")}
+    schema = SCHEMA.read_text()
+    added, _, removed = (ROOT / "CHANGELOG.md").read_text().partition("\nRemoved ")
+    removed = re.sub(r"\([^)]+\)", "", removed)  # what replaces an option is in parentheses
+    wrong = []
+    for part, is_there in ((added, True), (removed, False)):
+        for span in re.findall(r"`([^`]+)`", part):
+            words = span.split()
+            if not is_there and not words[-1].startswith("--"):
+                continue  # a value was removed
+            whose = known.get(words[1]) if words[0] == "cogfast" and len(words) > 1 else None
+            options = re.findall(r"(?<!\S)--[\w-]+", span) if whose or span[:2] == "--" else []
+            for option in options:
+                found = whose or set().union(*known.values())
+                wrong += [span] * ((option.replace("_", "-") in found) != is_there)
+            key = re.match(r"args\.(\w+)", span)
+            wrong += [span] * bool(is_there and key and f'"{key[1]}": {{' not in schema)
+    assert not wrong
 
 
 # Pages whose commands run one after the other, and the tiny model that is in place of the published one.
