@@ -1,6 +1,8 @@
 """The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
 
+import ast
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -109,6 +111,26 @@ def test_the_changelog_names_options_that_exist(capsys) -> None:
             key = re.match(r"args\.(\w+)", span)
             wrong += [span] * bool(is_there and key and f'"{key[1]}": {{' not in schema)
     assert not wrong
+
+
+def test_messages_that_a_page_quotes_are_in_the_code() -> None:
+    trees = (ast.parse(file.read_text()) for file in (ROOT / "cogfast").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    quoted = re.findall(r'"([^"]+)"', (DOCS / "guide" / "troubleshooting.md").read_text())
+    assert quoted
+    assert not [words for words in quoted if not any(words in text for text in texts)]
+
+
+def test_pages_count_tests_as_they_were_run() -> None:
+    """`make test` leaves the long tests out, and the page of the last soak has that soak's figures."""
+    assert not [
+        page for page in PAGES if re.search(r"make test\b.{0,20}\ball tests", page.read_text())
+    ]
+    soak = json.loads((DOCS / "soak.json").read_text())
+    text = f"{soak['passed']} tests in {soak['minutes']:.0f} minutes on {soak['machine'].split(',')[0]}"
+    assert text in (DOCS / "reliability.md").read_text().replace("\n", " ")
+    assert (soak["failed"], soak["status"]) == (0, 0)
 
 
 # Pages whose commands run one after the other, and the tiny model that is in place of the published one.
