@@ -207,17 +207,22 @@ def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]
     timesteps = records[0].plain.get(_TIMESTEPS)
     for title, pattern, unit, is_smooth in _PLOTS:
         found = [key for key in keys if re.fullmatch(pattern, key)]
+        found.sort(
+            key=lambda key: key.startswith("valid_")
+        )  # also after an evaluation at the start
         bands = len(found) if "band" in pattern else 0
         labels = [(key, _label(key, bands, timesteps)) for key in found]
         title = f"{title} ({unit})" if unit else title
         plot = {"title": title, "isSmooth": is_smooth}
         if len(records) == 1 and found:
-            yield {**plot, "lines": [{"run": 0, "key": k, "label": label} for k, label in labels]}
+            pairs = enumerate(labels)
+            lines = [{"run": 0, "key": k, "label": label, "tone": i} for i, (k, label) in pairs]
+            yield {**plot, "lines": lines}
         for key, label in labels if len(records) > 1 else ():
             if key.endswith("_ms") and key != "step_ms":
                 continue  # the parts are on the runs' own pages
             lines = [
-                {"run": i, "key": key, "label": name}
+                {"run": i, "key": key, "label": name, "tone": i}
                 for i, (name, record) in enumerate(zip(names, records, strict=True))
                 if key in record.columns
             ]
