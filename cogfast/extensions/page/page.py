@@ -202,22 +202,17 @@ def _policy(static: Mapping[str, str]) -> str:
 
 
 def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]:
-    """Yield a plot of a run's keys; for several runs a plot of each key with a line for each run."""
-    keys = list(dict.fromkeys(key for record in records for key in record.columns))
+    """Yield a plot of a run's keys; for several runs a plot of each key with a line in each run's tone."""
+    keys = sorted(dict.fromkeys(k for r in records for k in r.columns), key=lambda k: "valid_" in k)
     timesteps = records[0].plain.get(_TIMESTEPS)
     for title, pattern, unit, is_smooth in _PLOTS:
         found = [key for key in keys if re.fullmatch(pattern, key)]
-        found.sort(
-            key=lambda key: key.startswith("valid_")
-        )  # also after an evaluation at the start
         bands = len(found) if "band" in pattern else 0
         labels = [(key, _label(key, bands, timesteps)) for key in found]
         title = f"{title} ({unit})" if unit else title
         plot = {"title": title, "isSmooth": is_smooth}
         if len(records) == 1 and found:
-            pairs = enumerate(labels)
-            lines = [{"run": 0, "key": k, "label": label, "tone": i} for i, (k, label) in pairs]
-            yield {**plot, "lines": lines}
+            yield {**plot, "lines": [{"run": 0, "key": k, "label": label} for k, label in labels]}
         for key, label in labels if len(records) > 1 else ():
             if key.endswith("_ms") and key != "step_ms":
                 continue  # the parts are on the runs' own pages

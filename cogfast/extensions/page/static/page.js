@@ -48,13 +48,13 @@
   const widthOf = (_, labels) => Math.max(62, 22 + 8 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 
   function optionsOf(lines, table, isTime, numRaw, width) {
-    const tone = (line) => colour(`--tone-${line.tone % 8}`);
+    const tone = (line, i) => colour(`--tone-${(line.tone ?? i) % 8}`); // a comparison's runs have one each
     const series = lines.map((line, i) => ({
       label: line.label,
-      stroke: tone(line),
+      stroke: tone(line, i),
       width: 2,
       spanGaps: true,
-      points: { show: line.isHeldOut && line.values.length < 200, size: 6, fill: tone(line) },
+      points: { show: line.isHeldOut && line.values.length < 200, size: 6, fill: tone(line, i) },
       value: (_, value, __, index) => shown(index === null ? lastOf(table[i + 1]) : value),
     }));
     const raw = series.slice(0, numRaw).map((one) => ({ ...one, class: "raw", width: 1, alpha: 0.3, points: { show: false } }));
