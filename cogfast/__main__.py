@@ -123,6 +123,7 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
 
     request = parse_train(argv)
     from cogfast.cli.foreign_keys import refuse_sampling_keys
+    from cogfast.config.components import with_defaults
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
 
@@ -132,7 +133,7 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
         check_ranks()
     config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
     if request.dry_run:
-        _print(config.describe())
+        _print(config.describe(with_defaults))
         return
     from cogfast.train.trainer import Trainer
 
@@ -161,6 +162,7 @@ def sample(argv: Sequence[str]) -> None:
     request = parse_sample(argv)
     from cogfast.cli.foreign_keys import refuse_training_keys
     from cogfast.config.arguments import TrainArguments
+    from cogfast.config.components import with_defaults
     from cogfast.config.merged_config import DEFAULT
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
 
@@ -176,7 +178,7 @@ def sample(argv: Sequence[str]) -> None:
     config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
     config = request.sampling.apply(config)
     if request.dry_run:
-        _print(config.describe())
+        _print(config.describe(with_defaults))
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, files = read_prompts(request, config.args)
@@ -208,6 +210,7 @@ def convert(argv: Sequence[str]) -> None:
 
 
 def finetune(argv: Sequence[str]) -> None:
+    from cogfast.config.components import with_defaults
     from cogfast.finetune.schemas import Args
 
     args = Args.parse_args(argv)
@@ -221,7 +224,7 @@ def finetune(argv: Sequence[str]) -> None:
 
         text = describe_plan(trainer.config, args.plan)
     elif args.dry_run:
-        text = trainer.config.describe()
+        text = trainer.config.describe(with_defaults)
     else:
         trainer.fit()
         return

@@ -1,5 +1,6 @@
 """Merging, overrides, origins, and building objects from target and params."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 
 from cogfast.config import Config, instantiate, load_config, resolve
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.components import with_defaults
 from cogfast.config.deepspeed_keys import FOLDED
+from cogfast.config.load import CONFIGS
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals
 
@@ -67,6 +70,28 @@ def test_upstreams_files_load_unchanged(sat_configs, model, second):
             assert " is accepted and not used: " in line
         elif not line.rstrip().endswith((":", ": {}", "-")):
             assert line.rpartition("  # ")[2] in (*(f.name for f in files), "default"), line
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_dry_run_has_the_defaults_of_components(sat_configs, tmp_path, model):
+    """The printed configuration builds the same objects, and has their defaults."""
+    config = load_config([sat_configs / f"{model}.yaml", sat_configs / "sft.yaml"])
+    text = config.describe(with_defaults)
+    again = load_config([write(tmp_path, "kept.yaml", text)])
+    for section, name in (("model", "denoiser_config"), ("model", "loss_fn_config"), ("data", "")):
+        nodes = [one.sections()[section] for one in (config, again)]
+        old, new = (OmegaConf.to_container(node[name] if name else node) for node in nodes)
+        # The parameters of the constructor that nothing sets, without components
+        kind, arguments = resolve(new)
+        parameters = inspect.signature(kind).parameters
+        assert {n for n, p in parameters.items() if p.default is not p.empty} <= {*arguments}
+        defaults = {n: p.default for n, p in parameters.items()} | resolve(old)[1]
+        assert {n: defaults[n] for n in arguments if "target" not in str(arguments[n])} == {
+            n: value for n, value in arguments.items() if "target" not in str(value)
+        }
+    own = load_config([CONFIGS / "cogvideox_5b.yaml", CONFIGS / "sft.yaml"])
+    line = next(t for t in own.describe(with_defaults).splitlines() if "skip_frms_num" in t)
+    assert line.split() == ["skip_frms_num:", "3", "#", "default"]  # SAT's, not cogfast's 0
 
 
 def test_saved_configuration_loads_to_the_same(sat_configs, tmp_path):
