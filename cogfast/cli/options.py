@@ -171,8 +171,7 @@ def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     text = "h100-80, h200, a100-80, 4090 or another name, or GiB; default: the GPU here"
     parser.add_argument("--gpu", metavar="NAME|GIB", help=text)
     text = "number of GPUs of the run; default: those of this launch; with --table several: 8,64"
-    one = number_up_to(int, 2**20)
-    several = lambda text: sorted({int(one(word)) for word in text.split(",")})
+    several = lambda text: sorted({int(number_up_to(int, 2**20)(one)) for one in text.split(",")})
     parser.add_argument("--gpus", metavar="N", type=several, help=text)
     text = "predict layouts for 8 to 1,024 GPUs, with the cost of links"
     parser.add_argument("--table", action="store_true", help=text)
