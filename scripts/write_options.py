@@ -89,7 +89,7 @@ def _start_values(files: list[str]) -> dict[str, list[Any]]:
         sections = load_config(paths, words).sections()
         for name, section in sections.items():
             for key, value in leaves(with_defaults(to_dict(section), name, {})).items():
-                values.setdefault(f"{name}.{key}", []).append(value)
+                values.setdefault(f"{name}.{key.replace('# ', '')}", []).append(value)
     return values
 
 

@@ -47,8 +47,8 @@ _INTRODUCTION = """\
 # Options
 
 All keys of a configuration, with their defaults. A key is set in a YAML file or on the command line as `key=value`
-(`args.train_iters=100`); `cogfast train --dry-run` prints values with their origin: all of `args` and of components, and of network,
-text encoder and `deepspeed` those that are set. Upper limits of 100000 and above, which only catch typing errors, are left out.
+(`args.train_iters=100`); `cogfast train --dry-run` prints values with their origin: what is set, the defaults of `args`, and
+as comments those of components, but for network and text encoder. Upper limits of 100000 and above, which only catch typing errors, are left out.
 """
 _NO_LIMIT = 10**5
 

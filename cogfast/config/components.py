@@ -213,18 +213,17 @@ def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, 
 
 
 def with_defaults(node: Any, where: str, origins: dict[str, str]) -> Any:
-    """Return a plain node with the defaults of its components, whose keys `origins` gets."""
+    """Return a plain node with the defaults of its components as YAML comments, which `origins` gets."""
     if not isinstance(node, dict):
         return node
     found = {k: with_defaults(v, join(where, k), origins) for k, v in node.items()}
     sat = TARGETS.get(path := str(node.get("target")), SatClass(path=path))
     if not sat.arguments and allowed_path(sat.path, ""):  # SAT nests the network's params
-        found["params"] = params = found.get("params") or {}
-        known = {*params, *SET_BY_CODE, *PLACES}
-        for name, parameter in _parameters(find(sat.path)).items():
-            if isinstance(parameter.default, _PLAIN) and name not in known:
-                params[name] = sat.defaults.get(name, parameter.default)
-                origins[f"{where}.params.{name}"] = DEFAULT
+        params, section = node.get("params") or {}, "params" if node.get("params") else "# params"
+        for name, one in _parameters(find(sat.path)).items():
+            if isinstance(one.default, _PLAIN) and name not in {*params, *SET_BY_CODE, *PLACES}:
+                found.setdefault(section, {})[f"# {name}"] = sat.defaults.get(name, one.default)
+                origins[f"{where}.{section}.# {name}"] = DEFAULT
     return found
 
 
