@@ -423,10 +423,18 @@ def _peer_speed_up(rows: Sequence[Row]) -> str | None:
 
 def _step_speed_up(rows: Sequence[Row]) -> str | None:
     timed = [row for row in rows if "ratio" in row]
-    of = lambda engine: _range(1 / row["ratio"] for row in timed if row["engine"] == engine)
-    compiled = of("compiled")
+    eager, compiled = _of_layers(timed, "eager"), _of_layers(timed, "compiled")
     both = f" ({compiled} with both compiled)" if compiled else ""
-    return _marked(of("eager"), timed) and f"{_marked(of('eager'), timed)}{both}"
+    return _marked(eager, timed) and f"{_marked(eager, timed)}{both}"
+
+
+def _of_layers(timed: Sequence[Row], engine: str) -> str | None:
+    """Return the speed-ups of whole models, or of a part of the layers where no whole model was timed."""
+    rows = [row for row in timed if row["engine"] == engine]
+    whole = [row for row in rows if row["num_layers"] == row["num_layers_of_model"]]
+    text = _range(1 / row["ratio"] for row in whole or rows)
+    layers = sorted({f"{row['num_layers']} of {row['num_layers_of_model']}" for row in rows})
+    return text if whole or not rows else f"{text} with {' or '.join(layers)} layers"
 
 
 def _op_speed_up(rows: Sequence[Row]) -> str | None:

@@ -120,9 +120,10 @@ def _print(text: str) -> None:
 
 def _show(config: Config, check: Callable[[Config], None]) -> None:
     """Print a configuration (--dry-run), and the line with which a run of it would end on this machine."""
+    from cogfast.config.components import with_defaults
     from cogfast.distributed.parallelize import run_without_dynamo
 
-    _print(config.describe())
+    _print(config.describe(with_defaults))
     run_without_dynamo()  # the check builds an optimizer
     try:
         check(config)

@@ -10,23 +10,87 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cogfast.cli.option_table import groups, parameters_of, render
+import yaml
+
+from cogfast.cli.option_table import Group, groups, parameters_of, render
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import PLACES
+from cogfast.config.components import PLACES, with_defaults
 from cogfast.config.deepspeed_keys import LOSS_SCALING, DeepSpeedSection
-from cogfast.config.load import CONFIGS
+from cogfast.config.load import CONFIGS, load_config
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
-from cogfast.config.values import is_component_schema, json_schema
+from cogfast.config.values import is_component_schema, json_schema, show
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 SCHEMA = CONFIGS / "cogfast.schema.json"
 _REFERENCE = {"$ref": "#/$defs/reference"}
+
+
+_STARTS = """## Defaults of `cogfast train FOLDER`
+
+`cogfast train FOLDER --data PATH` and `--base MODEL.yaml sft.yaml` begin with the files of `configs/` for the model. These keys have other
+values there than the defaults below, which are those of a configuration without these files. "The model's": models differ.
+
+Most runs set some of these: `args.train_iters`, `args.lr`, `args.batch_size`, `args.gradient_accumulation_steps`, `args.lora_alpha`,
+`args.save_interval`, `args.keep_last`, `args.eval_interval`, `args.eval_prompts`, `args.eval_num_samples`, `args.latent_cache`, `args.fit`,
+`data.params.video_size`, `data.params.max_num_frames` and `data.params.short_clips`.
+`python -m scripts.write_options` writes this page from the source.
+
+| key | default | `cogfast train FOLDER` | with `--lora RANK` |
+| --- | --- | --- | --- |
+"""
+_OPTIMIZER = "deepspeed.optimizer.params"
+# Keys that the words of the command set
+_BY_WORDS = ("args.load", "args.save", "args.train_data", "args.lora_rank", "args.mode")
+
+
+def page(found: list[Group]) -> str:
+    """Return docs/options.md: all keys, and in front of them what `cogfast train FOLDER` sets."""
+    introduction, _, rest = render(found).partition("\n## ")
+    return f"{introduction}\n{_STARTS}{''.join(_start_rows(found))}\n## {rest}"
+
+
+def _start_rows(found: list[Group]) -> Iterator[str]:
+    plain, lora = _start_values([]), _start_values(["lora.yaml"])
+    rows = [(group.title, option) for group in found for option in group.options]
+    for title, option in rows:
+        # The optimizer's parameters stand in a group of each class, without their section.
+        key = (
+            f"{_OPTIMIZER}.{option.key}" if title == f"{_OPTIMIZER} of FusedEmaAdam" else option.key
+        )
+        values = [plain.get(key, []), lora.get(key, [])]
+        default = yaml.safe_load(option.default) if option.default else None
+        known = (default, option.default)  # YAML reads off as false, and 1e-08 as text
+        if key in _BY_WORDS or all(
+            one in known or show(one) in known for each in values for one in each
+        ):
+            continue
+        texts = [one if isinstance(one, str) else show(one) for one, *_ in values]
+        cells = [
+            f"`{text}`" if one[1:] == one[:-1] else "the model's"
+            for text, one in zip(texts, values, strict=True)
+        ]
+        yield f"| `{key}` | `{option.default}` | {' | '.join(cells)} |\n"
+
+
+def _start_values(files: list[str]) -> dict[str, list[Any]]:
+    """Return {key: its values for the models of configs/}, of what is set and of defaults."""
+    values: dict[str, list[Any]] = {}
+    words = ["args.lora_rank=64", "args.experiment_name=lora"] if files else []
+    for model in sorted(CONFIGS.glob("cogvideox*.yaml")):
+        paths = [model, *(CONFIGS / name for name in [*files, "sft.yaml"])]
+        sections = load_config(paths, words).sections()
+        for name, section in sections.items():
+            for key, value in leaves(with_defaults(to_dict(section), name, {})).items():
+                values.setdefault(f"{name}.{key.replace('# ', '')}", []).append(value)
+    return values
 
 
 def yaml_schema() -> dict[str, Any]:
@@ -138,7 +202,7 @@ def main() -> None:
     missing = [one.key for group in found for one in group.options if not one.meaning]
     if missing:
         raise ValueError(f"nothing describes {', '.join(missing)}; write what they mean")
-    FILE.write_text(render(found), encoding="utf-8")
+    FILE.write_text(page(found), encoding="utf-8")
     text = json.dumps(yaml_schema(), indent=1, ensure_ascii=False) + "\n"
     SCHEMA.write_text(text, encoding="utf-8")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cogfast.config.arguments import GROUPS, ModelArguments, TrainArguments
-from cogfast.config.components import OWN_OPTIMIZERS, PLACES
+from cogfast.config.components import OWN_OPTIMIZERS, PLACES, SET_BY_CODE
 from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
@@ -47,12 +47,10 @@ _INTRODUCTION = """\
 # Options
 
 All keys of a configuration, with their defaults. A key is set in a YAML file or on the command line as `key=value`
-(`args.train_iters=100`); `cogfast train --dry-run` prints every value with its origin. Upper limits of 100000 and above, which only
-catch typing errors, are left out here. `python -m scripts.write_options` writes this file from the source.
+(`args.train_iters=100`); `cogfast train --dry-run` prints values with their origin: what is set, the defaults of `args`, and
+as comments those of components, but for network and text encoder. Upper limits of 100000 and above, which only catch typing errors, are left out.
 """
 _NO_LIMIT = 10**5
-# Parameters that the assembly of a run fills in
-_SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +217,7 @@ def parameters_of(kind: type) -> Iterator[tuple[inspect.Parameter, dict[str, Any
     # Defaults from the signature, types from the hints: strings in one, objects in the other.
     hints = typing.get_type_hints(call, include_extras=True)
     for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in _SET_BY_CODE:
+        if name not in SET_BY_CODE:
             yield parameter, json_schema(hints[name]), meanings.get(name, "")
 
 

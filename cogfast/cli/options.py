@@ -169,16 +169,12 @@ def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
 
 def parse_plan(argv: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     """Return the run to plan for, and the options gpu, gpus (sorted, or None) and table."""
-    parser = _new_parser(
-        "plan", "Predict memory and step time of a run on each GPU, without loading weights."
-    )
-    text = (
-        "h100-80, h200, a100-80, a100-40, l40s, 4090 or another name, or GiB; default: the GPU here"
-    )
+    text = "Predict memory and step time of a run on each GPU, without loading weights."
+    parser = _new_parser("plan", text)
+    text = "h100-80, h200, a100-80, 4090 or another name, or GiB; default: the GPU here"
     parser.add_argument("--gpu", metavar="NAME|GIB", help=text)
     text = "number of GPUs of the run; default: those of this launch; with --table several: 8,64"
-    one = number_up_to(int, 2**20)
-    several = lambda text: sorted({int(one(word)) for word in text.split(",")})
+    several = lambda text: sorted({int(number_up_to(int, 2**20)(one)) for one in text.split(",")})
     parser.add_argument("--gpus", metavar="N", type=several, help=text)
     text = "predict layouts for 8 to 1,024 GPUs, with the cost of links"
     parser.add_argument("--table", action="store_true", help=text)
@@ -217,7 +213,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument("sources", nargs="*", metavar="FOLDER | key=value", help=text)
     shown = {
         "seed": "seed of the first video; the next ones count up",
-        "negative_prompt": "text that guidance leads away from; default: none",
+        "negative_prompt": "text that guidance leads away from; default: zeros, as for dropped captions",
     }
     found = _parse_words(parser, argv, shown)
     base, moved = _split_overrides(found.base or [])

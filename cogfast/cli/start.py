@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser, rank: Callable[[str], int]) -> 
     parser.add_argument("--data", action="append", metavar="PATH", help=text)
     text = "train LoRA adapters of this rank; without it, all weights"
     parser.add_argument("--lora", type=rank, metavar="RANK", help=text)
-    text = "folder or address in which the run's folder is created; default: runs"
+    text = "folder or address in which cogfast train creates the run's folder; default: runs"
     parser.add_argument("--out", metavar="DIR", help=text)
 
 

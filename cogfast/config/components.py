@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.config.merged_config import SECTIONS, leaves, to_dict
+from cogfast.config.merged_config import DEFAULT, SECTIONS, leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
 from cogfast.config.values import (
     KeyProblem,
@@ -174,6 +174,8 @@ def describe_place(path: str, place: str) -> str:
 
 _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS})
 _PLAIN = (bool, int, float, str, type(None))
+# Parameters that the assembly of a run fills in
+SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
 _SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
 # Additional keys of the entries of conditioner_config.params.emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
@@ -208,6 +210,21 @@ def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, 
     """Return a node's callable and its checked arguments. Nested components stay nodes."""
     target, arguments = _arguments(node, "", allow_import, None, {})
     return target, {name: argument.value for name, argument in arguments.items()}
+
+
+def with_defaults(node: Any, where: str, origins: dict[str, str]) -> Any:
+    """Return a plain node with the defaults of its components as YAML comments, which `origins` gets."""
+    if not isinstance(node, dict):
+        return node
+    found = {k: with_defaults(v, join(where, k), origins) for k, v in node.items()}
+    sat = TARGETS.get(path := str(node.get("target")), SatClass(path=path))
+    if not sat.arguments and allowed_path(sat.path, ""):  # SAT nests the network's params
+        params, section = node.get("params") or {}, "params" if node.get("params") else "# params"
+        for name, one in _parameters(find(sat.path)).items():
+            if isinstance(one.default, _PLAIN) and name not in {*params, *SET_BY_CODE, *PLACES}:
+                found.setdefault(section, {})[f"# {name}"] = sat.defaults.get(name, one.default)
+                origins[f"{where}.{section}.# {name}"] = DEFAULT
+    return found
 
 
 def check_component(

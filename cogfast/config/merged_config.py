@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 import yaml
@@ -31,24 +31,20 @@ class Config:
 
     def sections(self) -> dict[str, DictConfig]:
         """The sections by name, in the order in which they are printed."""
-        return {
-            "model": self.model,
-            "data": self.data,
-            "args": self.args,
-            "deepspeed": self.deepspeed,
-        }
+        return dict(zip(SECTIONS, (self.model, self.data, self.args, self.deepspeed), strict=True))
 
     def to_yaml(self) -> str:
         """Return all sections as YAML with interpolations resolved; loading it gives the same values."""
         return OmegaConf.to_yaml(with_urls(to_dict(OmegaConf.create(self.sections()))))
 
-    def describe(self) -> str:
-        """Return the configuration as YAML with the origin of each value as a comment (`--dry-run`)."""
+    def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
+        """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
+        shown = replace(self, origins=dict(self.origins))
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = with_urls(to_dict(section))
-            rows += [("  " + text, origin) for text, origin in self._rows(plain, (name,))]
+            plain = with_urls(complete(to_dict(section), name, shown.origins))
+            rows += [("  " + text, origin) for text, origin in shown._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
         lines += [f"# {key} is accepted and not used: {why}" for key, why in self.unused.items()]

@@ -145,10 +145,18 @@ def test_the_compact_table_has_a_row_for_each_result(results: Path) -> None:
     assert len([line for line in lines if line.startswith("|")]) == 2 + 1
     (step,) = (line for line in lines if line.startswith("| 5B training step"))
     assert step == (
-        "| 5B training step, speed-up over diffusers | 1.20x to 1.50x (not all agree) | NVIDIA H200 | 2026-11-21 |"
+        "| 5B training step, speed-up over diffusers | 1.50x (not all agree) | NVIDIA H200 | 2026-11-21 |"
     )
     assert lines[-1].startswith("Not measured: 2B training step, speed-up over diffusers (GPU); ")
     assert lines[-1].endswith("share of a step that waits for data (CPU).")
+
+
+def test_a_speed_up_of_some_layers_says_so(tmp_path: Path) -> None:
+    compiled = row(200.0, 210.0, engine="compiled", num_layers=42)
+    rows = [row(250.0, 300.0), row(200.0, 300.0), row(100.0, 110.0, engine="compiled"), compiled]
+    write(tmp_path, "5b", {"rows": rows, "numbers": {}})
+    text = "| 1.20x to 1.50x with 20 of 42 layers (1.05x with both compiled) |"
+    assert text in write_compact([read_results(tmp_path)])
 
 
 def test_nothing_is_measured_without_results() -> None:

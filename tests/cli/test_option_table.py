@@ -3,16 +3,19 @@
 import dataclasses
 import importlib
 import json
+import re
 
 import pytest
 from omegaconf import OmegaConf
 
+from cogfast.__main__ import main
 from cogfast.cli.option_table import Group, comments_of, groups, render
 from cogfast.cli.options import parse_train
 from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.values import show
 from cogfast.data.datasets import ListedVideos
-from scripts.write_options import FILE, SCHEMA, yaml_schema
-from tests.support.tiny_run import ROOT
+from scripts.write_options import FILE, SCHEMA, page, yaml_schema
+from tests.support.tiny_run import ROOT, write_clips
 
 FOLDERS = [ROOT / "configs", ROOT / "tests/golden/sat_configs"]
 FILES = [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
@@ -25,7 +28,7 @@ def table() -> list[Group]:
 
 def test_the_file_is_what_the_command_writes(table):
     text = "docs/options.md is out of date; run python -m scripts.write_options"
-    assert FILE.read_text(encoding="utf-8") == render(table), text
+    assert FILE.read_text(encoding="utf-8") == page(table), text
 
 
 def test_the_schema_for_editors_is_what_the_command_writes():
@@ -90,4 +93,22 @@ def test_help_all_prints_every_line(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "- args.lr (a number from 0 to 1000; default 0.0001): peak learning rate" in text
-    assert text.split() == FILE.read_text().replace("`", "").split()
+    section = re.search(r"\n## Defaults of .*?(?=\n## )", FILE.read_text(), re.DOTALL)
+    assert section
+    assert text.split() == FILE.read_text().replace(section[0], "").replace("`", "").split()
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "4"]], ids=["all weights", "LoRA"])
+def test_the_table_of_a_start_is_what_a_start_prints(pipelines, tmp_path, capsys, words):
+    write_clips(tmp_path / "clips", 1)
+    command = ["train", str(pipelines.path("5b")), "--data", str(tmp_path / "clips"), *words]
+    assert main([*command, "--dry-run"]) == 0
+    # Defaults of components are comments.
+    text = re.sub(r"^( *)# (?=\w+:)", r"\1", capsys.readouterr().out, flags=re.MULTILINE)
+    printed = OmegaConf.create(text)
+    rows = re.findall(r"^\| `([\w.]+)` \| `.+` \| (.+) \| (.+) \|$", FILE.read_text(), re.MULTILINE)
+    found = {key: cells[len(words) > 0].strip("`") for key, *cells in rows}
+    assert {"args.lr", "data.params.skip_frms_num"} <= found.keys()
+    for key, cell in found.items():
+        value = OmegaConf.select(printed, key)
+        assert cell in ("the model's", str(value), show(value)), key

@@ -1,5 +1,8 @@
 """The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
 
+import ast
+import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +13,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from cogfast.__main__ import _USAGE
+from cogfast.__main__ import _USAGE, main
+from cogfast.config.arguments import TrainArguments
+from scripts.write_options import SCHEMA
 from tests.support.ranks.forked import run_forked
 from tests.support.tiny_run import ROOT, write_clips
 
@@ -76,6 +81,56 @@ def test_every_command_has_a_row() -> None:
     (names,) = re.findall(r"\{([\w,]+)\}", _USAGE)
     rows = re.findall(r"^\| `cogfast (\w+)` \|", (DOCS / "commands.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(names.split(","))
+
+
+def options_of(command: str, capsys) -> set[str]:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    keys = {f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(TrainArguments)}
+    return {*re.findall(r"--[\w-]+", capsys.readouterr().out), *keys}
+
+
+def test_the_changelog_names_options_that_exist(capsys) -> None:
+    """Every option and key of the added part exists, and no option of the removed one (values apart)."""
+    (names,) = re.findall(r"\{([\w,]+)\}", _USAGE)
+    known = {name: options_of(name, capsys) for name in names.split(",")}
+    schema = SCHEMA.read_text()
+    added, _, removed = (ROOT / "CHANGELOG.md").read_text().partition("\nRemoved ")
+    removed = re.sub(r"\([^)]+\)", "", removed)  # what replaces an option is in parentheses
+    wrong = []
+    for part, is_there in ((added, True), (removed, False)):
+        for span in re.findall(r"`([^`]+)`", part):
+            words = span.split()
+            if not is_there and not words[-1].startswith("--"):
+                continue  # a value was removed
+            whose = known.get(words[1]) if words[0] == "cogfast" and len(words) > 1 else None
+            options = re.findall(r"(?<!\S)--[\w-]+", span) if whose or span[:2] == "--" else []
+            for option in options:
+                found = whose or set().union(*known.values())
+                wrong += [span] * ((option.replace("_", "-") in found) != is_there)
+            key = re.match(r"args\.(\w+)", span)
+            wrong += [span] * bool(is_there and key and f'"{key[1]}": {{' not in schema)
+    assert not wrong
+
+
+def test_messages_that_a_page_quotes_are_in_the_code() -> None:
+    trees = (ast.parse(file.read_text()) for file in (ROOT / "cogfast").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    quoted = re.findall(r'"([^"]+)"', (DOCS / "guide" / "troubleshooting.md").read_text())
+    assert quoted
+    assert not [words for words in quoted if not any(words in text for text in texts)]
+
+
+def test_pages_count_tests_as_they_were_run() -> None:
+    """`make test` leaves the long tests out, and the page of the last soak has that soak's figures."""
+    assert not [
+        page for page in PAGES if re.search(r"make test\b.{0,20}\ball tests", page.read_text())
+    ]
+    soak = json.loads((DOCS / "soak.json").read_text())
+    text = f"{soak['passed']} tests in {soak['minutes']:.0f} minutes on {soak['machine'].split(',')[0]}"
+    assert text in (DOCS / "reliability.md").read_text().replace("\n", " ")
+    assert (soak["failed"], soak["status"]) == (0, 0)
 
 
 # Pages whose commands run one after the other, and the tiny model that is in place of the published one.

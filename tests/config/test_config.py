@@ -1,5 +1,6 @@
 """Merging, overrides, origins, and building objects from target and params."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 
 from cogfast.config import Config, instantiate, load_config, resolve
 from cogfast.config.arguments import TrainArguments
+from cogfast.config.components import with_defaults
 from cogfast.config.deepspeed_keys import FOLDED
+from cogfast.config.load import CONFIGS
 from cogfast.diffusion.guidance import StaticThresholding, VanillaCFG
 from tests.support.refusals import assert_refused, refusals
 
@@ -67,6 +70,27 @@ def test_upstreams_files_load_unchanged(sat_configs, model, second):
             assert " is accepted and not used: " in line
         elif not line.rstrip().endswith((":", ": {}", "-")):
             assert line.rpartition("  # ")[2] in (*(f.name for f in files), "default"), line
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_dry_run_has_the_defaults_of_components(sat_configs, model):
+    """They are comments, so that the printed configuration is the same one."""
+    config = load_config([sat_configs / f"{model}.yaml", sat_configs / "sft.yaml"])
+    text = config.describe(with_defaults)
+    assert OmegaConf.to_container(OmegaConf.create(text)) == values(config)
+    lines = [line.strip() for line in text.splitlines() if line.startswith(" ")]
+    shown = {key: line for line in lines if line.endswith("# default") for key in line.split()[:2]}
+    for node in (config.model.denoiser_config, config.model.loss_fn_config, config.data):
+        kind, arguments = resolve(node)
+        for name, parameter in inspect.signature(kind).parameters.items():
+            if name not in arguments and parameter.default is not parameter.empty:
+                assert yaml.safe_load(shown[f"{name}:"][2:]) == {name: parameter.default}
+
+
+def test_a_dry_run_has_sats_defaults():
+    config = load_config([CONFIGS / "cogvideox_5b.yaml", CONFIGS / "sft.yaml"])
+    (line,) = [t for t in config.describe(with_defaults).splitlines() if "skip_frms_num" in t]
+    assert line.split() == ["#", "skip_frms_num:", "3", "#", "default"]  # cogfast's is 0
 
 
 def test_saved_configuration_loads_to_the_same(sat_configs, tmp_path):

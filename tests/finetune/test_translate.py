@@ -27,6 +27,7 @@ from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_t
 from tests.finetune.conftest import KINDS, words
 from tests.support.refusals import assert_line, assert_refused, refusals
 from tests.support.runs import run_of
+from tests.support.tiny_run import ROOT
 
 
 def test_prodigy_is_what_upstream_builds(options, caplog):
@@ -54,6 +55,39 @@ def test_prodigy_is_what_upstream_builds(options, caplog):
     for rate in (1.0, 1e-4):
         warn_of_rate(replace(train_args, lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
     assert [record.args for record in caplog.records] == [(1e-4,)]
+
+
+def test_a_page_has_each_option_with_its_keys(options, tmp_path):
+    rows = re.findall(
+        r"^\| (`--.+?) \| (.+) \|$", (ROOT / "docs" / "finetune.md").read_text(), re.MULTILINE
+    )
+    table = {o: cell for left, cell in rows for o in re.findall(r"`--(\w+)`", left)}
+    assert table.keys() == Args.model_fields.keys() - {"overrides"}
+    (tmp_path / "prompts.txt").write_text("a\n")
+    (tmp_path / "images.txt").write_text("a.png\n")
+    lists = {"validation_prompts": "prompts.txt", "validation_images": "images.txt"}
+    validation = {"do_validation": True, "validation_steps": 1, "validation_dir": tmp_path, **lists}
+    runs = [
+        options(
+            "5b", train_steps=3, fps=8, optimizer="Prodigy", training_type="sft", export_interval=2
+        ),
+        options("5b_i2v", image_column="i.txt", optimizer="adam", **validation),
+    ]
+    found = {}
+    for run in runs:
+        for key, origin in translate(Args(**run)).origins.items():
+            option = re.match(r"--(\w+)", origin)
+            if option and "lora_config" not in key:
+                found.setdefault(option[1], set()).add(key)
+    named = {
+        o: set(re.findall(r"`((?:args|data|model|deepspeed)\.[\w.]+)`", c))
+        for o, c in table.items()
+    }
+    assert len(found) > 30
+    assert {o: keys - named[o] for o, keys in found.items()} == dict.fromkeys(found, set())
+    alone = {"train_epochs", "resume_from_checkpoint", "beta2", "validation_dir"}  # of other runs
+    extra = {o: named[o] - found.get(o, set()) for o in named.keys() - alone}
+    assert {o: keys for o, keys in extra.items() if keys} == {"video_column": {"data.target"}}
 
 
 @pytest.mark.parametrize(

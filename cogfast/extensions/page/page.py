@@ -202,8 +202,8 @@ def _policy(static: Mapping[str, str]) -> str:
 
 
 def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]:
-    """Yield a plot of a run's keys; for several runs a plot of each key with a line for each run."""
-    keys = list(dict.fromkeys(key for record in records for key in record.columns))
+    """Yield a plot of a run's keys; for several runs a plot of each key with a line in each run's tone."""
+    keys = sorted(dict.fromkeys(k for r in records for k in r.columns), key=lambda k: "valid_" in k)
     timesteps = records[0].plain.get(_TIMESTEPS)
     for title, pattern, unit, is_smooth in _PLOTS:
         found = [key for key in keys if re.fullmatch(pattern, key)]
@@ -217,7 +217,7 @@ def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]
             if key.endswith("_ms") and key != "step_ms":
                 continue  # the parts are on the runs' own pages
             lines = [
-                {"run": i, "key": key, "label": name}
+                {"run": i, "key": key, "label": name, "tone": i}
                 for i, (name, record) in enumerate(zip(names, records, strict=True))
                 if key in record.columns
             ]

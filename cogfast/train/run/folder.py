@@ -21,12 +21,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from glob import escape
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
+from cogfast import __version__
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
@@ -553,14 +555,13 @@ def _completed(sections: dict) -> dict:
 
 
 def _environment(world_size: int) -> dict[str, object]:
-    import deepspeed
-
     return {
         "command": command_line(),
         "working_folder": os.getcwd(),  # where the relative paths of the configuration start
         "python": platform.python_version(),
+        "cogfast": __version__,
         "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
+        **{name: version(name) for name in ("deepspeed", "diffusers", "transformers")},
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "host": platform.node(),

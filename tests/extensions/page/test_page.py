@@ -555,6 +555,20 @@ def test_a_comparison_of_runs(run: Path, tmp_path: Path) -> None:
     assert all((run.parent / unquote(s)).is_file() for s in page.attributes("video", "src"))
 
 
+def test_a_run_has_one_colour_in_all_plots(tmp_path: Path) -> None:
+    """Keys that one run lacks, and a held-out loss before the first step, shift no colour."""
+    first, second = (write_run(tmp_path / name, steps=()) for name in ("first", "second"))
+    rows = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first / "metrics.jsonl").write_text("".join(row for row in rows if "valid_" not in row))
+    rows = (second / "metrics.jsonl").read_text()
+    (second / "metrics.jsonl").write_text('{"step": 0, "valid_loss": 1.0}\n' + rows)
+    plots = page_at(first, second).data["plots"]
+    assert {len(plot["lines"]) for plot in plots} == {1, 2}
+    assert all(line["tone"] == line["run"] for plot in plots for line in plot["lines"])
+    loss = page_at(second).data["plots"][0]["lines"]
+    assert [line["key"] for line in loss] == ["loss", "valid_loss"]
+
+
 def test_common_prompts_come_first_and_defaults_are_no_difference(tmp_path: Path) -> None:
     first = write_run(tmp_path / "first", prompts=["only here", "both"])
     second = write_run(tmp_path / "second", prompts=["both", "only there"], steps=(70,))

@@ -59,7 +59,7 @@ ALLOCATOR = [
     ("_5b_i2v", False, "none", "", 1, 183.58),
     ("1.5_5b_i2v", True, "full", "", 1, 29.03),
     ("_2b", False, "full", "", 2, 21.41),
-    ("_2b", False, "pointwise", "", 2, 39.81),
+    ("_2b", False, "pointwise", "", 2, 39.74),
     ("_2b", False, "full", ZERO3, 2, 22.19),
     ("_5b", False, "full", TENSOR, 2, 57.46),
     ("_5b", False, "full", CONTEXT, 2, 60.46),

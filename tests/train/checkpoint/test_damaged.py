@@ -169,7 +169,9 @@ def test_a_damaged_latest_names_the_last_good_checkpoint(
     line = f"latest: damaged<...>: give {run}/checkpoints/00000004 (training: with --resume)$"
     assert_refused(lambda: newest_checkpoint(run), line)
     latest.unlink()
-    assert_refused(lambda: newest_checkpoint(run), "latest: missing<...>00000004 (training: with --resume)$")
+    assert_refused(
+        lambda: newest_checkpoint(run), "latest: missing<...>00000004 (training: with --resume)$"
+    )
     os.mkfifo(latest)
     assert_refused(lambda: newest_checkpoint(run), line)
     shutil.rmtree(run / "checkpoints" / "00000004")

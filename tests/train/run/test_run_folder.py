@@ -9,9 +9,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import deepspeed
+import diffusers
 import pytest
 import torch
+import transformers
 
+import cogfast
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.run_lock import RunLock
@@ -217,7 +221,10 @@ def test_another_projects_git_is_not_asked(
         module, "__file__", str(tmp_path / "site" / "cogfast" / "train" / "run" / "x.py")
     )
     describe_run(tmp_path, None, {}, run.config(), 1, {})
-    assert json.loads((tmp_path / "environment.json").read_text())["commit"] is None
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["commit"] is None
+    for package in (cogfast, deepspeed, diffusers, transformers):
+        assert environment[package.__name__] == package.__version__
     assert not (tmp_path / "changes.diff").exists()
 
 

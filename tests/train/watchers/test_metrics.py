@@ -23,7 +23,7 @@ from cogfast.train.trainer import Trainer
 from cogfast.train.watchers.metrics import BandLosses, Metrics, memory_gib
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
-from tests.support.tiny_run import launch_ranks
+from tests.support.tiny_run import ROOT, launch_ranks
 from tests.support.tiny_transformers import tiny
 from tests.train.test_trainer import ENCODED
 
@@ -55,6 +55,14 @@ def test_a_line_holds_everything(run: Run) -> None:
     assert sum(split) + last["data_wait_ms"] < last["step_ms"]
     resident = memory_gib(torch.device("cpu"))["memory_rss_gib"]
     assert last["memory_rss_gib"] == pytest.approx(resident, rel=0.3)
+
+
+def test_a_page_explains_every_number() -> None:
+    page = (ROOT / "docs" / "diagnostics.md").read_text()
+    cells = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    of_gpus = {"memory_allocated_gib", "memory_reserved_gib"}
+    assert not {re.sub(r"_[1-3]$", "_0", key) for key in KEYS | of_gpus} - named
 
 
 def test_the_wait_is_that_of_the_slowest_rank(tmp_path: Path, log) -> None:

@@ -44,13 +44,17 @@
     });
   }
 
+  // Pixels beside a plot for the longest of its labels, at 8 a character.
+  const widthOf = (_, labels) => Math.max(62, 22 + 8 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
+
   function optionsOf(lines, table, isTime, numRaw, width) {
+    const tone = (line, i) => colour(`--tone-${(line.tone ?? i) % 8}`); // a comparison's runs have one each
     const series = lines.map((line, i) => ({
       label: line.label,
-      stroke: colour(`--tone-${i % 8}`),
+      stroke: tone(line, i),
       width: 2,
       spanGaps: true,
-      points: { show: line.isHeldOut && line.values.length < 200, size: 6, fill: colour(`--tone-${i % 8}`) },
+      points: { show: line.isHeldOut && line.values.length < 200, size: 6, fill: tone(line, i) },
       value: (_, value, __, index) => shown(index === null ? lastOf(table[i + 1]) : value),
     }));
     const raw = series.slice(0, numRaw).map((one) => ({ ...one, class: "raw", width: 1, alpha: 0.3, points: { show: false } }));
@@ -62,7 +66,7 @@
       padding: [8, 16, 0, 0],
       cursor: { sync: { key: "x", setSeries: false } },
       scales: { x: { time: false } },
-      axes: [{ ...x, size: 32 }, { ...x, size: 62, values: (_, splits) => splits.map(shown) }],
+      axes: [{ ...x, size: 32 }, { ...x, size: widthOf, values: (_, splits) => splits.map(shown) }],
       series: [{ label: isTime ? "hours" : "step", value: (_, value) => shown(value ?? table[0].at(-1)) }, ...series, ...raw],
       // A line that the legend hides takes its unsmoothed one along.
       hooks: { setSeries: [(u, i, { show }) => numRaw && show !== undefined && i <= numRaw && u.setSeries(i + numRaw, { show })] },
@@ -77,7 +81,7 @@
     find("#plots").append(figure);
     const lines = plot.lines.map((line) => {
       const [axis, values] = data.runs[line.run].columns[line.key];
-      return { label: line.label, isHeldOut: line.key.startsWith("valid_"), axes: data.runs[line.run].axes[axis], values };
+      return { label: line.label, tone: line.tone, isHeldOut: line.key.startsWith("valid_"), axes: data.runs[line.run].axes[axis], values };
     });
     const last = lines.map((line) => `${line.label}: ${short(lastOf(line.values))}`).join(", ");
     canvas.setAttribute("role", "img");
