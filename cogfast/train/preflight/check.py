@@ -306,21 +306,14 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
-    load, load_key = config.args.get("load") or "", "args.load"
+    more = {"args.load": ", a folder with VAE and text encoder"}
     fix = "set it to your own path, in the file or on the command line"
+    of_model = ", or give the folder of a pipeline whose transformer/ has the weights"
     for name, section in config.sections().items():
         for key, value in _strings(to_dict(section), name):
-            if not PLACEHOLDER.search(value):
-                continue
-            if name == "model" and Path(load).is_dir():
-                text = "has no VAE and text encoder, and no file names them; give the folder of a pipeline"
-                yield load_key, f"{load_key}={load} {text} whose transformer/ has these weights"
-                return
-            more = ", a folder with VAE and text encoder" * (key == load_key)
-            yield (
-                key,
-                f"{key}={value!r} is a placeholder of upstream's file; {fix} ({key}=PATH){more}",
-            )
+            if PLACEHOLDER.search(value):
+                text = f"{key}={value!r} is a placeholder of upstream's file; {fix} ({key}=PATH)"
+                yield key, text + more.get(key, of_model * (name == "model"))
 
 
 def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]]:

@@ -186,7 +186,7 @@ def test_commands_read_a_run_in_a_store_and_find_damage_by_checksums_and_sizes(
     content = bytearray(store.read(file))
     content[-5] ^= 1
     store.write(file, bytes(content))
-    line = "is damaged<...>last good one<...>--resume s3://<...>/00000004"
+    line = "is damaged<...>last good one<...>give s3://<...>/00000004"
     assert_refused(lambda: read_weights(url), line)
     store.write(file, bytes(content[:-1]))
     assert_refused(lambda: read_weights(url), f"has {len(content) - 1} bytes instead of")

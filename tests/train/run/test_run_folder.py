@@ -375,7 +375,7 @@ def test_sample_and_convert_find_checkpoints_in_the_finetune_layout(
     assert file.read_bytes() != files[0].read_bytes()
     (whole / "checkpoint-5" / "manifest.json").rename(tmp_path / "manifest.json")
     try:
-        line = "checkpoint-5: <...>step 4: --resume <...>checkpoint-4$"
+        line = "checkpoint-5: <...>step 4: give <...>checkpoint-4 (training: with --resume)$"
         assert_refused(lambda: run.trainer(f"args.resume={whole}"), line)
     finally:
         (tmp_path / "manifest.json").rename(whole / "checkpoint-5" / "manifest.json")
