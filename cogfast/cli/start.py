@@ -53,8 +53,11 @@ def find_model(
     if not path.is_dir():
         raise ValueError(
             f"{folder}: no such folder; give the folder of a CogVideoX pipeline, or its id on the hub"
-            f"{nearest_folder(path)}"
+            f"{'; a file goes after --base' if path.is_file() else nearest_folder(path)}"
         )
+    if (path / "training_config.yaml").is_file():
+        text = f"is a run; train on with --resume {folder} alone"
+        raise ValueError(f"{folder}: {text}, or give --base {folder}/training_config.yaml")
     if not any((path / name).is_file() for name in ("model_index.json", "latest")):
         raise ValueError(
             f"{folder}: has no model_index.json; give the folder of a CogVideoX pipeline of diffusers, "

@@ -150,7 +150,7 @@ def assemble_transformer(
         report = None if weights is None else load(weights, ema=ema)
     elif report is not None and report.lacking:
         _refuse_part(str(weights), report)
-    elif weights is None:
+    elif weights is None and args.resume in (None, "auto"):
         logger.info("args.load is not set: the weights are random")
     if args.load_lora is not None and weights is None:
         read(partial(load_adapters, transformer, args.load_lora, shards=shards, held=held))

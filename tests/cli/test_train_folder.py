@@ -93,7 +93,12 @@ def test_mistakes_end_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
     Path("pictures", "a.png").touch()
-    for name, text in (("lists/prompt", "a"), ("lists/video", "a.mp4"), ("pointer/a", "a")):
+    for name, text in (
+        ("lists/prompt", "a"),
+        ("lists/video", "a.mp4"),
+        ("pointer/a", "a"),
+        ("ran/training_config.yaml", ""),
+    ):
         Path(name).parent.mkdir(exist_ok=True)
         Path(f"{name}.txt").write_text(text)
     Path("lists", "a.mp4").write_text("no video")

@@ -61,10 +61,12 @@ def survey_datasets(
                 raise ValueError(
                     f"{short}; {counted(len(bad) - notes['short'][0], 'other clip')} unusable"
                 )
-            logger.warning("%s; they are left out", short)
+            if groups.is_main:
+                logger.warning("%s; they are left out", short)
         log.check()
-        for line in notes.lines(len(train), train.settings, train.name):
-            logger.warning("%s", line)
+        if groups.is_main:
+            for line in notes.lines(len(train), train.settings, train.name):
+                logger.warning("%s", line)
         train = in_buckets(train, found[0])
         if train.settings.buckets is not None:
             logger.info(table(train, found[0], global_batch))

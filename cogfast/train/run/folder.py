@@ -465,7 +465,10 @@ def check_changes(
     found = _changes_since(manifest, config, classes).items()
     changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
-        changes.append(f"global batch: {manifest['global_batch']} -> {global_batch}")
+        old, steps = manifest["global_batch"], config.args.gradient_accumulation_steps or 1
+        same = f" (args.gradient_accumulation_steps={steps * old // global_batch} keeps it)"
+        same *= steps * old % global_batch == 0
+        changes.append(f"global batch: {old} -> {global_batch}{same}")
     more = len(changes) - _MOST_CHANGES
     if more > 0:
         changes = [*changes[:_MOST_CHANGES], f"and {more} more keys"]
