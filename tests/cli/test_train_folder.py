@@ -93,15 +93,13 @@ def test_mistakes_end_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
     Path("pictures", "a.png").touch()
-    for name, text in (
-        ("lists/prompt", "a"),
-        ("lists/video", "a.mp4"),
-        ("pointer/a", "a"),
-        ("ran/training_config.yaml", ""),
-    ):
+    for name, text in (("lists/prompt", "a"), ("lists/video", "a.mp4"), ("pointer/a", "a")):
         Path(name).parent.mkdir(exist_ok=True)
         Path(f"{name}.txt").write_text(text)
     Path("lists", "a.mp4").write_text("no video")
+    Path("mine.yaml").touch()
+    Path("ran").mkdir()
+    Path("ran", "training_config.yaml").touch()
     Path("pointer", "a.mp4").write_text("version x/git-lfs/spec/v1\noid sha256:1\n")
     Path("none.csv").write_text("path,caption\na.mp4,x\nb.mp4,y\n")
     refusal = refusal.fill(data=data, **{"5b": pipelines.path("5b")})

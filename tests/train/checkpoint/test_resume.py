@@ -89,7 +89,7 @@ def copy(short_run: Run, tmp_path: Path) -> Run:
 
 DECISIVE = {
     "args.seed=5": "args.seed: 1234 -> 5",
-    "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2",
+    "deepspeed.train_micro_batch_size_per_gpu=2": "global batch: 4 -> 2 (args.gradient_accumulation_steps=2 keeps it)",
     "model.network_config.params.num_layers=3": "num_layers: 2 -> 3",
     "model.scale_factor=0.5": "model.scale_factor: 0.7 -> 0.5",
     "data.params.fps=4": "data.params.fps: 8 -> 4",
