@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,7 +143,7 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
     config, plain = folder / CONFIG, {}
     for config in _starts(folder, "training_config"):
         try:
-            plain = leaves(to_dict(read_yaml(config, config.name, is_plain=True)))
+            plain = _settings(config, config.stat().st_mtime_ns)
         except (ValueError, OmegaConfBaseException) as error:
             problems.append(str(error).splitlines()[0])
     environments = [
@@ -170,6 +171,11 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
         checkpoint=checkpoint,
         problems=problems,
     )
+
+
+@lru_cache(maxsize=8)  # an active run's page is written again and again, and YAML is slow to read
+def _settings(config: Path, _: int) -> dict[str, Any]:
+    return leaves(to_dict(read_yaml(config, config.name, is_plain=True)))
 
 
 def _metrics(path: Path, problems: list[str]) -> list[dict]:
