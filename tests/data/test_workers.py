@@ -61,7 +61,7 @@ class Trainer:
         return self.process.stdout.readline()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_only_the_trainer_ends_a_worker(method, tmp_path):
     """With CUDA the trainer uses forkserver: the workers' parent is then another process."""
     trainer = Trainer(sat_folder(tmp_path, 2), method)

@@ -31,6 +31,7 @@ def validated(data: Path) -> dict[str, object]:
     return given | {"validation_prompts": "prompts.txt", "validation_videos": "low.txt"}
 
 
+@pytest.mark.soak
 def test_a_resumed_run_of_stage_two_equals_an_uninterrupted_one(run_options, data, tmp_path):
     """With random draws and a loss in pixels."""
     given = run_options("2b", **OF_STAGE["two"] | {"output_dir": tmp_path / "whole"})

@@ -80,7 +80,7 @@ def test_stage_one_has_the_loss_and_gradients_of_diffusers_network(run_options, 
         assert (one - other).norm() < 1e-5 * other.norm(), name
 
 
-@pytest.mark.parametrize("family", ["5b", "1.5_5b_i2v"])
+@pytest.mark.parametrize("family", ["5b", pytest.param("1.5_5b_i2v", marks=pytest.mark.soak)])
 def test_a_pipeline_of_the_components_samples_as_diffusers(family, run_options, pipelines):
     """initialize_pipeline, and the network's call with text, image, rotary tables and ofs."""
     given = run_options(family, latent_cache="none")
@@ -106,6 +106,7 @@ def test_a_pipeline_of_the_components_samples_as_diffusers(family, run_options, 
     assert (frames[0] - frames[1]).abs().max() < 1e-4
 
 
+@pytest.mark.soak
 def test_the_draws_of_compute_loss_are_those_of_its_step_and_samples(run_options):
     """Covers PyTorch, NumPy, Python, and the generator that upstream's methods pass on."""
     draws = []

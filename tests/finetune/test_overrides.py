@@ -116,6 +116,7 @@ def test_overridden_methods_get_and_give_what_upstreams_do(run_options, data, pi
     assert sorted(seen) == [0, 1, 2, 3]
 
 
+@pytest.mark.soak
 def test_the_cache_notices_another_method(run_options, data, tmp_path):
     """Entries of one class serve its later runs, and neither another class nor cogfast's own."""
     given = run_options("5b", latent_cache=str(tmp_path / "cache"))

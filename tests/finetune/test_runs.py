@@ -63,7 +63,10 @@ class Reference:
         return (weight * (found - clean) ** 2).mean()
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(k, marks=[pytest.mark.soak] * (k in ("2b", "5b_i2v", "1.5_5b"))) for k in KINDS],
+)
 def test_the_loss_of_an_encoded_batch_is_diffusers(family, run_options, monkeypatch, pipelines):
     """Upstream's keys of a batch, at the first, the last and other timesteps."""
     changes = {"training_type": "sft", "batch_size": 2}

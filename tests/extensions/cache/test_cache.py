@@ -171,6 +171,7 @@ def videos_in(folder: Path) -> list[str]:
     return [name for name in contents(folder) if name.startswith("video-")]
 
 
+@pytest.mark.soak
 def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     few: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:

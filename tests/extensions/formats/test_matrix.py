@@ -429,7 +429,9 @@ def foreign(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weigh
     return pairs, folder
 
 
-@pytest.mark.parametrize("kind", [".safetensors", ".bin", "bf16"])
+@pytest.mark.parametrize(
+    "kind", [".safetensors", ".bin", pytest.param("bf16", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_adapters_of_other_trainers_compute_the_same(
     writer: str,

@@ -61,7 +61,7 @@ def test_a_run_that_fits_is_not_changed() -> None:
     assert found.plan.fits and not found.changes
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_the_changed_configuration_takes_what_was_planned(lora: bool) -> None:
     """The plan of the changed configuration, made from nothing, equals the one that was compared."""
     seen = []
@@ -95,6 +95,7 @@ def test_more_gpus_come_last() -> None:
     assert not without.plan.fits and not any("GPUs" in change for change in without.changes)
 
 
+@pytest.mark.soak
 def test_nothing_fits(capsys: pytest.CaptureFixture) -> None:
     found = fitted(2, CACHED)
     assert not found.plan.fits

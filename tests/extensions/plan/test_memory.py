@@ -129,6 +129,7 @@ def test_encoders_count_where_they_are_used() -> None:
     assert names == ["training", "optimizer step", "evaluation", "decoding"]
 
 
+@pytest.mark.soak
 def test_upstream_files_plan_without_error(sat_configs: Path) -> None:
     models = sorted(sat_configs.glob("cogvideox*.yaml"))
     assert len(models) == 8

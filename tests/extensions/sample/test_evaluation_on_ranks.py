@@ -29,10 +29,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.with_args(eval_iters=2, eval_batch_size=1, eval_sampling_steps=1).base
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.soak] * (name != "tp 2")) for name in LAYOUTS]
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.soak
 def test_ranks_stop_and_fail_together(layout: str, base: Path, tmp_path: Path) -> None:
     processes, words = LAYOUTS[layout]
     has_model = any("parallel" in word for word in words)

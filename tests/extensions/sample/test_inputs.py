@@ -205,6 +205,7 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run.with_words(*words, "model.condition_dropout=0.3")
 
 
+@pytest.mark.soak
 def test_several_conditions_train_alike_on_every_layout(
     with_everything: Run, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_sampling_has_the_numbers_of_the_files(
     assert (others[0] - found[0]).norm() > 1e-3 * found[0].norm()
 
 
+@pytest.mark.soak
 def test_two_replicas(world: Sampled, tmp_path: Path) -> None:
     """A video of each rank: `cogfast sample`, and an evaluation of a run that two ranks train."""
     words = [f"args.load={world.trainer.writer.path(3)}", "args.train_iters=1", *world.evaluation]

@@ -101,6 +101,7 @@ class Stopped(Trainer):
         return super().compute_loss(batch)
 
 
+@pytest.mark.soak
 def test_what_was_not_scored_before_a_stop_is_scored_after_the_resume(
     run: Run, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:

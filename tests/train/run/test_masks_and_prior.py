@@ -206,7 +206,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_have_the_losses_of_one(lora: Run, tmp_path: Path, one: Run) -> None:
     run = held_out(lora, "both", STEPS).with_words(*BOTH)
     runs = [run.into(tmp_path / name).with_words(*words) for name, words in LAYOUTS.items()]

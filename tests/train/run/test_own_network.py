@@ -260,7 +260,7 @@ def test_unknown_tensors_beside_new_ones_are_refused(world: World, tmp_path: Pat
     assert world.run("unknown", load).trainer().step == 0  # a warning, as before
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_resumed_bit_for_bit(world: World, processes: int) -> None:
     whole = world.warped(processes, f"whole{processes}")
     parts = world.warped(processes, f"parts{processes}", "args.exit_interval=2")
