@@ -34,8 +34,8 @@ class Config:
         return dict(zip(SECTIONS, (self.model, self.data, self.args, self.deepspeed), strict=True))
 
     def to_yaml(self) -> str:
-        """Return all sections as YAML with interpolations resolved; loading it gives the same values."""
-        return OmegaConf.to_yaml(with_urls(to_dict(OmegaConf.create(self.sections()))))
+        """Return all sections as YAML; loading it gives the same values."""
+        return OmegaConf.to_yaml(with_urls(to_dicts(self)))
 
     def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
         """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
@@ -71,6 +71,11 @@ def to_dict(section: DictConfig) -> dict[str, Any]:
     """Return a section as dicts, lists and plain values, with interpolations resolved."""
     # A cast: OmegaConf types the result as whatever any of its nodes can hold.
     return cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
+
+
+def to_dicts(config: Config) -> dict[str, dict[str, Any]]:
+    """Return all sections, by name."""
+    return {name: to_dict(section) for name, section in config.sections().items()}
 
 
 def refuse(config: Config, key: str, text: str) -> NoReturn:

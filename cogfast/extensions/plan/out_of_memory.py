@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import psutil
 import torch
@@ -59,14 +60,17 @@ class MemoryWatch(Watcher):
         self.how_to_resume = how_to_resume
         self.policies: tuple[Policy, ...] | None = None  # of the blocks, when they have some
         self.attention: str | None = None  # the backend, when one is chosen
-        self.setup: Setup | None = None
         self.num_steps = 0
         self.is_done = groups.device.type != "cuda"  # only its errors count on a CPU
+
+    @cached_property
+    def setup(self) -> Setup | None:
         try:
-            self.setup = setup_of(config, args, groups.world_size)
+            return setup_of(self.config, self.args, self.groups.world_size)
         # No run ends because it could not be predicted.
         except Exception as error:
             _warn(error)
+            return None
 
     def plan(self) -> MemoryPlan | None:
         """Return the plan for this device; None if the run cannot be predicted."""

@@ -25,14 +25,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
 from cogfast.config import Config
 from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
-from cogfast.config.merged_config import leaves
+from cogfast.config.merged_config import leaves, to_dicts
 from cogfast.config.values import counted, cut, printable
 from cogfast.core.files import WriteError, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
@@ -481,8 +480,7 @@ def check_changes(
 
 def plain_sections(config: Config) -> dict:
     """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
-    sections = OmegaConf.to_container(OmegaConf.create(config.sections()), resolve=True)
-    return json.loads(json.dumps(with_urls(sections)), parse_constant=str)
+    return json.loads(json.dumps(with_urls(to_dicts(config))), parse_constant=str)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
