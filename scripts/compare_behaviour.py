@@ -1,9 +1,10 @@
 """Compare what this tree does with what was recorded of an earlier one: words, names, disks, numbers, ranks.
 
-    python -m scripts.compare_behaviour [--parts words,names] [--small] [--record] [--out FILE.json]
+    python -m scripts.compare_behaviour [--parts words,names] [--small] [--record | --again] [--out FILE.json]
 
-It prints a line for each difference and a table, and ends with status 1 if there is any. --record
-writes the fixtures of the named parts again, for a change that is wanted.
+It prints a line for each difference and a table, and ends with status 1 if there is any. For a change that
+is wanted, --again writes what this tree does, and keeps the commands of words and the files that earlier
+commits wrote; --record writes all of a part.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="only what make test compares")
     parser.add_argument("--record", action="store_true", help="write the fixtures again")
     parser.add_argument("--out", type=Path, help="a JSON file for the differences and the table")
+    text = "write what this tree does; commands and files of earlier commits stay"
+    parser.add_argument("--again", action="store_true", help=text)
     options = parser.parse_args(words)
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
@@ -46,12 +49,13 @@ def main(words: list[str] | None = None) -> int:
     table, differences, has_failed = [], [], False
     for part in parts:
         start = time.monotonic()
-        result = _run_part(part, options.record, options.small)
+        record = "record_again" if options.again else "record" if options.record else ""
+        result = _run_part(part, record, options.small)
         seconds = round(time.monotonic() - start)
         if result is None:
             has_failed = True
             table.append((part, "failed", "", seconds))
-        elif options.record:
+        elif record:
             _write_identity(part)
             table.append((part, "recorded", "", seconds))
         else:
@@ -74,11 +78,11 @@ def main(words: list[str] | None = None) -> int:
     return int(has_failed or bool(differences))
 
 
-def _run_part(part: str, is_record: bool, small: bool) -> tuple[int, list[Difference]] | None:
+def _run_part(part: str, record: str, small: bool) -> tuple[int, list[Difference]] | None:
     """Run one part in a process of its own, which inherits nothing that another part imported."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_be_part, args=(part, is_record, small, sender))
+    process = context.Process(target=_be_part, args=(part, record, small, sender))
     process.start()
     sender.close()
     try:
@@ -89,14 +93,18 @@ def _run_part(part: str, is_record: bool, small: bool) -> tuple[int, list[Differ
         process.join()
 
 
-def _be_part(part: str, is_record: bool, small: bool, sender) -> None:
+def _be_part(part: str, record: str, small: bool, sender) -> None:
     module = importlib.import_module(f"scripts.behaviour.{part}")
     folder = FIXTURES / part
     try:
         with tempfile.TemporaryDirectory(prefix="behaviour") as work:
-            if is_record:
+            if record:
                 folder.mkdir(parents=True, exist_ok=True)
-                module.record(folder, Path(work).resolve())
+                again = getattr(module, "record_again", None) if record == "record_again" else None
+                if again is None:
+                    module.record(folder, Path(work).resolve())
+                else:
+                    again(folder, Path(work).resolve(), small)
                 sender.send((0, []))
             else:
                 sender.send(module.compare(folder, Path(work).resolve(), small))

@@ -73,7 +73,7 @@ def record(folder: Path, work: Path, names: Sequence[str] = ()) -> None:
     (folder / "losses.json").write_text(text)
 
 
-def record_after(folder: Path, work: Path, small: bool) -> None:
+def record_again(folder: Path, work: Path, small: bool) -> None:
     """Keep the files that earlier commits wrote, and record again what this tree makes of them."""
     kept, run = work / "kept", work / "recorded"
     for root in (kept, run):

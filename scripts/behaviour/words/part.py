@@ -107,8 +107,8 @@ def record(folder: Path, work: Path) -> None:
     (folder / "imports.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def record_again(folder: Path, work: Path) -> None:
-    """Record again what the recorded commands do, for changes that are wanted; the commands stay."""
+def record_again(folder: Path, work: Path, _: bool) -> None:
+    """Record again what the recorded commands do; the commands stay."""
     archive, cases = folder / "world.tar.xz", read_cases(folder)
     outcomes = _outcomes(cases, archive, _sub(work, "cases"))
     kept = [
