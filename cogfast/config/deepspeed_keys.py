@@ -184,8 +184,7 @@ def fold(
         # A run's own file contains the defaults, too; a file above it has what its user wrote.
         is_above = here in files and there in files and files.index(here) > files.index(there)
         is_changed = level(here) > 0 or before != getattr(defaults, name)
-        is_meant = here != DEFAULT and (is_changed or is_above)
-        if is_meant and level(here) == level(there):
+        if here != DEFAULT and (is_changed or is_above) and level(here) == level(there):
             if here != there or level(here) > 0:
                 of = "" if here == there else f" in {there}"
                 text = f"{key}={show(before)}, but {other}={show(value)}{of}; change one of them"

@@ -200,5 +200,4 @@ def _check_holder(name: str, text: str, holder: str) -> None:
 
 def _brief(holder: str) -> str:
     """Return the process and machine of a line of the lock."""
-    text = " ".join(holder.split()[:4])
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return "".join(c if c.isprintable() else "?" for c in " ".join(holder.split()[:4]))

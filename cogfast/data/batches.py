@@ -165,8 +165,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 def in_unit_range(pixels: torch.Tensor) -> torch.Tensor:
     """Convert uint8 pixels to float32 in [-1, 1]; other pixels are in that range already."""
-    is_byte = pixels.dtype == torch.uint8
-    return pixels.float().sub_(_MIDDLE).div_(_MIDDLE) if is_byte else pixels
+    return pixels.float().sub_(_MIDDLE).div_(_MIDDLE) if pixels.dtype == torch.uint8 else pixels
 
 
 class TooSlow(BadSample):

@@ -50,8 +50,7 @@ class DiscreteSampling:
         within = rng.uniform("timestep")  # [B] float64 in [0, 1)
         if self.uniform_sampling:
             num_strata = min(self.group_num or rng.num_slots, rng.num_slots)
-            strata = self.strata(rng, num_strata).to(torch.float64)
-            within = (strata + within) / num_strata
+            within = (self.strata(rng, num_strata).to(torch.float64) + within) / num_strata
         # (stratum + within) may round up to the next stratum; in the last one that is out of range.
         idx = (within * self.num_idx).long().clamp_(max=self.num_idx - 1)
         return idx.to(rng.device, non_blocking=True)  # pageable and small: no wait for the stream

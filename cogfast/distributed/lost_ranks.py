@@ -170,8 +170,7 @@ class Heartbeat:
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
         # The first rank waits for each rank and can name the one that has stopped; the others wait for it.
-        limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
-        self._group.monitored_barrier(limit)
+        self._group.monitored_barrier(_SILENCE if self.rank == 0 else _SILENCE + _PATIENCE)
         self._count.fill_(int(is_over))
         self._group.allreduce(self._count).wait()
         return int(self._count) == self._group.size()

@@ -178,5 +178,4 @@ def settle_signals() -> None:
     """
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.SIG_DFL if is_interrupt else signal.SIG_IGN)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)

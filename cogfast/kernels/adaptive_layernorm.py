@@ -50,8 +50,7 @@ def adaptive_layernorm_reference(
 
     hidden: [B, S, M]. weight, bias: [M], of the LayerNorm. shift, scale: [B, 2, M].
     """
-    normed = F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
-    text, video = _split_rows(normed, num_text)
+    text, video = _split_rows(F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps), num_text)
     # Split, as above, so that the gradient of a modulation is one concatenation.
     scale_video, scale_text = (1 + scale).split(1, dim=1)  # [B, 1, M]
     shift_video, shift_text = shift.split(1, dim=1)

@@ -107,8 +107,7 @@ def from_gpu(file: str, name: str, folder: str = "cogfast.kernels.gpu") -> Calla
     start to import."""
 
     def call(*inputs: Any, **options: Any) -> Any:
-        module = importlib.import_module(f"{folder}.{file}")
-        return getattr(module, name)(*inputs, **options)
+        return getattr(importlib.import_module(f"{folder}.{file}"), name)(*inputs, **options)
 
     return call
 

@@ -394,8 +394,7 @@ def encode_bytes(
     pixels = 3 * batch * num_frames * height * width * (1 + 4 + 2 * dtype.itemsize)
     latents = batch * num_latent_frames(num_frames) * height * width // SPATIAL_COMPRESSION**2
     # Mean and log-variance of every chunk or tile, and joined.
-    moments = 4 * 2 * vae.config["latent_channels"] * latents * dtype.itemsize
-    return counter.peak + pixels + moments
+    return counter.peak + pixels + 4 * 2 * vae.config["latent_channels"] * latents * dtype.itemsize
 
 
 def plan_decode(

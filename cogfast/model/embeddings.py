@@ -101,9 +101,8 @@ def sincos_table(
     # Round to float32 before joining the axes: a float64 table would take twice the memory.
     axes = [x.astype(np.float32) for x in (time, column, row)]
     axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
-    table = np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width)
     # from_numpy ignores a surrounding `torch.device("meta")`, so the values are kept.
-    return torch.from_numpy(table)
+    return torch.from_numpy(np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width))
 
 
 class _Take(torch.autograd.Function):

@@ -100,9 +100,8 @@ class _PaddedT5(nn.Module):
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
-        ids = self.tokenize(captions).to(next(self.parameters()).device)
         # No attention mask, as in SAT: the video models were trained on rows that see the padding.
-        return self._embed(ids)
+        return self._embed(self.tokenize(captions).to(next(self.parameters()).device))
 
 
 class T5TextEncoder(_PaddedT5):

@@ -243,8 +243,7 @@ def video_data(config: Config) -> type[ListedVideos] | None:
 def text_entry(config: Config) -> tuple[dict | None, float]:
     """Return the node of the text encoder and the fraction of captions to drop."""
     conditioner = config.model.get("conditioner_config")
-    entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
-    for entry in entries:
+    for entry in [] if conditioner is None else (conditioner.params.get("emb_models") or []):
         if entry.get("input_key", "txt") == "txt":
             node = {"target": entry.target, "params": entry.get("params")}
             return node, float(entry.get("ucg_rate", 0.0))

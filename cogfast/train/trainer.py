@@ -395,8 +395,7 @@ class Trainer:
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
             log_results(self.metrics.history, self.evaluator.samples)
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
-            folder = name_of(self.folder)
-            log_commands(self.config, folder, self.step, is_lora, shows_ema)
+            log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
         reason = (

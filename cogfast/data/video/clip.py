@@ -230,8 +230,7 @@ def read_clip(
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
     is_stretched = settings.resize == "stretch"
     # FFmpeg squeezes frames in the step that converts them to RGB.
-    size = settings.video_size if is_stretched else None
-    video = open_video(path, settings.cpu_reader, size)
+    video = open_video(path, settings.cpu_reader, settings.video_size if is_stretched else None)
     # Closed here and not by the garbage collector: see VideoReader.close.
     try:
         chosen, selection = _choose(video, settings, span)

@@ -103,10 +103,9 @@ def _fp8_product_on_gpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None
 def _fp8_gradient_on_gpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     rounded, scales = _launch_quantize(dy.reshape(-1, dy.shape[-1]), scale)
     # The second operand's columns must be contiguous. Not every copy kernel knows float8.
-    transposed = q.view(torch.uint8).t().contiguous().view(FP8)
     out = torch._scaled_mm(
         rounded,
-        transposed.t(),
+        q.view(torch.uint8).t().contiguous().view(FP8).t(),
         scale_a=scales[:, None],
         scale_b=torch.ones(1, q.shape[1], device=q.device),
         out_dtype=torch.bfloat16,
@@ -123,8 +122,7 @@ def _fp8_product_on_cpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None
 
 def _fp8_gradient_on_cpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     rounded, scales = quantize_rows(dy.reshape(-1, dy.shape[-1]).float() * scale, FP8)
-    out = (rounded.float() @ q.float()) * scales[:, None]
-    return out.to(dy.dtype).view(*dy.shape[:-1], -1)
+    return ((rounded.float() @ q.float()) * scales[:, None]).to(dy.dtype).view(*dy.shape[:-1], -1)
 
 
 def _register_linear(

@@ -64,9 +64,8 @@ def to_blocks(video: Tensor) -> Tensor:
             f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
         )
     # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
-    copies = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
     return rearrange(
-        torch.cat([copies, video], dim=2),
+        torch.cat([video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1), video], dim=2),
         "b c (t dt) (h dh) (w dw) -> b t h w (c dt dh dw)",
         dt=TEMPORAL_COMPRESSION,
         dh=SPATIAL_COMPRESSION,

@@ -111,8 +111,7 @@ def layout_of(checkpoint: Path) -> str:
 
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint, or its draft, belongs to."""
-    is_in_root = layout_of(checkpoint) == "finetune"
-    return checkpoint.parent if is_in_root else checkpoint.parent.parent
+    return checkpoint.parent if layout_of(checkpoint) == "finetune" else checkpoint.parent.parent
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -163,13 +163,12 @@ def open_diffusers(folder: Path) -> WeightSource:
         return whole if shard is None else shard.of(whole)
 
     # Other keys are reported: a key of another class, or a part without its partners.
-    used = {key for keys in held.values() for key in keys}
     source = WeightSource(
         description=f"diffusers folder {folder}",
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(names[keys[0]]) for name, keys in held.items()},
-        unexpected=sorted(names.keys() - used),
+        unexpected=sorted(names.keys() - {key for keys in held.values() for key in keys}),
         facts=_facts(config),
     )
     return with_flat_patches(source)
@@ -267,8 +266,7 @@ def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
     columns, where its table ends.
     """
     own = (config.num_frames, config.latent_height, config.latent_width)
-    has_table = config.position == "sincos" or config.learnable_position
-    if config.trained_size is None or has_table:
+    if config.trained_size is None or config.position == "sincos" or config.learnable_position:
         return own
     is_fixed = config.has_rescaled_positions or config.patch_size.joins_frames
     return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size

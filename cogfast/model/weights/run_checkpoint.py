@@ -71,8 +71,7 @@ class RunFiles:
 
         DamageError if slices are missing or files cannot be read.
         """
-        shares = self._pieces.get((name, kind), {})
-        count = max((count for _, count in shares), default=1)
+        count = max((count for _, count in self._pieces.get((name, kind), {})), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
         cut = self._cuts.get(name) or (0, 1)
         if wanted[1] == count and (

@@ -148,8 +148,7 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
             f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
             f"args.load={mirror.name_of(path)}"
         )
-    parameters = engine.transformer.named_parameters()
-    have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
+    have = {n: whole_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
     # Whole shapes on both sides, so that the layouts of both runs do not matter.
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:

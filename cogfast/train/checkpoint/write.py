@@ -419,8 +419,7 @@ class _Snapshot:
         self.engine.wait_for_ema()
         live = {**self._live_partitions(), **self._live_numbers()}
         live |= self.engine.transformer.kept_buffers()  # a module may have replaced them
-        buffers = {**self.partitions, **self.numbers, **self.buffers}
-        for key, buffer in buffers.items():
+        for key, buffer in {**self.partitions, **self.numbers, **self.buffers}.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
             # The next step cannot overwrite the state before it is copied: both are on this stream.

@@ -185,9 +185,8 @@ class Parts:
         )
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
-        before = manifest.get("attention")
         self.attention = choose_attention(
-            config, args, transformer.config, before, groups, is_training=True
+            config, args, transformer.config, manifest.get("attention"), groups, is_training=True
         )
         args = dataclasses.replace(args, attention=self.attention)
         use_attention(transformer, self.attention)
