@@ -157,8 +157,7 @@ def fold(
 
     The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
     two words of the command line, must not contradict each other. files: their names as origins, in
-    the order in which they were merged. Returns the keys of args that a file sets in vain, with the
-    reason.
+    the order of merging. Returns the keys of args that a file sets in vain, with the reason.
     """
     args, section = config["args"], config.get("deepspeed") or {}
     found: dict[str, tuple[Any, str]] = {}  # key of the section -> (value, its origin)

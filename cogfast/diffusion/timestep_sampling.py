@@ -20,8 +20,7 @@ class DiscreteSampling:
     With uniform_sampling the range is split into equal strata that are distributed over the slots
     of the global batch, so every step covers all noise levels on any number of ranks. group_num
     (SAT's name) is the number of strata, at most one per slot; None or 0: one per slot. A rotation,
-    drawn once per step, moves each slot through all strata, so a slot's own timesteps are uniform
-    too.
+    drawn once per step, moves each slot through all strata: a slot's own timesteps are uniform, too.
     """
 
     def __init__(

@@ -161,8 +161,7 @@ class ContextParallelRows:
     def split(
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many of the rows are
-        text."""
+        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
         self.rows = rows = rows_of_ranks(hidden.shape[1], self.group.size)
         self.num_text = num_text
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]

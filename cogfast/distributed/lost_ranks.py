@@ -28,8 +28,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 class UnsharedError(Exception):
     """An error of this rank while other ranks wait for it in a collective. It ends the run.
 
-    Nothing may catch it and continue: the collectives of this rank would no longer match those of
-    the others.
+    Nothing may catch it and continue: this rank's collectives would no longer match the others'.
     """
 
 
@@ -203,8 +202,7 @@ class Launch:
     def idle(self) -> bool:
         """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.
 
-        Its process serves the store, so each answer is a sign of it. A call to a process that has
-        stopped never returns.
+        Its process serves the store, so each answer is a sign of it. If it has stopped, no call returns.
         """
         is_over, last_answer = False, time.monotonic()
 

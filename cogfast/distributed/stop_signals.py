@@ -144,8 +144,7 @@ def keeping(kept: str) -> Iterator[None]:
 
 
 def keep_in_last_line(text: str) -> None:
-    """Let the last line of a command that fails say `text`, should a signal end it before its error is
-    written."""
+    """Let the last line of a failing command say `text` if a signal ends it before its error is written."""
     if StopSignals._innermost is not None:
         StopSignals._innermost.kept = text
 

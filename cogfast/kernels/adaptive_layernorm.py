@@ -340,8 +340,7 @@ def residual_adaptive_layernorm(
 ) -> tuple[Tensor, Tensor]:
     """Return h' = hidden + gate * (branch + branch_bias) and its n, both [B, S, M].
 
-    hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale:
-    [B, 2, M].
+    hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale: [B, 2, M].
     """
     inputs = (hidden, branch, branch_bias, gate, weight, bias, shift, scale)
     _check("residual_adaptive_layernorm", num_text, *inputs)

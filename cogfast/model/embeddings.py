@@ -31,11 +31,9 @@ def unpatchify(rows: Tensor, grid: TokenGrid, patch: PatchSize) -> Tensor:
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """Return cos, then sin, of positions [B] at width/2 frequencies from 1 towards 1/10000:
-    [B, width] float32."""
+    """Return cos, then sin, of positions [B] at frequencies from 1 towards 1/10000: [B, width] float32."""
     half = width // 2
-    # Round as both upstreams do: at timestep 999 the last bit of a frequency changes the result by
-    # 3e-5.
+    # Round as both upstreams do: at timestep 999 a frequency's last bit changes the result by 3e-5.
     exponents = torch.arange(half, dtype=torch.float32, device=positions.device)
     frequencies = torch.exp(-math.log(10000.0) * exponents / half)
     angles = positions.float()[:, None] * frequencies

@@ -405,8 +405,7 @@ class _TokenizerConfig:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read T5's encoder, in safetensors files or in PyTorch's, without the decoder and the last layer of
-    a whole T5."""
+    """Read T5's encoder, in safetensors or PyTorch files, without a whole T5's decoder and last layer."""
     single, state = folder / "model.safetensors", {}
     if single.is_file() or (folder / "model.safetensors.index.json").is_file():
         # transformers takes the single file if there is an index, too.

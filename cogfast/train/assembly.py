@@ -329,8 +329,7 @@ def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOn
         is_masked = select(config.model, "loss_fn_config.params.masked") is not None
         return _with_others(made, key, inputs, is_masked)
     except ValueError as error:
-        # Data sets do not know which key lists their sources. instantiate may have put the error
-        # into its own.
+        # Data sets do not know their sources' key. instantiate may have put the error into its own.
         cause = error.__cause__ or error
         if isinstance(cause, SourceError):
             refuse(config, key, f"{key}={cause}")

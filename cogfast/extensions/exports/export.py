@@ -63,8 +63,7 @@ class Exporter:
         return is_due and (self.is_lora or not is_stopping)
 
     def write(self, draft: Path, manifest: dict) -> None:
-        """Write the files into an unpublished checkpoint that is otherwise complete. A failure costs
-        only these files."""
+        """Write the files into an otherwise complete draft of a checkpoint. A failure costs only these."""
         start, names = time.monotonic(), []
         try:
             if self.is_lora:

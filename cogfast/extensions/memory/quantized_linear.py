@@ -47,8 +47,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return q [N, K] of a dtype of DTYPES and the scales [N] float32 of a weight [N, K].
 
-    maxima: [N] of `row_maxima`; None: of this weight. A row that is not finite gets a scale that is not
-    finite.
+    maxima: [N] of `row_maxima`; None: of this weight. The scale of a non-finite row is not finite.
     """
     values = weight.float()
     maxima = row_maxima(values) if maxima is None else maxima

@@ -90,8 +90,7 @@ def plain_name(name: str) -> str:
 
 def _num_parts(our_name: str) -> int:
     """Return the number of consecutive parts of cogfast's tensor, see Shard.num_parts."""
-    # The modulation has the rows for video, then those for text; each of diffusers' two tensors has
-    # rows of both.
+    # The modulation has video's rows, then text's; each of diffusers' two tensors has rows of both.
     return 2 if ".modulation." in our_name else 1
 
 
@@ -258,8 +257,7 @@ def _facts(config: _Config) -> dict[str, Any]:
 
 
 def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
-    """Return sample_frames, sample_height and sample_width: the pipelines' default size, at which they
-    use integer positions.
+    """Return sample_frames, sample_height, sample_width: pipelines' default size, with integer positions.
 
     This is the trained size. Exceptions: models trained with rescaled positions (rotary_positions:
     pipeline) and models with a position table keep their own size, and 1.5 keeps its own rows and

@@ -81,8 +81,7 @@ def _download(path: Path, sizes: Mapping[str, int]) -> None:
 def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:
     """Return the files that this rank verifies.
 
-    The ranks of a machine share the files that any of them reads, so that each file is hashed once on
-    each machine.
+    The ranks of a machine share the files that any of them reads, so that each machine hashes a file once.
     """
     host = platform.node()
     reports = groups.gather((host, needed))

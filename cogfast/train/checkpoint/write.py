@@ -206,8 +206,7 @@ class CheckpointWriter:
             self.check_owner()
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        # No file of another save of this step, perhaps by a machine that has lost the run, replaces one that
-        # a manifest names.
+        # No save of this step by a machine that has lost the run replaces a file that a manifest names.
         return "" if self.url is None else f"-{os.urandom(4).hex()}"
 
     def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
@@ -429,8 +428,7 @@ class _Snapshot:
     def _is_written_here(self, name: str) -> bool:
         """Return whether this rank writes the parameter.
 
-        Every rank writes its shards; the first rank of a tensor-parallel group writes the replicated
-        parameters.
+        Every rank writes its shards; a tensor-parallel group's first rank writes replicated parameters.
         """
         return self.engine.tensor_rank == 0 or self.shards[name] is not None
 
@@ -499,8 +497,7 @@ class _Snapshot:
 
 
 def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters if they are the smaller part of the model, else those that a user's own
-    network adds.
+    """Return the frozen parameters if they are the smaller part, else those that a user's network adds.
 
     The decision is the same for every parallel layout.
     """

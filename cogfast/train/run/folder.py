@@ -1,5 +1,4 @@
-"""The folder of a run, `<args.save>/<experiment_name>-<date and time>/` or args.run_folder: create,
-find, describe."""
+"""Creates, finds and describes a run's folder: `<args.save>/<experiment_name>-<time>/` or args.run_folder."""
 
 from __future__ import annotations
 

@@ -149,8 +149,7 @@ class Metrics(Watcher):
     def after_backward(self, loss: Tensor) -> None:
         """Add one micro-batch's loss, on the device.
 
-        Non-finite losses are left out of the mean, since one of them would hide all other losses of
-        the interval.
+        Non-finite losses are left out of the mean: one would hide all other losses of the interval.
         """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
