@@ -171,8 +171,7 @@ def _of_call(kind: Any, where: str = "") -> list[Option]:
     for parameter, schema, meaning in parameters_of(kind):
         is_built = is_component_schema(schema)
         words = "a component" if is_built else describe(schema, most=_NO_LIMIT)
-        is_required = parameter.default is parameter.empty
-        default = REQUIRED if is_required else _shown(parameter.default)
+        default = REQUIRED if parameter.default is parameter.empty else _shown(parameter.default)
         key = f"{where}{parameter.name}{'_config' if is_built else ''}"
         rows.append(Option(key, words, default, meaning))
     return rows
@@ -184,8 +183,7 @@ def comments_of(kind: type) -> dict[str, str]:
     Python drops comments when it compiles, so they are read from the source.
     """
     lines = inspect.getsource(importlib.import_module(kind.__module__)).splitlines()
-    tree = ast.parse("\n".join(lines))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)]
     body = next(node for node in classes if node.name == kind.__name__).body
     found: dict[str, str] = {}
     for node in body:

@@ -232,8 +232,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
 
         # A word that is neither a path nor an id is reported below, as a folder that is missing.
         if is_hub_id(sources[0]):
-            folder = hub_folder(sources[0], "FOLDER", may_download=not found.dry_run)
-            sources = [str(folder)]
+            sources = [str(hub_folder(sources[0], "FOLDER", may_download=not found.dry_run))]
     settings = trained_settings(Path(sources[0])) if sources else {}
     run_config = _run_config(Path(sources[0])) if sources and not settings else None
     # Sampling need not use the layout that the run was trained with.
@@ -427,8 +426,7 @@ def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
         kinds = typing.get_args(hints.get(key[5:])) or (hints.get(key[5:]),)
         if isinstance(value, list):
             value, moved = _split_overrides(value)
-            is_text = str in kinds
-            items = [json.dumps(v, ensure_ascii=False) if is_text else v for v in value]
+            items = [json.dumps(v, ensure_ascii=False) if str in kinds else v for v in value]
             overrides.append(f"{key}=[{', '.join(items)}]")
             behind += moved
         elif isinstance(value, str) and (str in kinds or key[5:] not in hints):

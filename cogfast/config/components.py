@@ -369,8 +369,7 @@ def _fit(value: object, annotation: object, key: str) -> object:
         return value
     if dataclasses.is_dataclass(value):  # built by the translation of SAT's params
         return value
-    is_mapped = isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, options))
-    if not is_mapped:
+    if not (isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, options))):
         validated(value, annotation, key)
     for option in options:
         if (
@@ -407,8 +406,7 @@ def _require(target: Callable, parameters: Mapping, have: set[str], where: str) 
 
 def _build(value: object, key: str, allow_import: Sequence[str]) -> object:
     """Build an argument's value if it is a component or a list of components."""
-    components = _components(value, key)
-    built = [instantiate(node, allow_import, where) for node, where in components]
+    built = [instantiate(node, allow_import, where) for node, where in _components(value, key)]
     if not built:
         return value
     return built[0] if is_component(value) else built

@@ -157,8 +157,7 @@ def fold(
 
     The command line wins over files. In one file the deepspeed section wins, as in SAT; two files, or
     two words of the command line, must not contradict each other. files: their names as origins, in
-    the order in which they were merged. Returns the keys of args that a file sets in vain, with the
-    reason.
+    the order of merging. Returns the keys of args that a file sets in vain, with the reason.
     """
     args, section = config["args"], config.get("deepspeed") or {}
     found: dict[str, tuple[Any, str]] = {}  # key of the section -> (value, its origin)
@@ -184,8 +183,7 @@ def fold(
         # A run's own file contains the defaults, too; a file above it has what its user wrote.
         is_above = here in files and there in files and files.index(here) > files.index(there)
         is_changed = level(here) > 0 or before != getattr(defaults, name)
-        is_meant = here != DEFAULT and (is_changed or is_above)
-        if is_meant and level(here) == level(there):
+        if here != DEFAULT and (is_changed or is_above) and level(here) == level(there):
             if here != there or level(here) > 0:
                 of = "" if here == there else f" in {there}"
                 text = f"{key}={show(before)}, but {other}={show(value)}{of}; change one of them"

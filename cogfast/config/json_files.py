@@ -39,8 +39,7 @@ def is_inside(value: str) -> bool:
     length = lambda text: len(text.encode("utf-8", "surrogatepass"))
     is_long = length(value) > _MOST_NAME or max(map(length, parts[0].parts), default=0) > _MOST_PART
     # "", "." and ".." name folders; a NUL ends a name for the system, not for Python.
-    is_name = bool(value.strip(".")) and "\0" not in value
-    return is_name and not (is_rooted or is_up or is_long)
+    return bool(value.strip(".")) and "\0" not in value and not (is_rooted or is_up or is_long)
 
 
 def _inside(value: str) -> str:

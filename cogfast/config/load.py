@@ -180,8 +180,7 @@ def with_words(config: Config, words: Sequence[str], origin: str) -> Config:
     assert isinstance(merged, DictConfig), "a mapping of sections"
     for word in words:
         _override(merged, word, origins, origin)
-    sections = {name: merged[name] for name in SECTIONS}
-    return dataclasses.replace(config, **sections, origins=origins)
+    return dataclasses.replace(config, **{name: merged[name] for name in SECTIONS}, origins=origins)
 
 
 def data_arguments(config: Config) -> dict[str, Any]:

@@ -60,8 +60,7 @@ class Config:
             elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
                 yield f"{key}:", ""
                 for i, item in enumerate(value):
-                    rows = self._rows(item, (*here, str(i)))
-                    for n, (text, origin) in enumerate(rows):
+                    for n, (text, origin) in enumerate(self._rows(item, (*here, str(i)))):
                         yield ("    " if n else "  - ") + text, origin
             else:
                 yield f"{key}: {_flow(value)}", find_origin(self.origins, ".".join(here))

@@ -304,8 +304,7 @@ def transformer_arguments(
     _require(modules, _MODULES[:-1], where_modules)  # lora_config, the last, is optional
     fields |= _position(fields, modules["pos_embed_config"], where_modules, unused)
     patch = _module(modules, "patch_embed_config", [PATCH_EMBED], where_modules)
-    where_patch = join(where_modules, "patch_embed_config.params")
-    fields |= _read(patch, PatchParams, where_patch, unused)
+    fields |= _read(patch, PatchParams, join(where_modules, "patch_embed_config.params"), unused)
     adaln = _module(modules, "adaln_layer_config", [ADALN], where_modules)
     where_adaln = join(where_modules, "adaln_layer_config.params")
     fields["qk_norm"] = _read(adaln, AdalnParams, where_adaln, unused).get("qk_ln", True)
@@ -467,8 +466,7 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
             "sgm.modules.autoencoding.regularizers." + REGULARIZER.split(".")[-1],
         ]
         chosen = _module(params, "regularizer_config", regularizers, where)
-        where_regularizer = join(where, "regularizer_config.params")
-        _read(chosen, _RegularizerParams, where_regularizer, unused)
+        _read(chosen, _RegularizerParams, join(where, "regularizer_config.params"), unused)
     return arguments
 
 

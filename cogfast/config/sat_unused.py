@@ -115,10 +115,9 @@ def own_defaults(config: Config) -> list[str]:
         defaults = _SAMPLING if is_of_file else {}
     else:
         evaluates = args.eval_interval is not None or args.eval_at_start or args.eval_at_end
-        num_saves = (args.train_iters or 0) // (args.save_interval or 10**9)
         read = {
             "mode": args.lr_schedule == "sat",
-            "keep_last": num_saves > args.keep_last,
+            "keep_last": (args.train_iters or 0) // (args.save_interval or 10**9) > args.keep_last,
             "eval_iters": evaluates and args.valid_data and not args.strict_eval,
             "split": evaluates and not args.valid_data,
         }

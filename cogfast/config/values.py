@@ -313,9 +313,8 @@ def json_schema(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter:
-    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
     # A model and a dataclass have their own configuration.
-    for given in (config, None):
+    for given in (ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True), None):
         with suppress(PydanticUserError, SchemaError):
             return TypeAdapter(kind, config=given)
     return TypeAdapter(Any)  # of another package's constructor, which checks its arguments itself
@@ -345,5 +344,4 @@ def _inside(node: dict, part: int | str, whole: dict) -> dict | None:
         return {"additionalProperties": {}}
     found = _resolved(found, whole)
     # A list of numbers is shown whole.
-    is_plain = isinstance(part, int) and found.get("type") not in ("object", "array")
-    return None if is_plain else found
+    return None if isinstance(part, int) and found.get("type") not in ("object", "array") else found

@@ -2,8 +2,7 @@
 
 On a disk it is the lock of the file run.lock, which ends with its process. In a store it is an object of
 that name, too, which its holder writes again every few seconds: if it stays the same for a minute, the
-holder is gone. One that was killed on this machine is known to be gone at once, since its file's lock is
-free.
+holder is gone. One that was killed on this machine is known at once, since its file's lock is free.
 """
 
 from __future__ import annotations
@@ -200,5 +199,4 @@ def _check_holder(name: str, text: str, holder: str) -> None:
 
 def _brief(holder: str) -> str:
     """Return the process and machine of a line of the lock."""
-    text = " ".join(holder.split()[:4])
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return "".join(c if c.isprintable() else "?" for c in " ".join(holder.split()[:4]))

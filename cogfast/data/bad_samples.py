@@ -81,8 +81,7 @@ class BadSampleLog:
                 if not self._has_failed:
                     logger.warning("%s cannot be written (%s)", self.file, error.strerror)
                 self._has_failed = True
-        # A sample listed by the resumed run counts again if it is still bad, and does not if it
-        # was repaired.
+        # A sample listed by the resumed run counts again only if it is still bad.
         self.reasons[path] = reason
         if is_new and is_logged:
             logger.warning("skipped %s: %s", printable(path), printable(reason))

@@ -147,11 +147,9 @@ class BatchLoader:
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    """Move the tensors of a batch to `device`; "mp4" and "control" become [B, F, 3, H, W] float32 in
-    [-1, 1].
+    """Move a batch's tensors to `device`; "mp4" and "control" become float32 [B, F, 3, H, W] in [-1, 1].
 
-    Videos are copied as uint8 and scaled on the device. Other tensors (latents, embeddings) keep
-    their dtype.
+    Videos are copied as uint8 and scaled on the device; other tensors keep their dtype.
     """
     out = {}
     for key, value in batch.items():
@@ -165,8 +163,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 def in_unit_range(pixels: torch.Tensor) -> torch.Tensor:
     """Convert uint8 pixels to float32 in [-1, 1]; other pixels are in that range already."""
-    is_byte = pixels.dtype == torch.uint8
-    return pixels.float().sub_(_MIDDLE).div_(_MIDDLE) if is_byte else pixels
+    return pixels.float().sub_(_MIDDLE).div_(_MIDDLE) if pixels.dtype == torch.uint8 else pixels
 
 
 class TooSlow(BadSample):

@@ -578,8 +578,7 @@ def _folders(source: str) -> list[str]:
     names = [pattern] if pattern else []
     for folder in folders.split(",") if semicolon else []:
         name, star, times = folder.partition("*")
-        is_there = store.is_url(name) or Path(name).is_dir()
-        if not is_there or (star and not times.isdigit()):
+        if not (store.is_url(name) or Path(name).is_dir()) or (star and not times.isdigit()):
             raise SourceError(
                 f"{source}: no folder {folder}; write folders after ; as A,B*2 (B is read twice)"
             )

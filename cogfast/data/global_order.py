@@ -110,8 +110,7 @@ class GlobalOrder:
             parts = None if weights is None else np.asarray(weights, np.float64)[samples]
             # A single bucket reads in the same order as a data set without buckets.
             key = () if len(self.buckets) == 1 else (bucket,)
-            is_all = len(samples) == num_samples
-            chosen = range(num_samples) if is_all else samples
+            chosen = range(num_samples) if len(samples) == num_samples else samples
             self._sequences.append(ShuffledSamples(seed, chosen, parts, key))
         self._lengths = np.array([sequence.length for sequence in self._sequences])
         self.epoch_size = int(self._lengths.sum())  # samples read in an epoch

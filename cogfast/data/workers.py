@@ -243,8 +243,7 @@ class ThreadedReads:
             self._read_another()
             read = first.get()
         else:
-            # Start the next read after this one is handed over: a new reader would compete with
-            # the consumer.
+            # Hand this one over before the next read starts, which would compete with the consumer.
             read = first.get()
             self._read_another()
         return _each_tensor(read, _record_on_current_stream)

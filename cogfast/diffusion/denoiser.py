@@ -109,14 +109,13 @@ class DiscreteDenoiser:
         # The coefficients come from the table, so that rounding alpha_sqrt cannot change them.
         nearest = self.table.nearest(alpha_sqrt)
         c_skip, c_out = self.scaling(self.table.on(noised.device)[nearest])
-        tensors = {"tensors": conditioning.tensors} if conditioning.tensors else {}
         output = network(
             noised,
             nearest if idx is None else idx,
             conditioning.text,
             condition_latents=conditioning.condition_latents,
             ofs=conditioning.ofs,
-            **tensors,
+            **({"tensors": conditioning.tensors} if conditioning.tensors else {}),
         )
         # v -> x0: a * x_t - sqrt(1 - a^2) * v. In bf16 the two terms would cancel to few bits.
         return output.float() * broadcast_over(c_out, noised) + noised * broadcast_over(

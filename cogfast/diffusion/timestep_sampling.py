@@ -20,8 +20,7 @@ class DiscreteSampling:
     With uniform_sampling the range is split into equal strata that are distributed over the slots
     of the global batch, so every step covers all noise levels on any number of ranks. group_num
     (SAT's name) is the number of strata, at most one per slot; None or 0: one per slot. A rotation,
-    drawn once per step, moves each slot through all strata, so a slot's own timesteps are uniform
-    too.
+    drawn once per step, moves each slot through all strata: a slot's own timesteps are uniform, too.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class DiscreteSampling:
         within = rng.uniform("timestep")  # [B] float64 in [0, 1)
         if self.uniform_sampling:
             num_strata = min(self.group_num or rng.num_slots, rng.num_slots)
-            strata = self.strata(rng, num_strata).to(torch.float64)
-            within = (strata + within) / num_strata
+            within = (self.strata(rng, num_strata).to(torch.float64) + within) / num_strata
         # (stratum + within) may round up to the next stratum; in the last one that is out of range.
         idx = (within * self.num_idx).long().clamp_(max=self.num_idx - 1)
         return idx.to(rng.device, non_blocking=True)  # pageable and small: no wait for the stream

@@ -47,8 +47,7 @@ def _join(flat: Tensor, rows: list[int], shape: torch.Size) -> Tensor:
     batch, per_row = shape[0], shape[2:]
     if batch == 1:
         return flat.view(1, -1, *per_row)  # the pieces lie in order already
-    numbers = batch * per_row.numel()
-    pieces = flat.split([numbers * n for n in rows])
+    pieces = flat.split([batch * per_row.numel() * n for n in rows])
     return torch.cat([piece.view(batch, -1, *per_row) for piece in pieces], dim=1)
 
 
@@ -162,8 +161,7 @@ class ContextParallelRows:
     def split(
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many of the rows are
-        text."""
+        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
         self.rows = rows = rows_of_ranks(hidden.shape[1], self.group.size)
         self.num_text = num_text
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
@@ -191,8 +189,7 @@ class ContextParallelRows:
             return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, self.num_text)
 
         def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            attended = kernels.flash_attention(q, k, v)
-            return _Exchange.apply(attended, self.rows, self.group, False)
+            return _Exchange.apply(kernels.flash_attention(q, k, v), self.rows, self.group, False)
 
         def sparse_attention(
             q: Tensor, k: Tensor, v: Tensor, num_text: int, share: float

@@ -376,8 +376,7 @@ class FusedStep:
     def _store_gradient(self, parameter: nn.Parameter, part: int) -> None:
         """Copy what this rank owns of a reduced gradient to its place, and release the gradient.
 
-        DeepSpeed's own method appends whole gradients in order of arrival, last layer first, and has to
-        flatten them later.
+        DeepSpeed's own appends whole gradients as they arrive, last layer first, and must flatten them later.
         """
         zero = self.zero
         if zero.grads_in_partition is None:  # the first gradient of this micro-batch

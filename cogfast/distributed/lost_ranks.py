@@ -28,8 +28,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 class UnsharedError(Exception):
     """An error of this rank while other ranks wait for it in a collective. It ends the run.
 
-    Nothing may catch it and continue: the collectives of this rank would no longer match those of
-    the others.
+    Nothing may catch it and continue: this rank's collectives would no longer match the others'.
     """
 
 
@@ -170,8 +169,7 @@ class Heartbeat:
     def _meet(self, is_over: bool) -> bool:
         """Wait for the other ranks. Return whether it is over for all of them."""
         # The first rank waits for each rank and can name the one that has stopped; the others wait for it.
-        limit = _SILENCE if self.rank == 0 else _SILENCE + _PATIENCE
-        self._group.monitored_barrier(limit)
+        self._group.monitored_barrier(_SILENCE if self.rank == 0 else _SILENCE + _PATIENCE)
         self._count.fill_(int(is_over))
         self._group.allreduce(self._count).wait()
         return int(self._count) == self._group.size()
@@ -204,8 +202,7 @@ class Launch:
     def idle(self) -> bool:
         """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.
 
-        Its process serves the store, so each answer is a sign of it. A call to a process that has
-        stopped never returns.
+        Its process serves the store, so each answer is a sign of it. If it has stopped, no call returns.
         """
         is_over, last_answer = False, time.monotonic()
 

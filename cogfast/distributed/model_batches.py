@@ -99,8 +99,7 @@ class ModelBatches:
         # Send bytes: gloo does not support every dtype.
         bytes_ = value.flatten().view(torch.uint8)
         assert self.groups.model is not None, "a rank that works alone sends nothing"
-        group = self.groups.model.process_group
-        dist.broadcast(bytes_, self.groups.first_of_model, group=group)
+        dist.broadcast(bytes_, self.groups.first_of_model, group=self.groups.model.process_group)
         return value
 
 

@@ -91,8 +91,7 @@ def parallelize(
             # A norm that has no weights has no gradient to sum.
             if norm is not None and norm.elementwise_affine:
                 setattr(block.attention, name, SharedHeadNorm(norm, group))
-        linear = block.modulation.linear
-        gathered = GatheredLinear(linear, group, sums_gradient=splits_rows)
+        gathered = GatheredLinear(block.modulation.linear, group, sums_gradient=splits_rows)
         block.set_submodule("modulation.linear", gathered)
         if splits_rows:
             # The new block takes over the modules of the old one, so parameter names stay.
@@ -207,8 +206,7 @@ def compile_blocks(transformer: DiffusionTransformer) -> None:
     compiled once more, with the checkpoint inside (activation_checkpointing.py).
     """
     run_without_dynamo(False)
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     for block in transformer.blocks:
         block.compile(fullgraph=True, dynamic=None)
     logger.info("args.compile: blocks are compiled as they first run")

@@ -166,8 +166,7 @@ class ProcessGroups:
     def decide(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank, the same on every rank. Collective.
 
-        A rank's own clock, files or signals must not decide whether it joins work that has
-        collectives.
+        A rank's own clock, files or signals must not decide whether it joins collectives.
         """
         return any(self.gather(flag))
 
@@ -473,8 +472,7 @@ class StopRequest:
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def __enter__(self) -> StopRequest:
-        # A signal ends a rank that is still starting, so no rank may ask for a save before all are
-        # ready.
+        # A signal ends a rank that is still starting, so no rank asks for a save before all are ready.
         self.groups.gather(None)
         self._signals.__enter__()
         return self

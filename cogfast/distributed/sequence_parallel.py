@@ -40,8 +40,7 @@ def _start_gather(rows: Tensor, group: ParallelGroup) -> Tensor:
 def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
     """Wait for `_start_gather` and join its result -> [B, S, N]."""
     # Ranks are joined along dim 0, but their rows follow each other along dim 1.
-    pieces = wait_for(gathered).unflatten(0, (group.size, -1))
-    return pieces.transpose(0, 1).flatten(1, 2)
+    return wait_for(gathered).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:

@@ -144,8 +144,7 @@ def keeping(kept: str) -> Iterator[None]:
 
 
 def keep_in_last_line(text: str) -> None:
-    """Let the last line of a command that fails say `text`, should a signal end it before its error is
-    written."""
+    """Let the last line of a failing command say `text` if a signal ends it before its error is written."""
     if StopSignals._innermost is not None:
         StopSignals._innermost.kept = text
 
@@ -178,5 +177,4 @@ def settle_signals() -> None:
     """
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.SIG_DFL if is_interrupt else signal.SIG_IGN)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)

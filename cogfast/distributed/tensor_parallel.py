@@ -6,8 +6,7 @@ two, activations are sharded by heads or by the MLP's width; elsewhere they are 
 bit. The gradient of a replicated parameter that only sees sharded activations is all-reduced, by
 `copy_to_group`.
 
-The collectives are PyTorch's functional ones, which torch.compile and torch.utils.checkpoint see as
-ordinary ops.
+The collectives are PyTorch's functional ones: ordinary ops to torch.compile and torch.utils.checkpoint.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -82,8 +81,7 @@ class _SumOverGroup(torch.autograd.Function):
 class _GatherColumns(torch.autograd.Function):
     """All-gather columns [B, N / size] -> [B, N].
 
-    sums_gradient: backward reduce-scatters the gradient; otherwise it is replicated, and each rank
-    takes its part.
+    sums_gradient: backward reduce-scatters the gradient; otherwise a rank takes its part of a replicated one.
     """
 
     @staticmethod

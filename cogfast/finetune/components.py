@@ -107,9 +107,8 @@ class Network:
         if given is None or grid in self._checked:
             return
         for own, other in zip(rotary_tables(rotation), given, strict=True):
-            is_like = own.shape == other.shape
             # sync: once for each size
-            if not is_like or (own - other.to(own)).abs().max() > _MOST_DIFFERENCE:
+            if own.shape != other.shape or (own - other.to(own)).abs().max() > _MOST_DIFFERENCE:
                 raise ValueError(
                     f"image_rotary_emb for {grid.t}x{grid.h}x{grid.w} tokens differs from the network's "
                     "positions, which it computes itself; pass self.prepare_rotary_positional_embeddings"

@@ -260,8 +260,7 @@ class Trainer:
         """transformer, vae, text_encoder, tokenizer, scheduler and pipeline_cls, as upstream's methods use them."""
         if not self._has_components:
             self._has_components = True  # first: load_components may read them
-            found = self.load_components()
-            self._components.take(found, f"{type(self).__name__}.load_components")
+            self._components.take(self.load_components(), f"{type(self).__name__}.load_components")
         return self._components
 
     def load_components(self) -> Any:

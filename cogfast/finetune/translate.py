@@ -105,8 +105,7 @@ def _check_family(args: Args, family: Family) -> None:
     name = member.diffusers_trainer_name
     kind = name[-3:]
     # A registered name of the user's own says nothing about the model.
-    is_named_wrong = args.model_name in BUILT_IN and args.model_name != name
-    if is_named_wrong or args.model_type != kind:
+    if (args.model_name in BUILT_IN and args.model_name != name) or args.model_type != kind:
         raise ValueError(
             f"--model_name {args.model_name} --model_type {args.model_type}: {args.model_path} has "
             f"in_channels={family.in_channels}, {member.name}; use --model_name {name} "

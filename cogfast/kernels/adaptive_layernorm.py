@@ -50,8 +50,7 @@ def adaptive_layernorm_reference(
 
     hidden: [B, S, M]. weight, bias: [M], of the LayerNorm. shift, scale: [B, 2, M].
     """
-    normed = F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
-    text, video = _split_rows(normed, num_text)
+    text, video = _split_rows(F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps), num_text)
     # Split, as above, so that the gradient of a modulation is one concatenation.
     scale_video, scale_text = (1 + scale).split(1, dim=1)  # [B, 1, M]
     shift_video, shift_text = shift.split(1, dim=1)
@@ -341,8 +340,7 @@ def residual_adaptive_layernorm(
 ) -> tuple[Tensor, Tensor]:
     """Return h' = hidden + gate * (branch + branch_bias) and its n, both [B, S, M].
 
-    hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale:
-    [B, 2, M].
+    hidden, branch: [B, S, M]. branch_bias, weight, bias: [M] or None. gate, shift, scale: [B, 2, M].
     """
     inputs = (hidden, branch, branch_bias, gate, weight, bias, shift, scale)
     _check("residual_adaptive_layernorm", num_text, *inputs)

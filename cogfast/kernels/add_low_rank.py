@@ -137,8 +137,7 @@ def add_low_rank(
     """Return x [.., N] plus `scaling` times the products of low [.., P r] and the P matrices B
     [N / num_parts, r].
 
-    parts: the part of the columns that each matrix adds to, in ascending order. All tensors have the
-    dtype of x.
+    parts: the part of the columns that each matrix adds to, ascending. All tensors have x's dtype.
     """
     if not matrices or x.shape[-1] % num_parts or sorted(set(parts)) != list(parts):
         text = f"it must have {num_parts} equal parts of columns, of which {list(parts)} are"

@@ -199,8 +199,7 @@ _SPARSE_NAMES = {"cogfast::sparse_attention", "flex_attention", "inductor_compil
 
 def keeps_output(op: Any) -> bool:
     """Return whether an op of a forward pass is attention, whose results checkpointing can keep."""
-    is_dense = op in _FORWARD_OPS or op.namespace == "flash_attn_3"
-    return is_dense or op.name() in _SPARSE_NAMES
+    return op in _FORWARD_OPS or op.namespace == "flash_attn_3" or op.name() in _SPARSE_NAMES
 
 
 @cache
@@ -250,8 +249,7 @@ def reason_unavailable(
         needed, here = (".".join(map(str, x)) for x in (backend.capability, capability))
         return f"it needs a GPU of compute capability {needed}, this is {here}"
     # flash-attn 4 has no deterministic backward for compute capability 12.
-    can_repeat = backend.is_deterministic and (name, capability[0]) != ("fa4", 12)
-    if must_repeat and not can_repeat:
+    if must_repeat and not (backend.is_deterministic and (name, capability[0]) != ("fa4", 12)):
         return "its gradients do not repeat bit for bit, as deterministic runs must"
     if name == "cudnn" and (torch.backends.cudnn.version() or 0) < _LEAST_CUDNN:
         return f"cuDNN {torch.backends.cudnn.version()} is older than 9.15.1 ({_LEAST_CUDNN})"

@@ -472,8 +472,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         for x, wanted in ((m, dtype), (v, dtype), (shadow, torch.float32)):
             # The kernel relies on this.
             assert x is None or x.is_contiguous() and (x.shape, x.dtype) == (p.shape, wanted)
-        named = (("a parameter", p), ("a gradient", grad), ("a low precision copy", copy))
-        for name, x in named:
+        for name, x in (("a parameter", p), ("a gradient", grad), ("a low precision copy", copy)):
             if x is not None and x.dtype not in GPU_DTYPES:
                 refuse("FusedEmaAdam", name, x, "its dtype must be bfloat16, float16 or float32")
         if copy is not None and (copy.shape != p.shape or not copy.is_contiguous()):

@@ -1,7 +1,6 @@
 """LayerNorm of every query and key head, then rotation of video rows by their 3-D position.
 
-For a head x [D] of q or k, with xhat = (x - mean) rstd, and g the gradient of n, which the inverse
-rotation gives:
+For a head x [D] of q or k, with xhat = (x - mean) rstd, and g the gradient of n (by inverse rotation):
 
     n = xhat weight + bias
     (a, b) -> (a cos - b sin, a sin + b cos)      for neighbouring entries a, b of n

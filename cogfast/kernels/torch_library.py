@@ -103,12 +103,10 @@ def float32_on_cpu(reference: _Reference) -> _Reference:
 
 
 def from_gpu(file: str, name: str, folder: str = "cogfast.kernels.gpu") -> Callable:
-    """Return function `name` of a file of `folder`, which its first call imports: Triton takes a tenth of a
-    start to import."""
+    """Return function `name` of a file of `folder`, which its first call imports: Triton takes long."""
 
     def call(*inputs: Any, **options: Any) -> Any:
-        module = importlib.import_module(f"{folder}.{file}")
-        return getattr(module, name)(*inputs, **options)
+        return getattr(importlib.import_module(f"{folder}.{file}"), name)(*inputs, **options)
 
     return call
 

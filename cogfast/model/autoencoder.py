@@ -201,8 +201,7 @@ class VideoAutoencoder(nn.Module):
         """Switch on tiled decoding if one video of `num_frames` frames of height x width pixels needs
         more than `num_bytes`; return the plan. Tiles that the config asks for are kept.
 
-        Tiling changes outputs, since each tile has its own group norm statistics. Encoding is not
-        affected.
+        Tiling changes outputs, as each tile has its own group norm statistics, but not encoding.
         """
         num_latents = num_latent_frames(num_frames)
         num_latents += 1 - num_latents % 2  # decode's copy of the first latent
@@ -336,8 +335,7 @@ _WAYS: tuple[EncodeWay, ...] = (
 )
 # Fractions of rows and columns by which diffusers' tiles overlap.
 TILE_OVERLAP = (1 / 6, 1 / 5)
-# Tiles for decoding. The second are diffusers' own; in smaller ones than the last the seams cover most
-# of the picture.
+# Tiles for decoding. The second are diffusers' own; below the last, seams cover most of the picture.
 DECODE_TILES = ((480, 720), (240, 360), (96, 80))
 _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 # Besides the decoder: decoded tiles (1.5 videos, as they overlap), then the joined rows and the
@@ -394,8 +392,7 @@ def encode_bytes(
     pixels = 3 * batch * num_frames * height * width * (1 + 4 + 2 * dtype.itemsize)
     latents = batch * num_latent_frames(num_frames) * height * width // SPATIAL_COMPRESSION**2
     # Mean and log-variance of every chunk or tile, and joined.
-    moments = 4 * 2 * vae.config["latent_channels"] * latents * dtype.itemsize
-    return counter.peak + pixels + moments
+    return counter.peak + pixels + 4 * 2 * vae.config["latent_channels"] * latents * dtype.itemsize
 
 
 def plan_decode(

@@ -17,8 +17,7 @@ MLP_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """Shift, scale and gate of one half of a block, each [B, 2, M]: entry 0 for video rows, entry 1
-    for text rows."""
+    """Shift, scale and gate of one half of a block, each [B, 2, M]: entry 0 for video, 1 for text."""
 
     shift: Tensor
     scale: Tensor

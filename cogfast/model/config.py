@@ -19,8 +19,7 @@ _MOST_TABLE = 2**27  # 2B's has 34 million
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerConfig:
-    """Sizes and options of a model. Lengths are in tokens; sizes are in latent rows and columns and
-    in pixel frames."""
+    """Sizes and options of a model: lengths in tokens, sizes in latent rows and columns and pixel frames."""
 
     num_layers: int
     hidden_size: int
@@ -86,8 +85,7 @@ class TransformerConfig:
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for sizes that make too large a model, before anything of that size is
-        allocated."""
+        """Raise ValueError for sizes of too large a model, before anything of that size is allocated."""
         # A layer has about 12 M^2 weights.
         if self.num_layers * self.hidden_size**2 > _MOST_PRODUCT:
             raise ValueError(

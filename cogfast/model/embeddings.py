@@ -31,11 +31,9 @@ def unpatchify(rows: Tensor, grid: TokenGrid, patch: PatchSize) -> Tensor:
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """Return cos, then sin, of positions [B] at width/2 frequencies from 1 towards 1/10000:
-    [B, width] float32."""
+    """Return cos, then sin, of positions [B] at frequencies from 1 towards 1/10000: [B, width] float32."""
     half = width // 2
-    # Round as both upstreams do: at timestep 999 the last bit of a frequency changes the result by
-    # 3e-5.
+    # Round as both upstreams do: at timestep 999 a frequency's last bit changes the result by 3e-5.
     exponents = torch.arange(half, dtype=torch.float32, device=positions.device)
     frequencies = torch.exp(-math.log(10000.0) * exponents / half)
     angles = positions.float()[:, None] * frequencies
@@ -101,9 +99,8 @@ def sincos_table(
     # Round to float32 before joining the axes: a float64 table would take twice the memory.
     axes = [x.astype(np.float32) for x in (time, column, row)]
     axes = [np.broadcast_to(x, (*shape, x.shape[-1])) for x in axes]
-    table = np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width)
     # from_numpy ignores a surrounding `torch.device("meta")`, so the values are kept.
-    return torch.from_numpy(table)
+    return torch.from_numpy(np.concatenate(axes, axis=-1).reshape(grid.num_tokens, width))
 
 
 class _Take(torch.autograd.Function):

@@ -123,8 +123,7 @@ def add_lora(
         if parts:
             original = block.get_submodule(name)
             assert isinstance(original, nn.Linear), f"{name} is {type(original).__name__}"
-            # The original becomes a child, so its parameters get `.original` in their names, as in
-            # SAT.
+            # The original becomes a child: as in SAT, its parameters have `.original` in their names.
             lora = LoraLinear(original, num_parts, rank, alpha, dropout, parts, kernels=kernels)
             block.set_submodule(name, lora)
 

@@ -100,9 +100,8 @@ class _PaddedT5(nn.Module):
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
-        ids = self.tokenize(captions).to(next(self.parameters()).device)
         # No attention mask, as in SAT: the video models were trained on rows that see the padding.
-        return self._embed(ids)
+        return self._embed(self.tokenize(captions).to(next(self.parameters()).device))
 
 
 class T5TextEncoder(_PaddedT5):
@@ -406,8 +405,7 @@ class _TokenizerConfig:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read T5's encoder, in safetensors files or in PyTorch's, without the decoder and the last layer of
-    a whole T5."""
+    """Read T5's encoder, in safetensors or PyTorch files, without a whole T5's decoder and last layer."""
     single, state = folder / "model.safetensors", {}
     if single.is_file() or (folder / "model.safetensors.index.json").is_file():
         # transformers takes the single file if there is an index, too.

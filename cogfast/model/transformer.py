@@ -44,8 +44,7 @@ class RowSplit(Protocol):
     def split(
         self, hidden: Tensor, conditioning: Tensor, num_text: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Return this rank's rows of hidden [B, S, M], the conditioning, and the number of text rows
-        among them."""
+        """Return this rank's rows of hidden [B, S, M], the conditioning, and how many rows are text."""
         ...
 
     def join(self, hidden: Tensor) -> Tensor:

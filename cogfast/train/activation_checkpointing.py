@@ -58,8 +58,7 @@ def _is_attention(op: Any, *args: Any) -> bool:
 
 
 def _is_product(op: Any, *args: Any) -> bool:
-    is_product = op in _MATMULS and not _is_low_rank(*args[-2:])
-    return _is_attention(op) or op in _FROZEN or is_product
+    return _is_attention(op) or op in _FROZEN or (op in _MATMULS and not _is_low_rank(*args[-2:]))
 
 
 def _is_low_rank(a: Tensor, b: Tensor) -> bool:
@@ -171,8 +170,7 @@ def _compiled_contexts(keeps: Keeps) -> tuple[Any, Any]:
     """Return such contexts for torch.compile, which knows PyTorch's own."""
 
     def choose(ctx: object, op: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
-        is_kept = keeps(op, *args)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if keeps(op, *args) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
 

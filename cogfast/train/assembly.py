@@ -243,8 +243,7 @@ def video_data(config: Config) -> type[ListedVideos] | None:
 def text_entry(config: Config) -> tuple[dict | None, float]:
     """Return the node of the text encoder and the fraction of captions to drop."""
     conditioner = config.model.get("conditioner_config")
-    entries = [] if conditioner is None else (conditioner.params.get("emb_models") or [])
-    for entry in entries:
+    for entry in [] if conditioner is None else (conditioner.params.get("emb_models") or []):
         if entry.get("input_key", "txt") == "txt":
             node = {"target": entry.target, "params": entry.get("params")}
             return node, float(entry.get("ucg_rate", 0.0))
@@ -330,8 +329,7 @@ def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOn
         is_masked = select(config.model, "loss_fn_config.params.masked") is not None
         return _with_others(made, key, inputs, is_masked)
     except ValueError as error:
-        # Data sets do not know which key lists their sources. instantiate may have put the error
-        # into its own.
+        # Data sets do not know their sources' key. instantiate may have put the error into its own.
         cause = error.__cause__ or error
         if isinstance(cause, SourceError):
             refuse(config, key, f"{key}={cause}")

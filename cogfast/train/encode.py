@@ -194,8 +194,7 @@ class Encoder(FrozenEncoders):
 
     def encode_image(self, frame: Tensor, rng: SlotRandom) -> Tensor:
         """Encode first frames [B, 3, 1, H, W] in [-1, 1] to image latents [B, C, 1, h, w]."""
-        moments = self.encode_moments(frame)
-        return self._sample(moments, rng, "image_first_stage", self.image_scale)
+        return self._sample(self.encode_moments(frame), rng, "image_first_stage", self.image_scale)
 
     def scale_image(self, latents: Tensor) -> Tensor:
         """Return image latents for latents of the data, which have scale_factor."""

@@ -100,8 +100,7 @@ def build_optimizer(
     type: FusedEmaAdam under SAT's or cogfast's path; "Prodigy"; "Muon"; DeepSpeed's "Adam" (decoupled weight decay
     unless adam_w_mode is false) and "AdamW"; torch.optim.X; or a class of a package in allow_import.
     kernels: "triton" or "torch" implementation of FusedEmaAdam on a GPU. moments, ema_device:
-    args.optimizer_moments and args.ema_device. lr: args.lr, for classes that must have one; every step
-    sets its own.
+    args.optimizer_moments and args.ema_device. lr: args.lr, for classes that need one; steps set it.
     """
     kind = section.get("type", "sat.ops.FusedEmaAdam")
     # A copy, since keys are removed below.

@@ -249,8 +249,7 @@ class Trainer:
     def _is_prior(self, batch: dict) -> Tensor | None:
         """Return which samples [B] have the base model's own estimate as target; None if it is not needed.
 
-        Ranks of one model have the same samples. Under ZeRO-3 all ranks call the network together, in
-        each micro-batch.
+        Ranks of one model have the same samples. Under ZeRO-3 all ranks call the network together each time.
         """
         dataset = self.datasets.train
         if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
@@ -395,8 +394,7 @@ class Trainer:
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
             log_results(self.metrics.history, self.evaluator.samples)
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
-            folder = name_of(self.folder)
-            log_commands(self.config, folder, self.step, is_lora, shows_ema)
+            log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
         reason = (

@@ -76,8 +76,7 @@ class LatentSize:
 def bucket_sizes(config: Config, model: TransformerConfig) -> list[LatentSize]:
     """Return the sizes of data.params.buckets; [] without buckets."""
     data = data_arguments(config)
-    buckets = checked_buckets(data.get("buckets")) or ()
-    return [_size_of(data, model, *bucket) for bucket in buckets]
+    return [_size_of(data, model, *bucket) for bucket in checked_buckets(data.get("buckets")) or ()]
 
 
 def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
@@ -144,8 +143,7 @@ def warn_of_other_positions(
     found = select(manifest.get("config"), f"{POSITION_KEY}.positions")
     trained: Any = "pipeline" if found == "pipeline" else "integer"
     as_trained = dataclasses.replace(model, rotary_positions=trained)
-    both = (model, as_trained)
-    if len({has_pipeline_positions(one, sizes) for one in both}) > 1:
+    if len({has_pipeline_positions(one, sizes) for one in (model, as_trained)}) > 1:
         logger.warning(
             "%s.positions=%s, but the run was trained with %s: the model was not trained with these "
             "positions at this size; set the key as in the run",

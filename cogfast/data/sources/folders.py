@@ -213,8 +213,7 @@ def check_caption_size(num_bytes: int, name: str) -> None:
 
 
 def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> str:
-    """Read a UTF-8 file; ValueError if it cannot be read. about: that of a URL whose content is kept in the
-    local cache."""
+    """Read a UTF-8 file, or raise ValueError. about: that of a URL whose content the local cache keeps."""
     try:
         local = None if store.is_url(file) else os.stat(file)
         if local and not (stat.S_ISREG(local.st_mode) or stat.S_ISDIR(local.st_mode)):

@@ -105,8 +105,7 @@ def _refuse_missing(
     """Raise ValueError if a listed file does not exist. found: the URLs that do."""
     missing = list(compress(paths, find_missing(paths, found)))
     if missing:
-        at = paths.index(missing[0])
-        number = [i for i, line in enumerate(lines, 1) if line][at]
+        number = [i for i, line in enumerate(lines, 1) if line][paths.index(missing[0])]
         raise ValueError(
             f"{file}: line {number}: {missing[0]} does not exist ({len(missing)} of {len(paths)} files "
             "are missing); correct the path, which is relative to the list, or remove the sample's "

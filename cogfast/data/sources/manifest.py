@@ -229,8 +229,7 @@ def read_manifest(
 
 
 def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
-    """Yield (place, {name: value}) for every row; the place is "line 3", or "entry 3" of a list. tensors:
-    further known columns."""
+    """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. tensors: further known columns."""
     if file.lower().endswith(".csv"):
         yield from _csv_rows(file, tensors)
         return

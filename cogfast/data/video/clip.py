@@ -78,8 +78,7 @@ class ClipSettings:
     trust_index: bool = False
 
     def __post_init__(self) -> None:
-        # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in the key of
-        # a latent cache.
+        # object.__setattr__: the dataclass is frozen. A YAML gives lists; 16.0 is 16, also in cache keys.
         object.__setattr__(self, "video_size", checked_size(self.video_size))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         checked_batches(self.bucket_batch, self.buckets or ())
@@ -202,11 +201,9 @@ def frames_within(times: np.ndarray, span: Span | None) -> slice:
 def read_clip(
     path: str, settings: ClipSettings, span: Span | None = None
 ) -> tuple[Tensor, Selection]:
-    """Read the clip [F, 3, rows, columns] uint8 of a video file or of a part of it; a picture is a clip
-    of one frame.
+    """Read the clip [F, 3, rows, columns] uint8 of (a part of) a video file; a picture has one frame.
 
-    With DALI the clip lies on the process's device; PyAV decodes the files that DALI cannot. Call
-    within on_readers_device.
+    With DALI it is on the process's device; PyAV decodes what DALI cannot. Call within on_readers_device.
     """
     dali = dali_of_this_process(settings.video_backend)
     if settings.max_num_frames == 1 and check_file(path) and holds_picture(path):
@@ -230,8 +227,7 @@ def read_clip(
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:
     is_stretched = settings.resize == "stretch"
     # FFmpeg squeezes frames in the step that converts them to RGB.
-    size = settings.video_size if is_stretched else None
-    video = open_video(path, settings.cpu_reader, size)
+    video = open_video(path, settings.cpu_reader, settings.video_size if is_stretched else None)
     # Closed here and not by the garbage collector: see VideoReader.close.
     try:
         chosen, selection = _choose(video, settings, span)

@@ -279,8 +279,7 @@ class PyAVReader(VideoReader):
 def _delay(packets: Sequence[Packet]) -> int | None:
     """The reordering delay: the largest number of packets that precede one shown before them.
 
-    None if the pts are missing or repeated. FFmpeg finds the delay by probing, which open_container
-    leaves out.
+    None if pts are missing or repeated. FFmpeg finds the delay by probing, which open_container omits.
     """
     pts = [packet.pts for packet in packets if packet.pts is not None]
     if len(set(pts)) < len(packets):
@@ -315,8 +314,7 @@ def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, i
 class FrameStretcher:
     """Squeezes decoded frames to RGB of `size` (rows, columns) with FFmpeg's `scale`: resize=stretch.
 
-    This is the chain of filters that decord builds, so the pixels are those of CogVideo's diffusers
-    trainer.
+    decord builds the same chain of filters, so the pixels are those of CogVideo's diffusers trainer.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:

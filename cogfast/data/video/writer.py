@@ -43,8 +43,7 @@ def to_frames(video: Tensor | np.ndarray) -> np.ndarray:
             "the video has NaN or infinite pixels: its weights are damaged, or overflow in fp16; check "
             "them, or sample in bf16 or float32"
         )
-    levels = pixels.clamp(-1, 1).add(1).mul(127.5).round()
-    return levels.to(torch.uint8).permute(1, 2, 3, 0).numpy()
+    return pixels.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 
 def write_video(
@@ -118,8 +117,7 @@ def contact_sheet(
     # Columns of equal numbers of videos: a sheet of one column would be a thread.
     number = math.ceil(len(videos) / math.ceil(len(videos) / _MOST_ROWS))
     columns = [heights[i : i + number] for i in range(0, len(heights), number)]
-    size = (width * len(columns), max(map(sum, columns)) + _GAP)
-    sheet = Image.new("RGB", size, "white")
+    sheet = Image.new("RGB", (width * len(columns), max(map(sum, columns)) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
     for k, (lines, strip) in enumerate(zip(texts, strips, strict=True)):
         left, top = k // number * width + _GAP, _GAP + sum(columns[k // number][: k % number])

@@ -105,8 +105,7 @@ def _identity(part: str, node: Mapping | None, config: Config, own: Collection[s
 
 def _codes(node: Mapping, allow_import: Sequence[str]) -> list[str]:
     """Return the checksums of the code of a component and of those inside it, if they are the user's own."""
-    plain = to_dict(OmegaConf.create({"": node}))
-    own = own_classes(plain, allow_import, None).values()
+    own = own_classes(to_dict(OmegaConf.create({"": node})), allow_import, None).values()
     return sorted(each["code"] for each in own if each["code"] is not None)
 
 

@@ -64,8 +64,7 @@ class EncodeChoice:
         # A mode of another version of cogfast is left out.
         self.stored: EncodeWay | None = None
         if stored and stored[0] in ENCODE_MODES:
-            mode = ENCODE_MODES[ENCODE_MODES.index(stored[0])]
-            self.stored = mode, bool(stored[1])
+            self.stored = ENCODE_MODES[ENCODE_MODES.index(stored[0])], bool(stored[1])
         self.way: EncodeWay | None = None
         self._is_made = False
 
@@ -101,8 +100,7 @@ def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
 
 def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, int]:
     """Return (B, F, H, W) of the largest batch that a run encodes at once."""
-    network = transformer_arguments(config.model.network_config.params)
-    model = TransformerConfig(**network)
+    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
     size = largest_size(config, model)
     at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
     # The batch with most pixels decides. Pictures are encoded one by one.

@@ -98,8 +98,7 @@ class Entries:
 
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""
-        text = json.dumps(self.spec, indent=1)
-        store.write(store.join(self.folder, "spec.json"), text.encode())
+        store.write(store.join(self.folder, "spec.json"), json.dumps(self.spec, indent=1).encode())
         for part in self._parts():
             for name in os.listdir(part):
                 path = Path(part, name)

@@ -33,8 +33,7 @@ HashedFile = tuple[str, str, str]  # absolute name, version, content hash
 def hash_text(text: str) -> str:
     """Hash a caption or any other text."""
     # surrogatepass: file names need not be valid UTF-8.
-    encoded = text.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def used_samples(videos: CaptionedVideos) -> list[int]:

@@ -229,8 +229,7 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
         off[_GIVEN] = "first_last"
     elif stated == _INPAINTING:
         file = folder / "transformer" / "config.json"
-        known = read_json(file) if file.is_file() else {}
-        off[_NOISE] = bool(known.get(NOISE_KEY))
+        off[_NOISE] = bool((read_json(file) if file.is_file() else {}).get(NOISE_KEY))
         if family.patch.joins_frames:  # 85 frames in VideoX-Fun's scripts, where the file has 8N+1
             off["data.params.max_num_frames"] = 85
     return {_CONDITIONS: list(stated), **off}

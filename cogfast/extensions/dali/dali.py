@@ -86,8 +86,7 @@ def _reader(backend: VideoBackend) -> DaliReader | None:
     The first call must come from the thread whose current CUDA device is the process's.
     """
     if backend == "auto":
-        has_gpu = torch.cuda.is_available()
-        reason = _reason_unavailable() if has_gpu else "there is no GPU"
+        reason = _reason_unavailable() if torch.cuda.is_available() else "there is no GPU"
         if reason is not None:
             logger.info("videos are decoded by PyAV, not by DALI: %s", reason)
             return None

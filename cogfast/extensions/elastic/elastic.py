@@ -172,8 +172,7 @@ def _resume(config: Config, args: TrainArguments) -> str:
         return args.resume or "auto"
     if args.run_folder is not None:
         # A path is where the run began: the checkpoints in its own folder are newer.
-        own = checkpoint_to_resume(replace(args, resume="auto"))
-        return args.resume if own is None else "auto"
+        return args.resume if checkpoint_to_resume(replace(args, resume="auto")) is None else "auto"
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "

@@ -63,8 +63,7 @@ class Exporter:
         return is_due and (self.is_lora or not is_stopping)
 
     def write(self, draft: Path, manifest: dict) -> None:
-        """Write the files into an unpublished checkpoint that is otherwise complete. A failure costs
-        only these files."""
+        """Write the files into an otherwise complete draft of a checkpoint. A failure costs only these."""
         start, names = time.monotonic(), []
         try:
             if self.is_lora:
@@ -80,22 +79,20 @@ class Exporter:
             for name in names:
                 shutil.rmtree(draft / name, ignore_errors=True)
             (draft / FILE_NAME).unlink(missing_ok=True)
-            reason = str(error).partition("\n")[0]
             logger.warning(
                 "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them "
                 "with cogfast convert",
                 self.choice,
                 _final_name(draft),
-                reason or type(error).__name__,
+                str(error).partition("\n")[0] or type(error).__name__,
             )
         else:
             seconds = time.monotonic() - start
             logger.info("%s: wrote %s, %.1f s", _final_name(draft), ", ".join(names), seconds)
 
     def _write_adapters(self, draft: Path, manifest: dict) -> None:
-        source = only_adapters(open_run(draft, manifest=manifest))
         # In the dtype of the checkpoint, float32: the file is small.
-        tensors, header = peft_tensors(source)
+        tensors, header = peft_tensors(only_adapters(open_run(draft, manifest=manifest)))
         write_safetensors(draft / FILE_NAME, tensors, header)
 
     def _write_model(self, draft: Path, manifest: dict, name: str) -> None:
@@ -103,8 +100,7 @@ class Exporter:
         config = identify(source)
         check_complete(source, config)
         model = (manifest.get("config") or {}).get("model") or {}
-        has_noise = bool(model.get("masked_video_noise"))
-        write_diffusers(source, config, folder, self.dtype, has_noise)
+        write_diffusers(source, config, folder, self.dtype, bool(model.get("masked_video_noise")))
         # On disk before the checkpoint gets its name, as its other files are.
         for path in (*folder.iterdir(), folder):
             sync(path)

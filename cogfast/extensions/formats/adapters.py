@@ -175,8 +175,7 @@ def lacks_alpha(path: str | Path) -> str | None:
 
 
 def model_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Return the width of the model that adapters of these shapes belong to; None if they do not show
-    it."""
+    """Return the model width that adapters of these shapes belong to; None if they do not show it."""
     for name, shape in shapes.items():
         if name.endswith(".fc2.matrix_B.0"):
             return shape[0]

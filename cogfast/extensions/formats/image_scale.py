@@ -76,8 +76,7 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
     name = model.get("image_latent_scale", "trainer")
     name = check(name, ImageLatentScale, f"{checkpoint}/manifest.json: image_latent_scale")
     patch = model["network_config"]["params"]["patch_size"]
-    joins_frames = isinstance(patch, list) and patch[0] > 1
-    return name, stock_scale(joins_frames), model["scale_factor"]
+    return name, stock_scale(isinstance(patch, list) and patch[0] > 1), model["scale_factor"]
 
 
 def difference_of_run(path: Path) -> tuple[str, str] | None:

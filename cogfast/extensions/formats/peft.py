@@ -143,8 +143,7 @@ def write_peft(
     """Write the adapters of `source` into a new folder, as a file for `pipe.load_lora_weights`, or for
     VideoX-Fun (to: "fun").
 
-    Other tensors of `source` are left out. dtype: of the file; None: the source's. ValueError without
-    adapters.
+    Other tensors are left out. dtype: of the file; None: the source's. ValueError without adapters.
     """
     tensors, header = (kohya_tensors if to == "fun" else peft_tensors)(source, dtype)
     with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors)) as incomplete:

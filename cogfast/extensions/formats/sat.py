@@ -90,8 +90,7 @@ def grid_facts(
         width = table.shape[2]
         columns, rows = width // 4, width // 4 + width // 8 * 3
         # Rows for text are zero, rows for video are not: the first cosine is 1.
-        has_position = table[0].any(dim=1)
-        text_length = int(has_position.int().argmax())
+        text_length = int(table[0].any(dim=1).int().argmax())
         video = table[0, text_length:]
         grid = _grid(video[:, :columns], video[:, rows:], video[:, columns:rows])
         facts = {"text_length": text_length, **_video_of(grid)}
@@ -100,8 +99,7 @@ def grid_facts(
         for axis, (row, column) in steps.items():
             if row < len(video) and 0 < video[row, column] < 1:
                 scale = 1 / math.asin(float(video[row, column]))
-                error = scale * eps
-                facts[f"{axis}_interpolation"] = _simplest_near(scale, error)
+                facts[f"{axis}_interpolation"] = _simplest_near(scale, scale * eps)
     return facts
 
 
@@ -307,8 +305,7 @@ def _tables(source: WeightSource, config: TransformerConfig) -> Iterator[Outgoin
         shape = (config.max_sequence_length, config.hidden_size)
         dtype = source.dtypes["patch_embedding.weight"]
         # SAT loads the tensor and never reads its values.
-        read = partial(torch.zeros, shape)
-        yield Outgoing(sat_name(_UNUSED_TABLE), shape, dtype, read)
+        yield Outgoing(sat_name(_UNUSED_TABLE), shape, dtype, partial(torch.zeros, shape))
 
 
 def _rotary_tables(rotary: RotaryPositions, grid: TokenGrid) -> Iterator[tuple[str, Tensor]]:

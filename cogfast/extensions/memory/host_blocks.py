@@ -126,8 +126,7 @@ class HostBlocks:
     ) -> Tensor:
         self._use(number, number + 1)
         out = call(hidden, conditioning, num_text, rotation)
-        is_offloaded = number >= self.first
-        return _UseInBackward.apply(out, self, number) if is_offloaded else out
+        return _UseInBackward.apply(out, self, number) if number >= self.first else out
 
     def _use(self, number: int, ahead: int) -> None:
         """Wait for the weights of a block, if it is offloaded, and start to fetch those of `ahead`."""
@@ -186,8 +185,7 @@ def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> di
     for path, stored in stored_base(transformer).items():
         target = stored["weight"]
         if "scale" in stored:
-            group = row_group(linears[path])
-            target = QuantizedWeight(target, stored["scale"], device, group)
+            target = QuantizedWeight(target, stored["scale"], device, row_group(linears[path]))
         held[f"{path}.weight"] = target
     return held
 

@@ -88,8 +88,7 @@ class CodedMoment:
     def encode(self, values: Tensor, start: int = 0, r: Tensor | None = None) -> None:
         """Set elements [start, start + N) of the flattened tensor to `values`, float32 [N].
 
-        start: of a block; N: of whole blocks, or up to the end. r: int32 [N]; None rounds to the
-        nearest code.
+        start: of a block; N: of whole blocks, or up to the end. r: int32 [N]; None: round to nearest.
         """
         for at in range(0, values.numel(), _CHUNK):
             chosen = None if r is None else r[at : at + _CHUNK]

@@ -47,8 +47,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return q [N, K] of a dtype of DTYPES and the scales [N] float32 of a weight [N, K].
 
-    maxima: [N] of `row_maxima`; None: of this weight. A row that is not finite gets a scale that is not
-    finite.
+    maxima: [N] of `row_maxima`; None: of this weight. The scale of a non-finite row is not finite.
     """
     values = weight.float()
     maxima = row_maxima(values) if maxima is None else maxima
@@ -103,10 +102,9 @@ def _fp8_product_on_gpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None
 def _fp8_gradient_on_gpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     rounded, scales = _launch_quantize(dy.reshape(-1, dy.shape[-1]), scale)
     # The second operand's columns must be contiguous. Not every copy kernel knows float8.
-    transposed = q.view(torch.uint8).t().contiguous().view(FP8)
     out = torch._scaled_mm(
         rounded,
-        transposed.t(),
+        q.view(torch.uint8).t().contiguous().view(FP8).t(),
         scale_a=scales[:, None],
         scale_b=torch.ones(1, q.shape[1], device=q.device),
         out_dtype=torch.bfloat16,
@@ -123,8 +121,7 @@ def _fp8_product_on_cpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None
 
 def _fp8_gradient_on_cpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     rounded, scales = quantize_rows(dy.reshape(-1, dy.shape[-1]).float() * scale, FP8)
-    out = (rounded.float() @ q.float()) * scales[:, None]
-    return out.to(dy.dtype).view(*dy.shape[:-1], -1)
+    return ((rounded.float() @ q.float()) * scales[:, None]).to(dy.dtype).view(*dy.shape[:-1], -1)
 
 
 def _register_linear(

@@ -240,8 +240,7 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
             places[int(match[1])] = (inner, "", _entries(folder / inner))
     for name in _entries(folder / "validation_res"):
         if match := _FINETUNE.fullmatch(name):
-            place = places.setdefault(int(match[2]), ("validation_res", match[1], []))
-            place[2].append(name)
+            places.setdefault(int(match[2]), ("validation_res", match[1], []))[2].append(name)
     steps = sorted(step for step in places if step is not None)
     places[None] = ("reference", "", _entries(folder / "reference"))
     texts: dict[str, str] = {}  # by key, which is the same for a prompt at every step

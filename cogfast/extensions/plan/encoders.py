@@ -126,8 +126,7 @@ def find_encoders(
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     frames = GivenFrames.parse(model.given_frames)
-    has_prefix = frames is not None and frames.is_clip
-    encodes_clips = reads_clips and (not is_cached or has_prefix)
+    encodes_clips = reads_clips and (not is_cached or (frames is not None and frames.is_clip))
     encodes_images = frames is not None or (
         "image" in model.inputs and not (is_cached and args.cached_noised_images)
     )

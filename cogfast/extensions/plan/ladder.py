@@ -90,8 +90,7 @@ def _missing(plan: MemoryPlan) -> int:
 
 def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     """Plan the run of `start` with these changes. A later change of a key replaces an earlier one."""
-    kinds = {change.partition("=")[0]: change for change in changes}
-    changes = tuple(kinds.values())
+    changes = tuple({change.partition("=")[0]: change for change in changes}.values())
     words = [word for change in changes if "GPUs" not in change for word in change.split()]
     config = with_words(start.config, words, FIT)
     args, setup = TrainArguments.from_config(config), start.plan.setup

@@ -88,8 +88,7 @@ class Setup:
     @property
     def has_frozen_base(self) -> bool:
         """Whether only adapters are trained in the blocks' linears."""
-        linears = base_linears(self.transformer)
-        return not any(linear.weight.requires_grad for _, linear in linears)
+        return not any(linear.weight.requires_grad for _, linear in base_linears(self.transformer))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -266,8 +265,7 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
         for event in events:
             note(below, event.peak)
             if event.numel:
-                transient = gradients.arrive(event.numel)
-                note(below, event.live, transient)
+                note(below, event.live, gradients.arrive(event.numel))
 
     # Offloading leaves what the last blocks before the one at work keep.
     held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
@@ -320,8 +318,7 @@ def _evaluation_phases(
     setup: Setup, base: dict[str, int], card: int | None, name: str
 ) -> list[Phase]:
     assert setup.eval_shape is not None, "there is an evaluation"
-    forward = setup.traces.forward(setup.eval_shape)
-    phases = [Phase(name, {**base, "block at work": forward})]
+    phases = [Phase(name, {**base, "block at work": setup.traces.forward(setup.eval_shape)})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
     how, num_bytes = setup.encoders.decode_peak(max(0, free))
     if num_bytes:
@@ -381,8 +378,7 @@ def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig
     # Three of the clip's latents, and those of the conditions, in float32
     channels = 2 * model.out_channels + model.in_channels
     latents = 4 * channels * size.frames * size.height * size.width
-    text = 4 * model.text_length * model.text_hidden_size
-    per_sample = latents + text
+    per_sample = latents + 4 * model.text_length * model.text_hidden_size
     if encoders.encodes_clips:
         per_sample += encoders.num_videos * 5 * clip  # as bytes and as float32
     return per_sample
@@ -429,7 +425,6 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         lr=args.lr,
     )
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
-    is_fused = is_fused_adam and args.zero_stage < 3 and not is_offloaded
     return ZeroRules(
         stage=stage,
         data_size=data_size,
@@ -439,7 +434,7 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
         has_8bit_moments=args.optimizer_moments == "8bit",
         has_ema=is_fused_adam,
         has_host_ema=args.ema_device == "cpu",
-        is_fused=is_fused,
+        is_fused=is_fused_adam and args.zero_stage < 3 and not is_offloaded,
         is_offloaded=is_offloaded,
         overlaps=bool(zero.get("overlap_comm", args.zero_stage == 3)),
         accumulation=args.gradient_accumulation_steps,

@@ -144,13 +144,12 @@ def warn_of_host_memory(parts: Mapping[str, int]) -> None:
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed, has = num_ranks * sum(parts.values()), psutil.virtual_memory().total
     if needed > usable(has):
-        sizes = ", ".join(f"{name} {n / GIB:.1f}" for name, n in parts.items() if n)
         logger.warning(
             "%d ranks of this machine keep %.1f GiB in host memory (each %s), but it has %.1f GiB: "
             "offload less (docs/small_cards.md), or start fewer ranks",
             num_ranks,
             needed / GIB,
-            sizes,
+            ", ".join(f"{name} {n / GIB:.1f}" for name, n in parts.items() if n),
             has / GIB,
         )
 

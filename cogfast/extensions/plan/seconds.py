@@ -181,8 +181,7 @@ def _seconds(work: Work, gpu: Gpu, backend: str | None) -> dict[str, float]:
 def _optimizer_bytes(setup: Setup) -> float:
     """Return the bytes that FusedStep moves: state in and out, gradients twice, and new weights."""
     state, rules = setup.state, setup.rules
-    part = rules.partition(setup.num_trained)
-    numbers = part * (2 * rules.sum_bytes + rules.weight_bytes)
+    numbers = rules.partition(setup.num_trained) * (2 * rules.sum_bytes + rules.weight_bytes)
     return 2 * (state.master + state.moments + state.ema) + numbers
 
 

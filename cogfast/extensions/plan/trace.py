@@ -349,18 +349,16 @@ def _block_inputs(
         width = config.head_width // 16 * (2 * num_video + 3 + 3)
         rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
     hidden = torch.empty(batch, rows, config.hidden_size, dtype=transformer.dtype, device=_META)
-    is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
     conditioning = torch.empty(
         batch, config.time_embed_dim, dtype=transformer.dtype, device=_META
-    ).requires_grad_(is_trained)
+    ).requires_grad_(any(p.requires_grad for p in transformer.time_embedding.parameters()))
     return hidden, conditioning, num_text, rotation
 
 
 def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int) -> Edges:
     """Trace what a micro-batch of `batch` samples costs before and after the blocks, with the loss."""
     config = transformer.config
-    others = nn.ModuleList(m for n, m in transformer.named_children() if n != "blocks")
-    recorder = _Recorder(others)
+    recorder = _Recorder(nn.ModuleList(m for n, m in transformer.named_children() if n != "blocks"))
     head: list[tuple[Event, ...]] = []
     embedded: list[int] = []
 

@@ -198,8 +198,7 @@ class Prodigy(ShardedOptimizer):
     def update(self, params: list[Tensor], group: dict) -> None:
         # Decay that is added to the gradient is multiplied by d as the gradient is.
         decay = group["weight_decay"] * (1.0 if self.adam_w_mode else self._old_d)
-        eps = group["eps"] * self._new_d
-        changed = {"lr": self._rate, "eps": eps, "weight_decay": decay}
+        changed = {"lr": self._rate, "eps": group["eps"] * self._new_d, "weight_decay": decay}
         super().update(params, {**group, **changed})
 
 

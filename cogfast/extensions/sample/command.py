@@ -234,8 +234,7 @@ def _limit_memory(
     """Set the first stage to decode in tiles, and to encode conditions in parts, if the largest video needs
     too much memory. Return the plan of decoding; None if only latents are saved.
 
-    The limit is args.vae_memory_gib, else the least free memory of all devices. All ranks use the
-    same tiles.
+    The limit is args.vae_memory_gib, else all devices' least free memory. All ranks use the same tiles.
     """
     asked = args.vae_memory_gib
     budget = (

@@ -279,8 +279,7 @@ class Evaluator:
         if self.encoder.encodes_clips:
             # Here, since ranks sample apart: with a latent cache no step has encoded a clip.
             self.groups.on_all(lambda: self.encoder.first_stage)
-            clip = torch.empty(1, 3, size.num_frames, *size.pixels, device="meta")
-            self.encoder.choose_for(clip)
+            self.encoder.choose_for(torch.empty(1, 3, size.num_frames, *size.pixels, device="meta"))
         logger.info("step %d: sampling %s", step, counted(len(prompts), "video"))
         maker = self.make_videos(
             self.engine,

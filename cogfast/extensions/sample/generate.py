@@ -169,13 +169,12 @@ class VideoMaker:
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
         text = self._unconditional_text(conditioning.text)
         # Guidance is for the text alone: both halves see the image, the control and the tensors.
-        unconditional = dataclasses.replace(conditioning, text=text)
         return self.sampler(
             self.denoiser,
             self.network if self.bar is None else self.bar.around(self.network),
             rng.normal("sample", shape),
             conditioning,
-            unconditional,
+            dataclasses.replace(conditioning, text=text),
             _NoiseOfSteps(rng),
         )
 
@@ -226,10 +225,9 @@ class VideoMaker:
         assert given is not None, "the model has the condition frames"
         pixels, masks = self._video_and_mask(prompts)
         frames, known = given.pixel_frames(pixels.shape[2]), masks.flatten(3).amax(dim=3)[:, 0] == 0
-        places = given.places(pixels.shape[2])
         latents = self.encoder.encode_given(
             pixels[:, :, frames],
-            places,
+            given.places(pixels.shape[2]),
             pixels.shape[2],
             self._random(prompts),
             is_given=None if given.is_clip else known[:, frames].cpu(),
@@ -350,8 +348,7 @@ def write_samples(
                 maker.negative = groups.broadcast_tensor_in_model(maker.negative)
             latents = run(partial(maker.latents, part, conditioning), network_ranks)
             pairs = list(zip(part, latents, strict=True)) if groups.is_first_of_model else []
-            write = partial(_write, folder, maker, pairs, latents_only, start_of_names, done)
-            run(write, None)
+            run(partial(_write, folder, maker, pairs, latents_only, start_of_names, done), None)
             if maker.bar is not None:
                 maker.bar.next_video(len(part))
             seconds = time.monotonic() - begun
@@ -368,8 +365,7 @@ def write_samples(
             error = caught
             break
     # Every rank comes here, also one whose prompts have failed.
-    reports = groups.gather(done)
-    merged = {index: row for part in reports for index, row in part.items()}
+    merged = {index: row for part in groups.gather(done) for index, row in part.items()}
     rows = [merged[index] for index in sorted(merged)]
     if url_of(folder) is not None:
         try:

@@ -119,9 +119,8 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, each with its number."""
     if not path.is_file():
         raise ValueError(f"{key}: no such file; set it to a text file, or to null")
-    data = read_limited(path, MOST_BYTES, f"change {key}")
     # Numbers count blank lines, as an editor shows them.
-    lines = utf8_lines(data, key)
+    lines = utf8_lines(read_limited(path, MOST_BYTES, f"change {key}"), key)
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -1,5 +1,4 @@
-"""Determines the size of each sampled video from arguments, data section, image or model, and reads
-images."""
+"""Determines each sampled video's size from arguments, data section, image or model, and reads images."""
 
 from __future__ import annotations
 

@@ -171,8 +171,7 @@ class Scores(Watcher):
         )
 
     def _result(self) -> dict[str, float] | None:
-        """Return the scores of the command that runs, None until it ends. ValueError says why there are
-        none."""
+        """Return the running command's scores, None until it ends. ValueError says why there are none."""
         assert self.process is not None, "it was started"
         status = self.process.poll()
         if status is None and time.monotonic() < self.deadline:

@@ -53,8 +53,7 @@ def block_order(t: int, h: int, w: int) -> Tensor:
     frame, row, column = (x.reshape(-1) for x in np.indices((t, h, w)))
     pair, strip = frame // 2, row * num_strips // h
     strip = np.where(pair % 2, num_strips - 1 - strip, strip)
-    is_back = (pair * num_strips + strip) % 2
-    column = np.where(is_back, w - 1 - column, column)
+    column = np.where((pair * num_strips + strip) % 2, w - 1 - column, column)
     # The last key is the most significant one.
     return torch.from_numpy(np.lexsort((frame, row, column, strip, pair)).astype(np.int32))
 
@@ -133,8 +132,7 @@ def choose_blocks_reference(q: Tensor, k: Tensor, num_text: int, num_kept: int) 
     order = scores[..., free].sort(dim=-1, descending=True, stable=True).indices
     chosen[..., free].scatter_(-1, order[..., num_kept:], False)
     chosen[..., : blocks.text, :] = True
-    mass = (scores + sizes.log()).softmax(-1)
-    kept_mass = mass.masked_fill(~chosen, 0).sum(-1).float()
+    kept_mass = (scores + sizes.log()).softmax(-1).masked_fill(~chosen, 0).sum(-1).float()
     kv, of_keys = _list_blocks(chosen), _list_blocks(chosen.transpose(-1, -2))
     return Choice(*kv, *of_keys, torch.zeros_like(kv[0]), kept_mass)
 
@@ -232,8 +230,7 @@ def _collect_garbage(grad: Tensor | None = None) -> None:
 def _compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, _MOST_SHAPES)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
     # Activation checkpointing sees a wrapped region as one op, whose results it can keep.
     options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
     return torch.compile(flex_attention, fullgraph=True, dynamic=False, options=options)
@@ -283,8 +280,7 @@ def _groups(kv_indices: Tensor, num_rows: int, num_text: int, num_kept: int) -> 
     text_rows, end = min(blocks.text * BLOCK, num_rows), blocks.text + blocks.free
     if text_rows:
         yield _Group(slice(0, text_rows), 1, None, num_rows)
-    starts = [*range(blocks.text, end, _CHUNK), end]
-    for first, last in [*pairwise(starts), (end, blocks.count)]:
+    for first, last in [*pairwise([*range(blocks.text, end, _CHUNK), end]), (end, blocks.count)]:
         if first < last:
             rows = slice(first * BLOCK, min(last * BLOCK, num_rows))
             chosen = kv_indices[first:last, : blocks.text + num_kept]

@@ -64,8 +64,7 @@ def check_sparse(
 ) -> None:
     """Check that args.attention can run here, in training at the size of the data.
 
-    Raises:
-        ValueError: it cannot.
+    Raises ValueError if it cannot.
     """
     share, named = sparse_share(args.attention or "dense"), f"{_KEY}={args.attention}"
     if is_training and args.sparse_warmup and share is None:

@@ -250,8 +250,7 @@ class Uploads:
                 except OSError as error:
                     failed = error
             if failed is not None and not self._has_failed:
-                text = "%s; training continues, and the next upload tries again"
-                logger.warning(text, failed)
+                logger.warning("%s; training continues, and the next upload tries again", failed)
             self._has_failed = failed is not None
 
     def _states(self) -> dict[str, tuple[int, int]]:

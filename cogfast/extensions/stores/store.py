@@ -474,8 +474,7 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
 
         def copy(at: int) -> None:
-            data = _range(url, start + at, start + min(at + _PIECE, size))
-            os.pwrite(out.fileno(), data, at)
+            os.pwrite(out.fileno(), _range(url, start + at, start + min(at + _PIECE, size)), at)
 
         if is_whole and size <= _PIECE:
             out.write(read(url))  # without a range; its size may have changed

@@ -156,8 +156,7 @@ def list_shards(shards: Sequence[str], caption_key: str, has_pictures: bool) -> 
     list_one = lambda url: list_shard(url, caption_key, has_pictures, found)
     # Their headers are read by many small requests.
     each = store.in_threads if found else map
-    listed = join([*each(list_one, shards)])
-    return replace(listed, versions=Versions(found))
+    return replace(join([*each(list_one, shards)]), versions=Versions(found))
 
 
 def list_shard(

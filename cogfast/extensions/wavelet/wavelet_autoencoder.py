@@ -27,8 +27,7 @@ FORMAT = "cogfast-wavelet-1"
 
 
 def haar_matrix(size: int) -> Tensor:
-    """Return the orthonormal Haar wavelet of `size` = 2^n samples: [band, sample] float64, mean
-    first."""
+    """Return the orthonormal Haar wavelet of `size` = 2^n samples: float64 [band, sample], mean first."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:
         pair = torch.eye(matrix.shape[0], dtype=torch.float64)
@@ -40,8 +39,7 @@ def haar_matrix(size: int) -> Tensor:
 
 
 def band_matrix() -> Tensor:
-    """Return all bands of one block: [768 bands, 768 values of (colour, frame, row, column)]
-    float64."""
+    """Return all bands of one block: float64 [768 bands, 768 values of (colour, frame, row, column)]."""
     luma_chroma = torch.tensor([[1, 1, 1], [1, 0, -1], [-1, 2, -1]], dtype=torch.float64)
     luma_chroma = luma_chroma / luma_chroma.norm(dim=1, keepdim=True)
     space = haar_matrix(SPATIAL_COMPRESSION)
@@ -64,9 +62,8 @@ def to_blocks(video: Tensor) -> Tensor:
             f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
         )
     # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
-    copies = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
     return rearrange(
-        torch.cat([copies, video], dim=2),
+        torch.cat([video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1), video], dim=2),
         "b c (t dt) (h dh) (w dw) -> b t h w (c dt dh dw)",
         dt=TEMPORAL_COMPRESSION,
         dh=SPATIAL_COMPRESSION,

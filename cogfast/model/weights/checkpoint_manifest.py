@@ -111,8 +111,7 @@ def layout_of(checkpoint: Path) -> str:
 
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint, or its draft, belongs to."""
-    is_in_root = layout_of(checkpoint) == "finetune"
-    return checkpoint.parent if is_in_root else checkpoint.parent.parent
+    return checkpoint.parent if layout_of(checkpoint) == "finetune" else checkpoint.parent.parent
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -167,8 +166,7 @@ def find_run_checkpoint(path: Path) -> Path | None:
 
 def _has_checkpoints(folder: Path) -> bool:
     """Return whether a folder holds cogfast's checkpoint-<step>, the layout `finetune`."""
-    # Other trainers have folders of that name, too. The old one of a step stays until its new one has
-    # the name.
+    # Other trainers have folders of that name, too. A step's old one stays until its new one has the name.
     found = folder.glob("checkpoint-*") if folder.is_dir() else ()
     return any((p / "manifest.json").is_file() or _is_torn(p) for p in found)
 
@@ -203,8 +201,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 def read_manifest(path: Path, schema: dict = MANIFEST) -> dict:
     """Read the manifest of a checkpoint folder and check its checksum and the sizes of its files.
 
-    ValueError if the folder is missing, incomplete or damaged; the message names the last good
-    checkpoint.
+    ValueError, which names the last good checkpoint, if the folder is missing, incomplete or damaged.
     """
     try:
         return _intact_manifest(path, schema)

@@ -90,8 +90,7 @@ def plain_name(name: str) -> str:
 
 def _num_parts(our_name: str) -> int:
     """Return the number of consecutive parts of cogfast's tensor, see Shard.num_parts."""
-    # The modulation has the rows for video, then those for text; each of diffusers' two tensors has
-    # rows of both.
+    # The modulation has video's rows, then text's; each of diffusers' two tensors has rows of both.
     return 2 if ".modulation." in our_name else 1
 
 
@@ -163,13 +162,12 @@ def open_diffusers(folder: Path) -> WeightSource:
         return whole if shard is None else shard.of(whole)
 
     # Other keys are reported: a key of another class, or a part without its partners.
-    used = {key for keys in held.values() for key in keys}
     source = WeightSource(
         description=f"diffusers folder {folder}",
         shapes=shapes,
         read=read,
         dtypes={name: files.dtype(names[keys[0]]) for name, keys in held.items()},
-        unexpected=sorted(names.keys() - used),
+        unexpected=sorted(names.keys() - {key for keys in held.values() for key in keys}),
         facts=_facts(config),
     )
     return with_flat_patches(source)
@@ -259,16 +257,14 @@ def _facts(config: _Config) -> dict[str, Any]:
 
 
 def _sample_size(config: TransformerConfig) -> tuple[int, int, int]:
-    """Return sample_frames, sample_height and sample_width: the pipelines' default size, at which they
-    use integer positions.
+    """Return sample_frames, sample_height, sample_width: pipelines' default size, with integer positions.
 
     This is the trained size. Exceptions: models trained with rescaled positions (rotary_positions:
     pipeline) and models with a position table keep their own size, and 1.5 keeps its own rows and
     columns, where its table ends.
     """
     own = (config.num_frames, config.latent_height, config.latent_width)
-    has_table = config.position == "sincos" or config.learnable_position
-    if config.trained_size is None or has_table:
+    if config.trained_size is None or config.position == "sincos" or config.learnable_position:
         return own
     is_fixed = config.has_rescaled_positions or config.patch_size.joins_frames
     return (config.trained_size[0], *own[1:]) if is_fixed else config.trained_size

@@ -58,16 +58,14 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
                 f"{source.description}: its config has {key}={value}, its tensors {found[key]}; "
                 "use the config.json that belongs to these tensors"
             )
-    published = _published(found)
     # Tensors overrule the facts of the format, and these the published values.
-    return _config(source, {**published, **source.facts, **found})
+    return _config(source, {**_published(found), **source.facts, **found})
 
 
 def _published(found: dict[str, Any]) -> dict[str, Any]:
     """Return the published values that neither the shapes nor every format store."""
     is_rotary = found["position"] == "rotary"
-    has_image = found["in_channels"] > found["out_channels"]
-    member = member_of(found["patch_size"], has_image, is_rotary)
+    member = member_of(found["patch_size"], found["in_channels"] > found["out_channels"], is_rotary)
     rows, columns = member.table_size
     sizes = {"num_frames": member.num_frames, "latent_height": rows, "latent_width": columns}
     return sizes | {"text_length": _TEXT_LENGTH} | ({} if is_rotary else _INTERPOLATION_2B)

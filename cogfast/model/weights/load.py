@@ -153,8 +153,7 @@ def load_source(
         # One tensor at a time, so that model and checkpoint are never in memory together.
         for name, target in loaded:
             parameter = parameters[target]
-            values = source.read(name, shards.get(target))
-            parameter.copy_(values.reshape(parameter.shape))
+            parameter.copy_(source.read(name, shards.get(target)).reshape(parameter.shape))
     lacking = required if source.is_partial else []
     return LoadReport(source.description, len(loaded), missing, unexpected, lacking)
 

@@ -37,8 +37,7 @@ _Piece = tuple[int, int, str, str]  # start, numel, file, key in the file
 class RunFiles:
     """A checkpoint's tensors, read by ranges; files are opened when they are needed.
 
-    kinds: "master", "shadow" and so on; frozen: names of stored frozen weights; shapes: {name: shape}
-    of whole parameters.
+    kinds: "master", "shadow" and so on; frozen: names of stored frozen weights; shapes: {name: whole shape}.
     """
 
     def __init__(self, folder: Path, manifest: dict) -> None:
@@ -71,8 +70,7 @@ class RunFiles:
 
         DamageError if slices are missing or files cannot be read.
         """
-        shares = self._pieces.get((name, kind), {})
-        count = max((count for _, count in shares), default=1)
+        count = max((count for _, count in self._pieces.get((name, kind), {})), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
         cut = self._cuts.get(name) or (0, 1)
         if wanted[1] == count and (
@@ -161,8 +159,7 @@ def open_run(
         # Frozen parameters are stored once and have no average.
         kind = trained if name in manifest["parameters"] else "frozen"
         shape = files.shapes[name] if shard is None else shard.share_shape
-        # Slices are stored flat, in float32: the master weights, whatever dtype the run computed
-        # in.
+        # Slices are stored flat, in float32: master weights, whatever dtype the run computed in.
         values = torch.empty(math.prod(shape), dtype=torch.float32)
         try:
             # Not when opened: hashing takes long, and a caller may only want names and shapes.

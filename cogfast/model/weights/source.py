@@ -228,8 +228,7 @@ def load_state(
                 f"{list(wanted[name].shape)}; {fix}"
             )
         # Copy: a file's tensors may share memory, and a memory-mapped file may be moved or deleted.
-        is_kept = kept is not None and name.endswith(kept)
-        kind = torch.float32 if is_kept else dtype
+        kind = torch.float32 if kept is not None and name.endswith(kept) else dtype
         copies[name] = check_finite(where, name, tensor).to(kind, copy=True)
     module.load_state_dict(copies, assign=True)
 

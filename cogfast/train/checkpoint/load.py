@@ -81,8 +81,7 @@ def _download(path: Path, sizes: Mapping[str, int]) -> None:
 def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]:
     """Return the files that this rank verifies.
 
-    The ranks of a machine share the files that any of them reads, so that each file is hashed once on
-    each machine.
+    The ranks of a machine share the files that any of them reads, so that each machine hashes a file once.
     """
     host = platform.node()
     reports = groups.gather((host, needed))
@@ -148,8 +147,7 @@ def _check_same_model(path: Path, manifest: dict, engine: ZeroEngine) -> None:
             f"fit {optimizer}; resume with that deepspeed.optimizer.type, or start a new run with "
             f"args.load={mirror.name_of(path)}"
         )
-    parameters = engine.transformer.named_parameters()
-    have = {n: whole_shape(p) for n, p in parameters if p.requires_grad}
+    have = {n: whole_shape(p) for n, p in engine.transformer.named_parameters() if p.requires_grad}
     # Whole shapes on both sides, so that the layouts of both runs do not matter.
     saved = {n: p["shape"] for n, p in manifest["parameters"].items()}
     if have == saved:

@@ -206,8 +206,7 @@ class CheckpointWriter:
             self.check_owner()
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        # No file of another save of this step, perhaps by a machine that has lost the run, replaces one that
-        # a manifest names.
+        # No save of this step by a machine that has lost the run replaces a file that a manifest names.
         return "" if self.url is None else f"-{os.urandom(4).hex()}"
 
     def _write_file(self, file: Path, snapshot: _Snapshot) -> tuple[dict[str, dict], str, int]:
@@ -419,8 +418,7 @@ class _Snapshot:
         self.engine.wait_for_ema()
         live = {**self._live_partitions(), **self._live_numbers()}
         live |= self.engine.transformer.kept_buffers()  # a module may have replaced them
-        buffers = {**self.partitions, **self.numbers, **self.buffers}
-        for key, buffer in buffers.items():
+        for key, buffer in {**self.partitions, **self.numbers, **self.buffers}.items():
             buffer.copy_(live[key], non_blocking=True)
         if any(x.is_cuda for x in live.values()):
             # The next step cannot overwrite the state before it is copied: both are on this stream.
@@ -430,8 +428,7 @@ class _Snapshot:
     def _is_written_here(self, name: str) -> bool:
         """Return whether this rank writes the parameter.
 
-        Every rank writes its shards; the first rank of a tensor-parallel group writes the replicated
-        parameters.
+        Every rank writes its shards; a tensor-parallel group's first rank writes replicated parameters.
         """
         return self.engine.tensor_rank == 0 or self.shards[name] is not None
 
@@ -500,8 +497,7 @@ class _Snapshot:
 
 
 def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters if they are the smaller part of the model, else those that a user's own
-    network adds.
+    """Return the frozen parameters if they are the smaller part, else those that a user's network adds.
 
     The decision is the same for every parallel layout.
     """

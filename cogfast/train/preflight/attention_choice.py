@@ -202,11 +202,9 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
         for _ in range(_NUM_CALLS):
             milliseconds, out = _timed(lambda: flash_attention(q, k, v, name), device)
             forward.append(milliseconds)
-            run = lambda out=out: torch.autograd.grad(out, qkv, dout)
-            backward.append(_timed(run, device)[0])
+            backward.append(_timed(lambda out=out: torch.autograd.grad(out, qkv, dout), device)[0])
     except Exception as error:  # a broken kernel must not end the run: other backends remain
-        text = f"it fails: {type(error).__name__}: {error}".splitlines()[0]
-        return Measured(name, reason=text)
+        return Measured(name, reason=f"it fails: {type(error).__name__}: {error}".splitlines()[0])
     return Measured(name, statistics.median(forward), statistics.median(backward))
 
 

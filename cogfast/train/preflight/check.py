@@ -322,8 +322,7 @@ def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]
     videos = video_data(config)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
-        used = ["train_data", *(["valid_data"] if args.has_evaluation else [])]
-        for name in used:
+        for name in ["train_data", *(["valid_data"] if args.has_evaluation else [])]:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]

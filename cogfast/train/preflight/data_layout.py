@@ -62,8 +62,7 @@ def infer_layout(config: Config) -> Config:
     logger.info(
         "data.target=%s, the layout of %s, in place of %s", section.target, named(sources), target
     )
-    origins = config.origins | {"data.target": key}
-    return dataclasses.replace(config, data=section, origins=origins)
+    return dataclasses.replace(config, data=section, origins=config.origins | {"data.target": key})
 
 
 def _layouts_of(source: str) -> list[str]:

@@ -94,8 +94,7 @@ def _survey_on_all(dataset: CaptionedVideos, groups: ProcessGroups) -> Survey:
     gather = lambda make: groups.gather(groups.on_all(make))
     of_rank = {"is_main": groups.is_main, "is_first": groups.local_rank == 0}
     read = partial(read_headers, gather=gather, **of_rank)
-    own = groups.on_all(lambda: survey(dataset, range(*ends), read))
-    return join_surveys(groups.gather(own))
+    return join_surveys(groups.gather(groups.on_all(lambda: survey(dataset, range(*ends), read))))
 
 
 def log_pictures(dataset: SizedDataset, order: GlobalOrder) -> None:

@@ -80,8 +80,7 @@ def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("ckpt_path", "path"):
         path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
         if path is not None and not Path(path).exists():
-            text = f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
-            yield key, text
+            yield key, f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
     for i, entry in enumerate(entry for entry in _text_encoders(config) if not is_none(entry)):
         params, key = entry.get("params") or {}, f"{_ENCODERS}.{i}.params.model_dir"
         folder = params.get("model_dir")
@@ -95,10 +94,9 @@ def try_training_parts(config: Config, args: TrainArguments) -> None:
     try_diffusion(config)
     # One element stands for the model, which is too large to build here.
     weight = nn.Parameter(torch.zeros(1, 1))
-    section = config.deepspeed.get("optimizer") or {}
     optimizer = partial(
         build_optimizer,
-        section,
+        config.deepspeed.get("optimizer") or {},
         [{"params": [weight]}],
         allow_import=config.allow_import,
         moments=args.optimizer_moments,

@@ -1,5 +1,4 @@
-"""The folder of a run, `<args.save>/<experiment_name>-<date and time>/` or args.run_folder: create,
-find, describe."""
+"""Creates, finds and describes a run's folder: `<args.save>/<experiment_name>-<time>/` or args.run_folder."""
 
 from __future__ import annotations
 
@@ -307,8 +306,7 @@ def _given_folder(args: TrainArguments) -> tuple[str, Path]:
 
 def _not_creatable(args: TrainArguments, key: str, reason: str) -> ValueError:
     shown = cut(str(getattr(args, key) or "runs"))
-    text = f"args.{key}={shown}: cannot be created ({reason}); set it to another folder"
-    return ValueError(text)
+    return ValueError(f"args.{key}={shown}: cannot be created ({reason}); set it to another folder")
 
 
 def adapters_to_resume(checkpoint: Path) -> Path | None:
@@ -518,8 +516,7 @@ def describe_run(
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
         if changed or not (folder / _CONFIG).is_file():
-            name = f"training_config{mark if changed else ''}.yaml"
-            write_text(folder / name, config.to_yaml())
+            write_text(folder / f"training_config{mark if changed else ''}.yaml", config.to_yaml())
         write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
         if changes_of_code:
             write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")

@@ -138,8 +138,7 @@ class Parts:
             groups.on_main(lambda: create_folder(args))
             encode_first(config, args, groups, overrides)
         global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
-        # Before the model is built: headers determine buckets and order, and unreadable data should
-        # fail early.
+        # Before the model: headers determine buckets and order, and unreadable data should fail early.
         videos = assemble_datasets(config, args, groups)
         videos, bad = survey_datasets(videos, args, groups, global_batch)
         check_prior(config, args, videos.train)
@@ -185,9 +184,8 @@ class Parts:
         )
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
-        before = manifest.get("attention")
         self.attention = choose_attention(
-            config, args, transformer.config, before, groups, is_training=True
+            config, args, transformer.config, manifest.get("attention"), groups, is_training=True
         )
         args = dataclasses.replace(args, attention=self.attention)
         use_attention(transformer, self.attention)

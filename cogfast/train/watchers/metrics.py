@@ -141,8 +141,7 @@ class Metrics(Watcher):
             self.write_page(is_active=False)
 
     def before_step(self, step: int) -> None:
-        is_logged = self._is_logged(step + 1)
-        CLOCK.begin_step(step, self.groups.device, is_logged)
+        CLOCK.begin_step(step, self.groups.device, self._is_logged(step + 1))
 
     def _is_logged(self, step: int) -> bool:
         return step == self.num_steps or step % self.log_interval == 0
@@ -150,8 +149,7 @@ class Metrics(Watcher):
     def after_backward(self, loss: Tensor) -> None:
         """Add one micro-batch's loss, on the device.
 
-        Non-finite losses are left out of the mean, since one of them would hide all other losses of
-        the interval.
+        Non-finite losses are left out of the mean: one would hide all other losses of the interval.
         """
         loss = loss.detach().float()
         is_finite = loss.isfinite()
@@ -283,8 +281,7 @@ class Metrics(Watcher):
         plain = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }
-        text = json.dumps(plain)
-        is_written = self.lines.append(text.encode() + b"\n")
+        is_written = self.lines.append(json.dumps(plain).encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
         assert self.tensorboard is not None, "rank 0 opens the writers"
         if is_written:  # else the disk is full for this file, too

@@ -128,8 +128,7 @@ class ReplicaCheck(Watcher):
 def hash_parameters(parameters: list[nn.Parameter]) -> Tensor:
     """Hash the bits and positions of each parameter's elements: [P] int64, on their device.
 
-    Under ZeRO-3 it hashes the part that this rank owns, which is the same part on all ranks of a
-    tensor-parallel group.
+    Under ZeRO-3 it hashes the part that this rank owns, the same one throughout a tensor-parallel group.
     """
     device = parameters[0].device
     place = torch.arange(1, _CHUNK + 1, device=device) * _GOLDEN

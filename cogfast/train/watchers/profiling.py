@@ -165,10 +165,9 @@ def tables(averages: Sequence[FunctionEventAvg], num_steps: int) -> str:
     kernels = [e for e in ops if e.device_type != DeviceType.CPU]
     shown, order = (kernels, "self_device_time_total") if kernels else (ops, "self_cpu_time_total")
     form = {"max_name_column_width": _NAME_WIDTH, "time_unit": "ms"}
-    title = f"times are totals over {counted(num_steps, 'step')}"
     return "\n".join(
         [
-            title,
+            f"times are totals over {counted(num_steps, 'step')}",
             ranges.table(row_limit=sum(e.is_user_annotation for e in averages), **form),
             EventList(shown).table(sort_by=order, row_limit=_TOP, **form),
         ]
