@@ -301,20 +301,20 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47616,
-    "lines of the core": 26179,
+    "lines of the package": 47361,
+    "lines of the core": 25985,
     "the core's share in percent": 54,
-    "imports of extensions by the core": 103,
-    "files of the core that import extensions": 48,
+    "imports of extensions by the core": 102,
+    "files of the core that import extensions": 47,
     "rooms that import each other": 7,
     "circles of files": 1,
     "functions and fields that take a merged configuration": 123,
     "dotted keys": 144,
     "sections that are parsed again": 29,
     "files that import stores": 39,
-    "lines of trainer.py": 414,
+    "lines of trainer.py": 411,
     "imports of trainer.py": 22,
-    "lines of the longest function": 146,
+    "lines of the longest function": 144,
     "attributes of a class": 27,
 }
 # {file of the core: modules of extensions that it still imports}. Rows and words may go, none may come.
