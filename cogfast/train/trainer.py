@@ -249,7 +249,7 @@ class Trainer:
     def _is_prior(self, batch: dict) -> Tensor | None:
         """Return which samples [B] have the base model's own estimate as target; None if it is not needed.
 
-        Ranks of one model have the same samples. Under ZeRO-3 all ranks call the network together each time.
+        Ranks of one model have the same samples. Under ZeRO-3 all ranks run each micro-batch together.
         """
         dataset = self.datasets.train
         if not isinstance(dataset, CaptionedVideos) or dataset.clips.prior is None:
