@@ -123,15 +123,20 @@ def _show(config: Config, check: Callable[[Config], None]) -> None:
     from cogfast.config.components import with_defaults
     from cogfast.distributed.parallelize import run_without_dynamo
 
-    _print(config.describe(with_defaults))
+    if not is_first_rank():
+        return
+    sys.stdout.write(config.describe(with_defaults))
+    # The check would ask a store, and write there to see whether it may.
+    if address := re.search(r"\w+://[^\s'\"]+", config.to_yaml()):
+        sys.stderr.write(f"cogfast: the run is not checked, since it has {address[0]}\n")
+        return
     run_without_dynamo()  # the check builds an optimizer
     try:
         check(config)
     except Exception as error:
         if not _is_known(error):
             raise
-        if is_first_rank():
-            _report(error, "a run would end with: ")
+        _report(error, "a run would end with: ")
 
 
 def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) -> None:

@@ -131,6 +131,10 @@ def test_dry_run_does_not_refuse_placeholders(sat_configs, capsys):
     refused = capsys.readouterr().err.splitlines()
     assert any("is a placeholder of upstream's file" in line for line in refused)
     assert err.replace("a run would end with: ", "").splitlines() == refused
+    # The check would ask the store, and try to write there.
+    assert main(["train", *arguments, "args.save=s3://bucket/runs"]) == 0
+    line = "cogfast: the run is not checked, since it has s3://bucket/runs\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("load", [(), ("args.load=CogVideoX-5bb",)], ids=["placeholder", "typo"])
