@@ -38,6 +38,7 @@ from cogfast.distributed.lost_ranks import (
     end_with_torchrun,
     is_lost_connection,
     is_of_another_rank,
+    tell_ranks,
     tell_torchrun,
 )
 from cogfast.distributed.stop_signals import (
@@ -83,6 +84,7 @@ _KEPT = {
     "sample": "; the videos that are finished are kept in the output folder",
     "convert": "; the target was not written, and partly written files were removed",
 }
+_ON_RANKS = ("train", "finetune", "cache", "sample")
 # Keys of args that `cogfast sample RUN` does not take from the run's file: what it reads and writes.
 _OF_CALLER = ("input_type", "input_file", "output_dir", "local_cache")
 _LONGEST_CAUSE = 200  # characters of a library's message
@@ -345,6 +347,7 @@ def main(
             reason = f"ended by {name_of(number)}"
             tell_torchrun(reason)
             write_last_line(last_line(reason + signals.kept))
+            _tell_ranks(sys.argv[1:], reason)
             end_by(number)
     settle_signals()
     return status
@@ -383,11 +386,20 @@ def _run(argv: list[str]) -> int:
             # At once, without waiting for the heartbeat's thread: other ranks still wait for this one.
             write_last_line(f"cogfast: rank {os.environ.get('RANK')}: {_line(error)}")
             os._exit(1)
+        if is_line:
+            _report(error)
+        text = _line(error) if is_line else one_line(f"{type(error).__name__}: {error}")
+        _tell_ranks(argv, text)
         if not is_line:
             raise
-        _report(error)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+def _tell_ranks(argv: list[str], text: str) -> None:
+    """Let the other ranks of a launch end, which would wait for this one to start with them."""
+    if argv[0] in _ON_RANKS and "--dry-run" not in argv and not adopt_ranks():
+        tell_ranks(text)
 
 
 def _call(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:

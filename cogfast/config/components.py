@@ -361,9 +361,7 @@ def _fit(value: object, annotation: object, key: str) -> object:
     """Check a value. A mapping for a dataclass argument is converted to the dataclass."""
     is_union = get_origin(annotation) in (typing.Union, types.UnionType)
     options = get_args(annotation) if is_union else (annotation,)
-    if any(
-        option in (dict, Mapping) or get_origin(option) in (dict, Mapping) for option in options
-    ):
+    if any(dict in (o, get_origin(o)) or Mapping in (o, get_origin(o)) for o in options):
         return value  # the constructor takes the mapping as it is, even if it has a target
     if _components(value, key) and not all(_is_plain(option) for option in options):
         return value

@@ -47,6 +47,9 @@ _SILENCE = timedelta(seconds=60)
 _PATIENCE = timedelta(seconds=10)  # for another rank to end first
 _START_TIMEOUT = timedelta(minutes=5)  # in which all ranks of a launch must have their imports
 _SECONDS_TO_FAIL = 15.0  # for the main thread to notice a closed connection itself
+_ANSWER = "cogfast/met"  # key of the store: an error of a rank, or empty once all ranks have met
+_LONGEST_PAUSE = 0.2  # seconds, of a rank that waits to meet the others
+_store: Any = None  # where this rank has met the others; rank 0 may serve it
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -111,6 +114,61 @@ def check_store() -> None:
                     "has ended; start the run again"
                 ) from None
         time.sleep(0.2)
+
+
+def join_store(timeout: timedelta = _START_TIMEOUT) -> Any:
+    """Connect to the store of this launch, where its ranks find each other. Every rank must call it.
+
+    Without torchrun rank 0 serves it, and waits until all ranks have come.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    check_store()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return next(rendezvous("env://", rank, num_ranks, timeout=timeout))[0]
+
+
+def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
+    """Wait for all ranks, before they create process groups. Return the error of one that cannot, or "".
+
+    What a rank does alone before it, such as reading its files, may fail: it then calls `tell_ranks`.
+    """
+    global _store
+    _store, pause = store, 0.01
+    if store.add("cogfast/here", 1) == num_ranks:
+        store.compare_set(_ANSWER, "", "")
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check([_ANSWER]):
+        if time.monotonic() > end:
+            return f"{store.add('cogfast/here', 0)} of {num_ranks} ranks started in {timeout.seconds} s"
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    text = store.get(_ANSWER).decode()
+    if text:
+        _leave(store, num_ranks)
+    return text
+
+
+def tell_ranks(text: str) -> None:
+    """Tell the ranks that wait in `meet`, or will, that this one has failed before it."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1 or _store is not None:
+        return
+    with contextlib.suppress(RuntimeError):  # they have ended
+        store = join_store(_SILENCE)
+        store.compare_set(_ANSWER, "", f"rank {os.environ['RANK']} failed: {text}")
+        _leave(store, num_ranks)
+
+
+def _leave(store: Any, num_ranks: int) -> None:
+    """Wait until all ranks know the error, if this process serves the store."""
+    count = store.add("cogfast/left", 1)
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    end = time.monotonic() + _PATIENCE.total_seconds()  # for ranks that were lost
+    while count < num_ranks and time.monotonic() < end:
+        time.sleep(_LONGEST_PAUSE)
+        count = store.add("cogfast/left", 0)
 
 
 class Heartbeat:
@@ -192,12 +250,7 @@ class Launch:
     @classmethod
     def join(cls) -> Launch:
         """Connect to the store of this launch. Every rank must call it."""
-        from torch.distributed.rendezvous import rendezvous
-
-        check_store()
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        found = rendezvous("env://", rank, num_ranks, timeout=_START_TIMEOUT)
-        return cls(rank, num_ranks, next(found)[0])
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), join_store())
 
     def idle(self) -> bool:
         """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.

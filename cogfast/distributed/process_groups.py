@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,8 +33,9 @@ from cogfast.distributed.lost_ranks import (
     Heartbeat,
     Launch,
     UnsharedError,
-    check_store,
     is_lost_connection,
+    join_store,
+    meet,
 )
 from cogfast.distributed.stop_signals import StopSignals, name_of
 from cogfast.distributed.tensor_parallel import ParallelGroup
@@ -49,6 +50,7 @@ _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
 _PATIENCE = timedelta(seconds=10)
+_LONGEST_VALUE = 200  # characters, of a message
 _SIGNAL = 2  # in the all-reduce of StopRequest: a signal to a rank; 1: max_hours
 
 
@@ -273,6 +275,23 @@ class ProcessGroups:
         self.agree(error)
         return self.broadcast(value)
 
+    def check_same(self, values: Mapping[str, object]) -> None:
+        """Check that `values`, such as of files that each rank has read, are those of rank 0. Collective.
+
+        Raises:
+            ValueError: a key has another value than on rank 0.
+        """
+        first = self.broadcast(values)
+
+        def compare() -> None:
+            for key in sorted({*first, *values}):
+                here, there = (repr(each.get(key))[:_LONGEST_VALUE] for each in (values, first))
+                if here != there:
+                    text = f"{key}={here}, but {there} on rank 0; give all ranks the same files and words"
+                    raise ValueError(text)
+
+        self.on_all(compare)
+
     def close(self, ends_idle: bool = True) -> None:
         """Destroy the process groups if this object created them. ends_idle: for idle ranks the run is over,
         too (`Launch`).
@@ -369,7 +388,10 @@ def start_processes(
         else:
             # One process needs no TCP store, whose port another run could have taken.
             store = dist.HashStore() if world_size == 1 else None
-            check_store()
+        if world_size > 1:
+            joined = join_store(timeout) if launch is None else launch.store
+            if text := meet(joined, world_size, timeout):
+                raise OtherRankError(text)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )

@@ -64,9 +64,7 @@ class Attention(nn.Module):
         if self.sparse_share is None:
             attended = self.kernels.flash_attention(q, k, v)
         else:
-            attended, kept_mass = self.kernels.sparse_attention(
-                q, k, v, num_text, self.sparse_share
-            )
+            attended, mass = self.kernels.sparse_attention(q, k, v, num_text, self.sparse_share)
             if not torch.compiler.is_compiling():  # a graph with a checkpoint has no side effects
-                self.kept_mass = kept_mass
+                self.kept_mass = mass
         return self.out(attended.flatten(2))

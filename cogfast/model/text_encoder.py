@@ -265,9 +265,7 @@ class _T5Block(nn.Module):
     ) -> None:
         super().__init__()
         self.d_kv = d_kv
-        self.q, self.k, self.v = (
-            nn.Linear(d_model, d_kv * num_heads, bias=False) for _ in range(3)
-        )
+        self.q, self.k, self.v = (nn.Linear(d_model, d_kv * num_heads, bias=False) for _ in "qkv")
         self.o = nn.Linear(d_kv * num_heads, d_model, bias=False)
         # All blocks use the first one's.
         self.buckets = nn.Embedding(_NUM_BUCKETS, num_heads) if has_position_bias else None

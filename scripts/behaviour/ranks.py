@@ -226,6 +226,8 @@ def _files() -> dict[str, list[Command]]:
         f"{name} on one node": [_train("", *words, node=node, own={"DAMAGE": damage})]
         for name, (damage, *words) in damaged.items()
     }
+    damage = "remove inputs/5b.yaml"
+    cases["no configuration, rank 0"] = [_train("", node=node, own={"DAMAGE": damage}, rank=0)]
     cases["intact node"] = [_train("", node=node)]
     part = "run/checkpoints/00000002/rank-00001.safetensors"
     cases["resume of a damaged file"] = resumed(f"cut {part}")

@@ -215,3 +215,54 @@ def test_idle_ranks_end_with_rank_0_alone(tmp_path: Path, rank: int) -> None:
     ranks[rank].join()
     wanted = [0, 0, 0] if rank == 3 else [1, 7, 7]
     assert [each.exitcode for each in others] == wanted, output.read_text()
+
+
+ONE_FAILS_BEFORE = """
+import os, sys
+from cogfast.__main__ import main
+from cogfast.distributed.process_groups import OtherRankError, start_processes
+if os.environ["RANK"] == sys.argv[1]:
+    sys.exit(main(["train", "--base", "missing.yaml"]))
+try:
+    start_processes()
+except OtherRankError as error:
+    print("ends:", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_served", [True, False], ids=["torchrun's store", "rank 0's store"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_before_the_start_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, is_served: bool
+) -> None:
+    """Such as a file that one machine lacks. The others would wait for that rank for half an hour."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if is_served else None
+    if store is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    port, output = free_port() if store is None else store.port, tmp_path / "output"
+    output.touch()
+    ranks = start_ranks(["-c", ONE_FAILS_BEFORE, str(rank)], 3, port, str(output))
+    for each in ranks:
+        each.join(60)
+    text, why = output.read_text(), "--base missing.yaml: no such file; "
+    assert [each.exitcode for each in ranks] == [2 if n == rank else 0 for n in range(3)], text
+    assert text.count(f"ends: rank {rank} failed: {why}") == 2, text
+
+
+def test_ranks_with_different_values_end(tmp_path: Path) -> None:
+    program = """
+import os
+from cogfast.distributed.process_groups import start_processes
+groups = start_processes()
+groups.check_same({"args.seed": 1, "data.fps": float("nan")})
+try:
+    groups.check_same({"args.seed": 1} if groups.is_main else {"args.seed": 2, "args.lr": "x" * 999})
+except Exception as error:
+    print(f"{groups.rank}: {type(error).__name__}: {error}", flush=True)
+groups.close()
+"""
+    lines = launch_ranks(2, "-c", program)
+    assert "1: ValueError: args.lr='xxx" in lines and "xxx, but None on rank 0; give" in lines
+    assert "0: OtherRankError: rank 1 failed: ValueError: args.lr='" in lines

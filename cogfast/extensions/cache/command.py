@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cogfast.config import Config, data_arguments, with_words
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT
+from cogfast.config.merged_config import DEFAULT, leaves, to_dicts
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
@@ -68,6 +68,7 @@ def cache_latents(config: Config, price: float | None = None) -> None:
     """
     args = TrainArguments.from_config(config)
     groups = start_processes()
+    groups.check_same(leaves(to_dicts(config)))
     _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES, price)
     groups.close()
 
@@ -394,11 +395,9 @@ class _CacheRun:
         """Return the frozen encoders, which are built on first use."""
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
-            transformer = build_transformer(
-                self.config.model, allow_import=self.config.allow_import
-            )
+            network = build_transformer(self.config.model, allow_import=self.config.allow_import)
         return assemble_encoder(
-            self.config, self.args, transformer, self.groups, overrides=self.overrides
+            self.config, self.args, network, self.groups, overrides=self.overrides
         )
 
     def _finish(self, *both: _Work) -> None:

@@ -176,10 +176,8 @@ class Prodigy(ShardedOptimizer):
     def _sums(self, weight: float) -> tuple[float, float]:
         """Add the gradients, times `weight`, to s. Return sum(g (x0 - x)) and sum(|s|) of the model."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
-        owned = [
-            (g, p, x) for g in self.param_groups for p in g["params"] for x in self.pieces_of(p)
-        ]
-        for group, p, piece in owned:
+        own = [(g, p, x) for g in self.param_groups for p in g["params"] for x in self.pieces_of(p)]
+        for group, p, piece in own:
             state, here = self.state_of(p), slice(piece.offset, piece.offset + piece.numel)
             weights, s, p0 = (x.view(-1)[here] for x in (p, state["s"], state["p0"]))
             g = self.gradient(p, here)

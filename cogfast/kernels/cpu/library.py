@@ -129,17 +129,15 @@ def _compile(file: Path) -> None:
     commands = [[*command, f"-DCOGFAST_CPU={instructions}", "-c", f"{_HERE / 'registration.cpp'}"]]
     commands += [[*vector, "-c", str(path)] for path in sorted(_HERE.glob("vector/*.cpp"))]
     with tempfile.TemporaryDirectory(prefix=f"{file.stem}-", dir=file.parent) as folder:
-        outputs = [str(Path(folder, f"{i}.o")) for i in range(len(commands))]
+        files = [str(Path(folder, f"{i}.o")) for i in range(len(commands))]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             try:
-                list(
-                    pool.map(_run, ([*c, "-o", o] for c, o in zip(commands, outputs, strict=True)))
-                )
+                list(pool.map(_run, ([*c, "-o", o] for c, o in zip(commands, files, strict=True))))
             finally:
                 pool.shutdown(cancel_futures=True)
         new = str(Path(folder, file.name))
         # libgomp is not named: torch_cpu brings the one whose threads PyTorch's ops use.
-        link = [*_compiler(), "-shared", *outputs, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        link = [*_compiler(), "-shared", *files, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         _run([*link, "-o", new])
         # -P leaves out the current folder, which may have a torch.py.
         _run([sys.executable, "-P", "-c", _LOAD, new])

@@ -17,6 +17,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
+from cogfast.config.merged_config import leaves, to_dicts
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
@@ -118,11 +119,11 @@ class Parts:
         groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
+        groups.check_same(leaves(to_dicts(config)))
         if args.fit == "auto":
-            fitted, args = fit_to_device(config, args, groups)
-            if fitted is not config:
-                check_train(fitted)
-            config = fitted
+            before, (config, args) = config, fit_to_device(config, args, groups)
+            if config is not before:
+                check_train(config)
         diffusion = assemble_diffusion(config)
         if groups.is_main:
             log_unused(config)
