@@ -50,6 +50,7 @@ _DECISION_TIMEOUT = timedelta(hours=12)
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
 _PATIENCE = timedelta(seconds=10)
+_OF_MACHINES = {"args.local_cache"}  # keys that may differ between machines
 _LONGEST_VALUE = 200  # characters, of a message
 _SIGNAL = 2  # in the all-reduce of StopRequest: a signal to a rank; 1: max_hours
 
@@ -276,15 +277,15 @@ class ProcessGroups:
         return self.broadcast(value)
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Check that `values`, such as of files that each rank has read, are those of rank 0. Collective.
+        """Check that `values`, of the configuration that each rank has read, are those of rank 0. Collective.
 
         Raises:
-            ValueError: a key has another value than on rank 0.
+            ValueError: a key has another value than on rank 0, and is no folder of each machine.
         """
         first = self.broadcast(values)
 
         def compare() -> None:
-            for key in sorted({*first, *values}):
+            for key in sorted({*first, *values} - _OF_MACHINES):
                 here, there = (repr(each.get(key))[:_LONGEST_VALUE] for each in (values, first))
                 if here != there:
                     text = f"{key}={here}, but {there} on rank 0; give all ranks the same files and words"

@@ -73,8 +73,8 @@ CASES = {
     case.name: case
     for case in (
         Case("cogvideox_2b_lora"),
-        Case(QUICK),
-        Case("cogvideox1.5_5b_i2v", is_fp32=True),
+        Case(QUICK, is_fp32=True),
+        Case("cogvideox1.5_5b_i2v"),
     )
 }
 

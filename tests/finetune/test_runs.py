@@ -295,7 +295,10 @@ def check_folder(out: Path, training: str) -> None:
         assert torch.equal(stock.transformer_blocks[1].attn1.to_out[0].weight.bfloat16(), ours)
 
 
-@pytest.mark.parametrize(("family", "training"), [("2b", "lora"), ("1.5_5b_i2v", "sft")])
+@pytest.mark.parametrize(
+    ("family", "training"),
+    [("2b", "lora"), pytest.param("1.5_5b_i2v", "sft", marks=pytest.mark.soak)],
+)
 def test_a_script_of_upstream_trains(
     family, training, pipelines, data, tmp_path, capsys, monkeypatch
 ):

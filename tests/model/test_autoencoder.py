@@ -221,8 +221,8 @@ def test_prefixed_checkpoint_is_read(tiny: TinyVae, vae: VideoAutoencoder, tmp_p
     loaded = other.build(dtype=torch.bfloat16)
     for name, tensor in vae.inner.state_dict().items():
         assert torch.equal(loaded.inner.state_dict()[name], tensor.to(torch.bfloat16)), name
-    video = tiny.io["enc.b1.video"]
-    assert (loaded.encode(video).mean - vae.encode(video).mean).abs().max() < 0.2  # bf16
+    image = tiny.io["enc.b1.video"][:, :, :1, :16, :16]  # bf16 is slow on some processors
+    assert (loaded.encode(image).mean - vae.encode(image).mean).abs().max() < 0.2  # bf16
 
 
 def test_loaded_tensors_share_no_memory(vae: VideoAutoencoder) -> None:
@@ -308,7 +308,7 @@ def small() -> AutoencoderKLCogVideoX:
 
 @torch.no_grad()
 def test_every_way_to_encode_equals_diffusers_bit_for_bit(small: AutoencoderKLCogVideoX) -> None:
-    dtype = torch.bfloat16
+    dtype = torch.float32  # processors without bfloat16 take half a minute for each way
     clip = torch.rand(1, 3, 17, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     found: dict[str, Tensor] = {}
     for chunks in ("auto", "frames", "tiles"):
@@ -326,8 +326,8 @@ def test_every_way_to_encode_equals_diffusers_bit_for_bit(small: AutoencoderKLCo
     assert not torch.equal(found["auto"], found["frames"])
     assert not torch.equal(found["frames"], found["tiles"])
     image = clip[:, :, :1]  # a single frame is encoded whole
-    expected = copy.deepcopy(small).to(dtype).encode(image.to(dtype)).latent_dist.mean
-    assert torch.equal(ours.encode(image).mean, expected)
+    expected = copy.deepcopy(small).bfloat16().encode(image.bfloat16()).latent_dist.mean
+    assert torch.equal(ours.to(torch.bfloat16).encode(image).mean, expected)
 
 
 @torch.no_grad()
