@@ -20,8 +20,6 @@ FILES = {
     p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8")
     for p in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {name: ast.parse(text) for name, text in FILES.items()}
-NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 MODULES = {
     ".".join(("cogfast", *Path(name).with_suffix("").parts)).removesuffix(".__init__"): name
     for name in FILES
@@ -56,17 +54,27 @@ def part_of(name: str) -> str:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in FILES.items()}
+
+
+@cache
+def nodes_of_files() -> dict[str, list[ast.AST]]:
+    return {name: list(ast.walk(tree)) for name, tree in trees().items()}
+
+
+@cache
 def imports(name: str) -> frozenset[str]:
     """Return the files that a file imports, those for type checkers alone left out."""
     hidden = {
         id(inner)
-        for node in NODES[name]
+        for node in nodes_of_files()[name]
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for branch in node.body
         for inner in ast.walk(branch)
     }
     found: list[str] = []
-    for node in (n for n in NODES[name] if id(n) not in hidden):
+    for node in (n for n in nodes_of_files()[name] if id(n) not in hidden):
         if isinstance(node, ast.ImportFrom) and node.module:
             found += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
         elif isinstance(node, ast.Import):
@@ -79,7 +87,7 @@ def imports(name: str) -> frozenset[str]:
 def named(name: str) -> set[str]:
     """Return the files that a file imports, or names in a string."""
     found = set(imports(name))
-    for node in NODES[name]:
+    for node in nodes_of_files()[name]:
         word = node.value if isinstance(node, ast.Constant) else None
         if isinstance(word, str) and word.startswith("cogfast.") and " " not in word:
             word = MOVED.get(word, word)
@@ -94,7 +102,7 @@ def hidden_imports() -> list[str]:
     """Return the imports that the counts cannot see: of a computed or relative name, of a renamed
     `import_module`, of a lazy name of the package itself."""
     found = []
-    for name, nodes in NODES.items():
+    for name, nodes in nodes_of_files().items():
         for node in nodes:
             names = (
                 [a.name for a in node.names]
@@ -197,10 +205,10 @@ def figures() -> dict[str, int]:
         (node.end_lineno or 0) - node.lineno + 1
         for name in FILES
         if "gpu" not in name.split("/")
-        for node in NODES[name]
+        for node in nodes_of_files()[name]
         if isinstance(node, ast.FunctionDef)
     ]
-    classes = [n for name in FILES for n in NODES[name] if isinstance(n, ast.ClassDef)]
+    classes = [n for name in FILES for n in nodes_of_files()[name] if isinstance(n, ast.ClassDef)]
     left = remaining()
     return {
         "lines of the package": sum(lines.values()),
@@ -211,9 +219,9 @@ def figures() -> dict[str, int]:
         "rooms that import each other": sum(a < b and (b, a) in pairs for a, b in pairs),
         "circles of files": circles(),
         "functions and fields that take a merged configuration": sum(
-            takes(n) for f in below if not f.endswith("phases.py") for n in NODES[f]
+            takes(n) for f in below if not f.endswith("phases.py") for n in nodes_of_files()[f]
         ),
-        "dotted keys": sum(is_key(n) for f in below for n in NODES[f]),
+        "dotted keys": sum(is_key(n) for f in below for n in nodes_of_files()[f]),
         "sections that are parsed again": sum(len(_PARSE.findall(FILES[f])) for f in below),
         "files that import stores": sum(
             bool(imports(n) & stores) for n in FILES if n not in stores

@@ -10,7 +10,7 @@ import pytest
 from cogfast.config.components import PLACES, import_target
 from cogfast.moved import MOVED, find, public_module
 from tests.core import structure
-from tests.core.structure import NODES
+from tests.core.structure import nodes_of_files
 
 OLD_MODULES = sorted({old.rpartition(".")[0] for old in MOVED})
 
@@ -37,7 +37,7 @@ def test_an_old_module_has_its_public_names(module: str) -> None:
         _ = found.nothing
     typed = [
         f"{node.module}.{alias.name}"
-        for branch in NODES[structure.MODULES[module]]
+        for branch in nodes_of_files()[structure.MODULES[module]]
         if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
         for node in branch.body
         if isinstance(node, ast.ImportFrom)
@@ -59,7 +59,7 @@ def test_targets_keep_their_public_names() -> None:
 
 def test_nothing_in_the_package_uses_an_old_name() -> None:
     used = []
-    for path, nodes in NODES.items():
+    for path, nodes in nodes_of_files().items():
         for node in nodes:
             names: list[str] = []
             if isinstance(node, ast.ImportFrom):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.core import structure
-from tests.core.structure import FILES, PACKAGE, TREES
+from tests.core.structure import FILES, PACKAGE, trees
 from tests.support.tiny_run import ROOT
 
 SOURCES = {name: PACKAGE / name for name in FILES}
@@ -54,7 +54,7 @@ def part_of(module: str) -> str:
 
 def imports_of(name: str) -> Iterator[str]:
     """The cogfast modules that a file imports, wherever in it."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == "cogfast")
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +120,7 @@ def test_imports_have_no_circle() -> None:
 def test_only_distributed_and_train_know_how_processes_are_arranged() -> None:
     """model, diffusion and kernels work on one process and on many: they use no process group."""
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.split("/")[0] not in ("model", "diffusion", "kernels"):
             continue
         for node in ast.walk(tree):
@@ -205,7 +205,7 @@ print(json.dumps({{
 
 
 def test_nothing_reads_the_environment_when_imported() -> None:
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         inside = {
             id(inner)
             for node in ast.walk(tree)
@@ -219,7 +219,7 @@ def test_nothing_reads_the_environment_when_imported() -> None:
 
 def test_nothing_prints() -> None:
     """Progress goes through logging, what a command answers through sys.stdout."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             is_print = isinstance(node, ast.Name) and node.id in ("print", "pprint", "breakpoint")
             assert not is_print, f"{name}:{node.lineno}: {node.id}"
