@@ -92,7 +92,14 @@ def test_all_parts_run_the_kernels() -> None:
     assert {op: calls.seen[op] for op in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", ["2b", "5b", "1.5_5b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("2b", marks=pytest.mark.soak),
+        "5b",
+        pytest.param("1.5_5b", marks=pytest.mark.soak),
+    ],
+)
 def test_bfloat16_is_as_close_to_float64_as_diffusers(name: str) -> None:
     """Tensor by tensor, in the mean over inputs: a tensor of 64 rounded numbers may be luckier in one."""
     model = diffusers_model(name).train().bfloat16()

@@ -124,7 +124,7 @@ def test_a_picture_and_a_pipeline_are_enough(
     assert settings["image_scale"] == (1 / 0.7 if family.startswith("1.5") else 0.7)
 
 
-@pytest.mark.parametrize("scale", ["trainer", "pretrained"])
+@pytest.mark.parametrize("scale", ["trainer", pytest.param("pretrained", marks=pytest.mark.soak)])
 def test_each_scale_of_the_first_frame_gives_diffusers_latents(
     scale: ImageLatentScale,
     pipelines: Pipelines,

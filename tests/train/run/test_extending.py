@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cogfast.train.trainer import Trainer
+from tests.support.ranks.forked import run_forked
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 from tests.support.tiny_run import ROOT
@@ -129,19 +130,18 @@ def test_one_loss_for_each_sample(run: Run) -> None:
 def test_a_script_takes_the_words_of_train(plain: Recorded, run: Run, tmp_path: Path) -> None:
     script = tmp_path / "my_trainer.py"
     script.write_text(next(text for text in EXAMPLES if "main(trainer=" in text))
-    words = [sys.executable, str(script), *run.command()[1:]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    words = [str(script), *run.command()[1:]]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     noised, _, found = plain.seen[0]
     expected = (found * (1 + (noised.timesteps >= 500).float())).mean().item()
     assert run.losses[0] == pytest.approx(expected, rel=1e-6)
-    wrong = [*words, "args.lr=high"]
-    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("cogfast: ")
+    done = run_forked([*words, "args.lr=high"])
+    assert done.returncode == 2 and done.stdout.startswith("cogfast: ")
     # An error of the script's own has its place, also a ValueError.
     script.write_text(script.read_text().replace("        weight = ", "        weight, _ = "))
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and f'{script}", line ' in done.stderr
+    done = run_forked(words)
+    assert done.returncode == 1 and f'{script}", line ' in done.stdout
 
 
 def test_methods_that_nothing_calls_are_logged(caplog: pytest.LogCaptureFixture) -> None:
