@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 import xxhash
 
@@ -50,6 +52,42 @@ def is_lfs_pointer(path: str | Path) -> bool:
             return re.match(rb"version \S*git-lfs", file.read(40)) is not None
     except OSError:
         return False
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file that a run writes, as `open` does, but only a regular one.
+
+    A run's folder may come from elsewhere: writing through its links could damage any file, and a pipe
+    could block for ever. OSError names either.
+    """
+    def opener(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(error.errno, "it is a link", name) from None
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
+        return descriptor
+
+    return open(path, mode, buffering, opener=opener)
+
+
+def refuse_links(run: Path) -> None:
+    """Raise ValueError if a link, a pipe or a device lies below the folder of a run that is written to."""
+    folders = [run]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != "wandb":  # W&B makes links of its own there
+                        folders.append(Path(entry))
+                elif not entry.is_file(follow_symlinks=False):
+                    kind = "a link" if entry.is_symlink() else "neither a file nor a folder"
+                    text = f"{entry.path} is {kind}; a run writes into its own folder alone: "
+                    raise ValueError(text + "replace it by a file or a folder, or remove it")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -117,7 +155,7 @@ class ChecksumFile:
         self._hashing: Future | None = None
 
     def __enter__(self) -> ChecksumFile:
-        self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file: BinaryIO = open_own(self._path, "wb")  # closed by __exit__
         return self
 
     def write(self, data: bytes | memoryview) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import cogfast.extensions.stores.store as store
+from cogfast.core.files import open_own, refuse_links
 from cogfast.extensions.stores.mirror import LOCK, name_of, url_of
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,10 @@ class RunLock:
         self.url, self._is_over = url_of(self.path), threading.Event()
         # A random part, since a process may lock a folder again.
         self.holder = f"process {os.getpid()} on {platform.node()} {os.urandom(8).hex()}"
+        refuse_links(run)
         try:
             # "w" would erase the line of another run before the lock shows that it is running.
-            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by `__exit__`
+            self._file = open_own(self.path, "a+")  # closed by `__exit__`
         except OSError as error:
             raise ValueError(
                 f"{self.path}: cannot be written ({error.strerror}); set args.run_folder to another folder"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cogfast.config.values import printable
+from cogfast.core.files import open_own
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,7 @@ class BadSampleLog:
 
     def _list(self, file: Path, path: str, reason: str) -> bool:
         """Append a line for the sample; returns False if another rank has done so."""
-        if file.exists() and not file.is_file():  # reading a pipe would block
-            raise FileExistsError(errno.EEXIST, "it is not a regular file")
-        with open(file, "a+b") as f:
+        with open_own(file, "a+b") as f:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(f, fcntl.LOCK_EX)  # released by the close
             listed = self._read_on(f)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cogfast.core.files import open_own
+
 logger = logging.getLogger(__name__)
 
 
@@ -101,11 +103,8 @@ class FileIndex:
         if not rows or self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A folder may come from elsewhere: writing through its links could damage any file, and writing to a
-        # pipe could never end.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         data = to_lines(rows)
-        with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
+        with open_own(self.path, "ab", buffering=0) as file:
             # In one piece, between those of other processes. On a full disk a first write may end
             # early, and the second one raises the error.
             while data:

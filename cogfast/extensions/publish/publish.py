@@ -61,8 +61,8 @@ def publish(path: Path, repo: str, is_dry_run: bool = False, is_private: bool | 
     if is_dry_run:
         target = run_of(checkpoint) / "hub"
         # A folder that was downloaded may have one, which leads to any folder here.
-        if target.is_symlink():
-            raise ValueError(f"{target}: is a link, which --dry-run would write through; remove it")
+        if target.is_symlink() or not (target.is_dir() or not target.exists()):
+            raise ValueError(f"{target} is no folder of its own, which --dry-run writes; remove it")
         shutil.rmtree(target, ignore_errors=True)
         return str(write_files(checkpoint, repo, target))
     if get_token() is None:

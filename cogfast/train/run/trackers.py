@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogfast.config.values import one_line
+from cogfast.core.files import open_own
 from cogfast.train.run.folder import wandb_id
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class LogFile:
         """Append all of `content` or nothing: half a record would corrupt the next ones."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: the error of a full disk must come from write, not from close.
-        with open(self.path, "ab", buffering=0) as file:
+        with open_own(self.path, "ab", buffering=0) as file:
             # After an error, the file is cut to the size that it has now.
             start, rest = os.fstat(file.fileno()).st_size, memoryview(content)
             try:

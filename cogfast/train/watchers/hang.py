@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from cogfast.core.files import open_own
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.train.watchers.watcher import Watcher
 
@@ -29,7 +30,7 @@ class HangStacks(Watcher):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / f"rank-{rank}.txt"
         # Empty until the rank hangs.
-        self.file = open(self.path, "w")  # noqa: SIM115 - until the end
+        self.file = open_own(self.path, "w")  # until the end
 
     def after_step(self, step: int) -> None:
         faulthandler.cancel_dump_traceback_later()  # waits for a dump that is being written
