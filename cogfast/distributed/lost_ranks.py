@@ -135,6 +135,8 @@ def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
     """
     global _store
     _store, pause = store, 0.01
+    if _outlives_ranks():
+        return ""
     if store.add("cogfast/here", 1) == num_ranks:
         store.compare_set(_ANSWER, "", "")
     end = time.monotonic() + timeout.total_seconds()
@@ -152,12 +154,18 @@ def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
 def tell_ranks(text: str) -> None:
     """Tell the ranks that wait in `meet`, or will, that this one has failed before it."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks == 1 or _store is not None:
+    if num_ranks == 1 or _store is not None or _outlives_ranks():
         return
     with contextlib.suppress(RuntimeError):  # they have ended
         store = join_store(_SILENCE)
         store.compare_set(_ANSWER, "", f"rank {os.environ['RANK']} failed: {text}")
         _leave(store, num_ranks)
+
+
+def _outlives_ranks() -> bool:
+    """Whether torchrun restarts ranks that fail, and keeps the store with what earlier ones have written."""
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def _leave(store: Any, num_ranks: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cogfast.distributed import lost_ranks
 from cogfast.distributed.lost_ranks import is_of_another_rank
-from tests.support.ranks.forked import start_ranks
+from tests.support.ranks.forked import run_forked, start_ranks
 from tests.support.tiny_run import ROOT, free_port, launch_ranks
 
 STARTING = """
@@ -266,3 +266,23 @@ groups.close()
     lines = launch_ranks(2, "-c", program)
     assert "1: ValueError: args.lr='xxx" in lines and "xxx, but None on rank 0; give" in lines
     assert "0: OtherRankError: rank 1 failed: ValueError: args.lr='" in lines
+
+
+FAILS_AT_FIRST = """
+import os, sys
+from cogfast.__main__ import main
+from cogfast.distributed.process_groups import start_processes
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    sys.exit(main(["train", "--base", "missing.yaml"]))
+groups = start_processes()
+print("started", groups.gather(groups.rank), flush=True)
+groups.close()
+"""
+
+
+def test_ranks_that_torchrun_restarts_do_not_end_with_the_error_before() -> None:
+    """Its store keeps what earlier ranks have written."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    program = ["--max-restarts=1", "--no-python", sys.executable, "-c", FAILS_AT_FIRST]
+    done = run_forked([*torchrun, *program], timeout=120)
+    assert done.returncode == 0 and done.stdout.count("started [0, 1]") == 2, done.stdout

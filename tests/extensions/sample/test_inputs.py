@@ -117,7 +117,9 @@ def test_first_and_last_frame_are_in_their_places(
     [
         ("masked_video", [], "--video VIDEO.mp4 --mask MASK.png"),
         pytest.param(
-            *("masked_video", ["--lora", "2"], "--video VIDEO.mp4 --mask MASK.png"),
+            "masked_video",
+            ["--lora", "2"],
+            "--video VIDEO.mp4 --mask MASK.png",
             marks=pytest.mark.soak,
         ),
         ("frames", ["model.given_frames=first_last"], "FIRST.png"),
