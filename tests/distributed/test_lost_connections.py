@@ -11,6 +11,7 @@ import pytest
 from cogfast.distributed import lost_ranks
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from tests.support.ranks.forked import run_forked, start_ranks
+from tests.support.runs import Run
 from tests.support.tiny_run import ROOT, free_port, launch_ranks
 
 STARTING = """
@@ -286,3 +287,11 @@ def test_ranks_that_torchrun_restarts_do_not_end_with_the_error_before() -> None
     program = ["--max-restarts=1", "--no-python", sys.executable, "-c", FAILS_AT_FIRST]
     done = run_forked([*torchrun, *program], timeout=120)
     assert done.returncode == 0 and done.stdout.count("started [0, 1]") == 2, done.stdout
+
+
+def test_ranks_train_from_their_own_copies_of_one_address(run: Run, tmp_path: Path) -> None:
+    base = run.with_args(save_interval=1).train(steps=1)
+    words = [f"args.load=file://{base.path}", f"args.local_cache={tmp_path / 'cache'}"]
+    two = run.into(tmp_path / "two").with_words("deepspeed.train_micro_batch_size_per_gpu=2")
+    two.launch(2, *words)
+    assert len(two.losses) == 4
