@@ -271,11 +271,8 @@ class Launch:
     @classmethod
     def join(cls) -> Launch:
         """Connect to the store of this launch. Every rank must call it."""
-        return cls(
-            int(os.environ["RANK"]),
-            int(os.environ["WORLD_SIZE"]),
-            join_store(_START_TIMEOUT, waits=True),
-        )
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, num_ranks, join_store(_START_TIMEOUT, waits=True))
 
     def idle(self) -> bool:
         """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.

@@ -403,9 +403,8 @@ def start_processes(
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None
     heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
-    groups = ProcessGroups(
-        rank, world_size, local_rank, device, control, is_owner, heartbeat, launch
-    )
+    place = rank, world_size, local_rank, device
+    groups = ProcessGroups(*place, control, is_owner, heartbeat, launch)
     if device.type == "cpu":
         _take_cpu_kernels(groups)
     if tensor_size * context_size == 1:
