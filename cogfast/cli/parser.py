@@ -111,9 +111,8 @@ def refuse_cut(argv: Sequence[str], words: Sequence[str]) -> None:
             if equals and value.count("[") > value.count("]"):
                 last = next((i for i in range(at, len(argv)) if argv[i].endswith("]")), at)
                 fix = f'quote it, "{" ".join(argv[start : last + 1])}", or leave out the spaces'
-                raise ValueError(
-                    f"{key}={value} ends at a space, where a shell splits words; {fix}"
-                )
+                text = f"{key}={value} ends at a space, where a shell splits words; {fix}"
+                raise ValueError(text)
         if at and argv[at - 1].endswith("="):
             fix = f"leave out the space: {argv[at - 1]}{word}"
             raise ValueError(f"{argv[at - 1]} has no value, since a space is behind it; {fix}")

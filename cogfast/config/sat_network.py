@@ -432,10 +432,9 @@ def _lora(modules: Mapping, where: str, unused: dict[str, str]) -> dict[str, Any
     found = _read(params, LoraParams, where_params, unused, "LoraMixin")
     layers = found.get("layer_range")
     key = join(where_params, "target_modules")
+    targets = found.get("target_modules", ["query_key_value", "dense"])
     return {
-        "lora_targets": _lora_targets(
-            key, found.get("target_modules", ["query_key_value", "dense"])
-        ),
+        "lora_targets": _lora_targets(key, targets),
         "lora_rank": found["r"],
         "lora_alpha": float(found.get("lora_alpha", 1.0)),  # SAT's default: scaling is 1/r
         "lora_dropout": float(found.get("lora_dropout", 0.0)),

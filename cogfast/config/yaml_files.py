@@ -59,9 +59,8 @@ def read_yaml(path: Path, name: str, is_plain: bool = False) -> DictConfig:
     except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(one_line(f"{name}: a value cannot be read: {error}")) from None
     if isinstance(loaded, ListConfig):
-        raise ValueError(
-            f"{name}: must be a mapping with sections model, data, args or deepspeed, not a list"
-        )
+        text = f"{name}: must be a mapping with sections model, data, args or deepspeed, not a list"
+        raise ValueError(text)
     return loaded
 
 
@@ -72,9 +71,8 @@ def check_nesting(text: str) -> None:
     def count(node: yaml.Node, above: tuple[int, ...]) -> int:
         # A node above itself is an alias inside its own anchor.
         if id(node) in above or len(above) > _MOST_NESTED:
-            raise ValueError(
-                f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
-            )
+            text = f"nested more than {_MOST_NESTED} levels deep; a configuration needs 12"
+            raise ValueError(text)
         if id(node) not in sizes and not isinstance(node, yaml.ScalarNode):
             here, parts = (*above, id(node)), node.value
             if isinstance(node, yaml.MappingNode):

@@ -88,9 +88,8 @@ class RunLock:
         A machine that was frozen or cut off may have lost its lock, and wake when the run continues elsewhere.
         """
         if self._is_over.is_set():
-            raise RuntimeError(
-                f"{name_of(self.run)}: the run has ended, so nothing more is written"
-            )
+            text = f"{name_of(self.run)}: the run has ended, so nothing more is written"
+            raise RuntimeError(text)
         if self.url is not None:
             check_object(self.url, self.holder)
             return

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_TO_STORE = 10.0
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -48,8 +51,9 @@ _PATIENCE = timedelta(seconds=10)  # for another rank to end first
 _START_TIMEOUT = timedelta(minutes=5)  # in which all ranks of a launch must have their imports
 _SECONDS_TO_FAIL = 15.0  # for the main thread to notice a closed connection itself
 _ANSWER = "cogfast/met"  # key of the store: an error of a rank, or empty once all ranks have met
+_BETWEEN_LINES = 30.0  # seconds, about ranks that have not come
 _LONGEST_PAUSE = 0.2  # seconds, of a rank that waits to meet the others
-_store: Any = None  # where this rank has met the others; rank 0 may serve it
+_has_met = False  # whether this rank has begun to wait for the others
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -116,16 +120,20 @@ def check_store() -> None:
         time.sleep(0.2)
 
 
-def join_store(timeout: timedelta = _START_TIMEOUT) -> Any:
-    """Connect to the store of this launch, where its ranks find each other. Every rank must call it.
+def join_store(timeout: timedelta, waits: bool = False) -> Any:
+    """Connect to the store of this launch, where its ranks find each other.
 
-    Without torchrun rank 0 serves it, and waits until all ranks have come.
+    Without torchrun rank 0 serves it. waits: it waits until all ranks have come.
     """
-    from torch.distributed.rendezvous import rendezvous
+    from torch.distributed import TCPStore
 
     check_store()
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return next(rendezvous("env://", rank, num_ranks, timeout=timeout))[0]
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_server = is_served and os.environ["RANK"] == "0"
+    # PyTorch connects to it again, and its server is shared.
+    options = {"wait_for_workers": waits, "multi_tenant": is_served, "timeout": timeout}
+    return TCPStore(*place, int(os.environ["WORLD_SIZE"]), is_server, **options)
 
 
 def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
@@ -133,16 +141,21 @@ def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
 
     What a rank does alone before it, such as reading its files, may fail: it then calls `tell_ranks`.
     """
-    global _store
-    _store, pause = store, 0.01
+    global _has_met
+    _has_met, pause = True, 0.01
     if _outlives_ranks():
         return ""
-    if store.add("cogfast/here", 1) == num_ranks:
+    if store.add("cogfast/here", 1) >= num_ranks:
         store.compare_set(_ANSWER, "", "")
-    end = time.monotonic() + timeout.total_seconds()
+    start = shown = time.monotonic()
     while not store.check([_ANSWER]):
-        if time.monotonic() > end:
-            return f"{store.add('cogfast/here', 0)} of {num_ranks} ranks started in {timeout.seconds} s"
+        now = time.monotonic()
+        is_late = now > start + timeout.total_seconds()
+        if is_late or now > shown + _BETWEEN_LINES:
+            text, shown = f"{store.add('cogfast/here', 0)} of {num_ranks} ranks have started", now
+            if is_late:
+                return f"{text} in {timeout.seconds} s"
+            logger.info("%s; waiting for the others at %s", text, os.environ["MASTER_ADDR"])
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     text = store.get(_ANSWER).decode()
@@ -153,8 +166,8 @@ def meet(store: Any, num_ranks: int, timeout: timedelta) -> str:
 
 def tell_ranks(text: str) -> None:
     """Tell the ranks that wait in `meet`, or will, that this one has failed before it."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks == 1 or _store is not None or _outlives_ranks():
+    num_ranks, groups = int(os.environ.get("WORLD_SIZE", "1")), sys.modules.get("torch.distributed")
+    if num_ranks == 1 or _has_met or _outlives_ranks() or (groups and groups.is_initialized()):
         return
     with contextlib.suppress(RuntimeError):  # they have ended
         store = join_store(_SILENCE)
@@ -173,7 +186,7 @@ def _leave(store: Any, num_ranks: int) -> None:
     count = store.add("cogfast/left", 1)
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
-    end = time.monotonic() + _PATIENCE.total_seconds()  # for ranks that were lost
+    end = time.monotonic() + _SILENCE.total_seconds()  # for ranks that were lost
     while count < num_ranks and time.monotonic() < end:
         time.sleep(_LONGEST_PAUSE)
         count = store.add("cogfast/left", 0)
@@ -258,7 +271,8 @@ class Launch:
     @classmethod
     def join(cls) -> Launch:
         """Connect to the store of this launch. Every rank must call it."""
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), join_store())
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, num_ranks, join_store(_START_TIMEOUT, waits=True))
 
     def idle(self) -> bool:
         """Wait for rank 0. Return whether its run is over; it may also have failed or stopped.

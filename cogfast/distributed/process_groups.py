@@ -285,8 +285,11 @@ class ProcessGroups:
 
         def compare() -> None:
             for key in sorted({*first, *values}):
-                here, there = (repr(each.get(key))[:_LONGEST_VALUE] for each in (values, first))
+                here, there = (repr(each.get(key)) for each in (values, first))
                 if here != there and not key.endswith(".local_cache"):
+                    # From where long values differ
+                    start = max(0, len(os.path.commonprefix([here, there])) - _LONGEST_VALUE // 2)
+                    here, there = (text[start:][:_LONGEST_VALUE] for text in (here, there))
                     text = f"{key}={here}, but {there} on rank 0; give all ranks the same files and words"
                     raise ValueError(text)
 
@@ -400,9 +403,8 @@ def start_processes(
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     control = _decision_group() if world_size > 1 else None
     heartbeat = Heartbeat(rank) if world_size > 1 and is_owner else None
-    groups = ProcessGroups(
-        rank, world_size, local_rank, device, control, is_owner, heartbeat, launch
-    )
+    place = rank, world_size, local_rank, device
+    groups = ProcessGroups(*place, control, is_owner, heartbeat, launch)
     if device.type == "cpu":
         _take_cpu_kernels(groups)
     if tensor_size * context_size == 1:

@@ -230,9 +230,8 @@ class Args(BaseModel):
             if _is_required(cls, name) and name not in found
         ]
         if missing:
-            raise ValueError(
-                f"cogfast finetune needs {', '.join(missing)}; --help lists all options"
-            )
+            text = f"cogfast finetune needs {', '.join(missing)}; --help lists all options"
+            raise ValueError(text)
         return cls(**found)
 
     @model_validator(mode="after")

@@ -389,9 +389,8 @@ class Trainer:
 
     def _encode_overrides(self, methods: dict[str, list[Callable]]) -> EncodeOverrides:
         """Return the overridden encoders among `methods`, after their checks."""
-        network = TransformerConfig(
-            **transformer_arguments(self.config.model.network_config.params)
-        )
+        params = self.config.model.network_config.params
+        network = TransformerConfig(**transformer_arguments(params))
         is_cached = self.config.args.latent_cache is not None
 
         def encode(name: str, encoder: Encoder, rng: SlotRandom, sample: Any) -> Tensor:

@@ -86,9 +86,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     check_tensor(_OP, "v", v, q.shape, like=q)
     device = q.device.type
     if backend not in (None, *BACKENDS):
-        raise ValueError(
-            f"{_OP}: backend={backend!r} must be one of {', '.join(BACKENDS)}, or None"
-        )
+        text = f"{_OP}: backend={backend!r} must be one of {', '.join(BACKENDS)}, or None"
+        raise ValueError(text)
     if device == "cpu" and backend is None:
         backend = "math" if _is_math_faster(q) else "flash"
     if backend == "math":

@@ -148,9 +148,8 @@ class _QkNormRope3d(torch.autograd.Function):
     def backward(ctx, *gradients):
         qkv, table, order, *affine = ctx.saved_tensors
         # Sums over all tokens are computed only if an affine parameter needs its gradient.
-        needs = [
-            p is not None and n for p, n in zip(affine, ctx.needs_input_grad[1:5], strict=True)
-        ]
+        wanted = zip(affine, ctx.needs_input_grad[1:5], strict=True)
+        needs = [p is not None and n for p, n in wanted]
         saved = (qkv, affine[0], affine[2], table, order)
         dqkv, sums = _qk_norm_rope3d_backward(*gradients, *saved, *ctx.numbers, any(needs))
         dtypes = [p.dtype for p, n in zip(affine, needs, strict=True) if n]

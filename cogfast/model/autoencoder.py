@@ -317,9 +317,8 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         inner = AutoencoderKLCogVideoX(**config.arguments())
     state = {name: files.read(name) for name in files.names()}
-    load_state(
-        inner, state, f"first_stage_config.params.path={path}", "copy the folder again", dtype
-    )
+    where = f"first_stage_config.params.path={path}"
+    load_state(inner, state, where, "copy the folder again", dtype)
     return inner
 
 

@@ -128,9 +128,8 @@ def assemble_transformer(
         return report
 
     def load(path: str, **options: Any) -> LoadReport:
-        return read(
-            partial(load_transformer, transformer, path, shards=shards, held=held, **options)
-        )
+        options |= {"shards": shards, "held": held}
+        return read(partial(load_transformer, transformer, path, **options))
 
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)

@@ -78,20 +78,22 @@ def record_again(folder: Path, work: Path, small: bool) -> None:
     pin()
     for case in (case for case in CASES if case.is_small or not small):
         archive = folder / f"{case.name}.tar.xz"
-        kept, run = work / "kept" / case.name, work / "recorded" / case.name
-        for root in (kept, run):
+        kept, run, new = (work / name / case.name for name in ("kept", "recorded", "again"))
+        for root in (kept, run, new):
             unpack(folder / "data.tar.xz", root)
+        for root in (kept, run):
             unpack(archive, root)
-        expected = kept / _EXPECTED / case.name
         texts = {
-            f"{_EXPECTED}/{case.name}/before/{file.name}": file.read_text()
-            for file in sorted((expected / "before").glob("*.json"))
+            f"{_EXPECTED}/{case.name}/{kind}/{name}.json": json.dumps(found, indent=1)
+            for kind, stages in (
+                ("before", _run_stages(case, case.before, new, None)),
+                ("after", _run_stages(case, case.after, run, TIME)),
+            )
+            for name, found in stages.items()
         }
-        for name, found in _run_stages(case, case.after, run, TIME).items():
-            texts[f"{_EXPECTED}/{case.name}/after/{name}.json"] = json.dumps(found, indent=1)
         shutil.rmtree(kept / _EXPECTED)
         pack(archive, kept, list(case.folders), texts)
-        for root in (kept, run):
+        for root in (kept, run, new):
             shutil.rmtree(root)
         print(f"{case.name}: {archive.stat().st_size} bytes", flush=True)
     (folder / "machine.json").write_text(json.dumps(pinned_machine(), indent=1) + "\n")

@@ -76,7 +76,6 @@ def load(model: str, mode: str, words: list[str], folder: Path) -> tuple[Config,
         "args.save_interval=null",
         "args.attention_backend=flash",
     ]
-    given.append(f"args.save={folder}")
     clips = [
         f"data.params.video_size=[{rows},{columns}]",
         f"data.params.max_num_frames={frames}",
@@ -167,7 +166,8 @@ def main() -> None:
     parser.add_argument("--streams", action="store_true", help="check the use of side streams")
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args()
-    words = [f"args.train_iters={NUM_STEPS}", f"args.log_interval={LOG_INTERVAL}", *options.words]
+    words = [f"args.train_iters={NUM_STEPS}", f"args.log_interval={LOG_INTERVAL}"]
+    words += [f"args.save={options.out}", *options.words]
     check = None
     if options.streams:
         from tests.cuda.stream_check import StreamCheck

@@ -11,6 +11,7 @@ import pytest
 from cogfast.distributed import lost_ranks
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from tests.support.ranks.forked import run_forked, start_ranks
+from tests.support.runs import Run
 from tests.support.tiny_run import ROOT, free_port, launch_ranks
 
 STARTING = """
@@ -258,6 +259,10 @@ from cogfast.distributed.process_groups import start_processes
 groups = start_processes()
 groups.check_same({"args.local_cache": os.environ["RANK"], "data.fps": float("nan")})
 try:
+    groups.check_same({"args.train_data": ["x" * 999, f"of {groups.rank}"]})
+except Exception as error:
+    print(error, flush=True)
+try:
     groups.check_same({"args.seed": 1} if groups.is_main else {"args.seed": 2, "args.lr": "x" * 999})
 except Exception as error:
     print(f"{groups.rank}: {type(error).__name__}: {error}", flush=True)
@@ -266,6 +271,7 @@ groups.close()
     lines = launch_ranks(2, "-c", program)
     assert "1: ValueError: args.lr='xxx" in lines and "xxx, but None on rank 0; give" in lines
     assert "0: OtherRankError: rank 1 failed: ValueError: args.lr='" in lines
+    assert "xxx', 'of 1'], but xxx" in lines and "xxx', 'of 0'] on rank 0; give" in lines
 
 
 FAILS_AT_FIRST = """
@@ -286,3 +292,52 @@ def test_ranks_that_torchrun_restarts_do_not_end_with_the_error_before() -> None
     program = ["--max-restarts=1", "--no-python", sys.executable, "-c", FAILS_AT_FIRST]
     done = run_forked([*torchrun, *program], timeout=120)
     assert done.returncode == 0 and done.stdout.count("started [0, 1]") == 2, done.stdout
+
+
+def test_ranks_train_from_their_own_copies_of_one_address(run: Run, tmp_path: Path) -> None:
+    base = run.with_args(save_interval=1).train(steps=1)
+    words = [f"args.load=file://{base.path}", f"args.local_cache={tmp_path / 'cache'}"]
+    two = run.into(tmp_path / "two").with_words("deepspeed.train_micro_batch_size_per_gpu=2")
+    two.launch(2, *words)
+    assert len(two.losses) == 4
+
+
+OWN_GROUP = """
+import os, sys
+import torch.distributed as dist
+from cogfast.__main__ import main
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[1], rank=int(os.environ["RANK"]), world_size=2)
+sys.exit(main(["train", "--base", "missing.yaml"]))
+"""
+
+
+def test_an_error_with_a_process_group_of_the_users_ends_at_once(tmp_path: Path) -> None:
+    """No rank waits for them in the store, where rank 0 would wait for the others."""
+    output = tmp_path / "output"
+    output.touch()
+    ranks = start_ranks(["-c", OWN_GROUP, str(free_port())], 2, free_port(), str(output))
+    for rank in ranks:
+        rank.join(30)
+    assert [rank.exitcode for rank in ranks] == [2, 2], output.read_text()
+
+
+ONE_IS_MISSING = """
+import logging
+from cogfast.distributed import lost_ranks
+from cogfast.distributed.process_groups import start_processes
+logging.basicConfig(level=logging.INFO)
+lost_ranks._BETWEEN_LINES = 0.5
+start_processes(timeout_s=2)
+"""
+
+
+def test_a_rank_that_waits_for_others_says_so(tmp_path: Path) -> None:
+    """Such as one for which a shell still has the variables of a launch."""
+    output = tmp_path / "output"
+    output.touch()
+    (rank, other) = start_ranks(["-c", ONE_IS_MISSING], 2, free_port(), str(output))
+    other.kill()
+    rank.join(60)
+    text = output.read_text()
+    assert rank.exitcode != 0 and "1 of 2 ranks have started; waiting for the others at 127" in text
+    assert "OtherRankError: 1 of 2 ranks have started in 2 s" in text

@@ -33,9 +33,8 @@ def cache_specs(
     config: Config, args: TrainArguments, settings: ClipSettings, overrides: EncodeOverrides
 ) -> dict[str, Spec]:
     """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files."""
-    clip = {
-        f"data.params.{f.name}": getattr(settings, f.name) for f in dataclasses.fields(settings)
-    }
+    names = [field.name for field in dataclasses.fields(settings)]
+    clip = {f"data.params.{name}": getattr(settings, name) for name in names}
     clip["data.params.video_size"] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")

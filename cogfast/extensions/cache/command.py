@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cogfast.config import Config, data_arguments, with_words
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT, leaves, to_dicts
+from cogfast.config.merged_config import DEFAULT, leaves
 from cogfast.config.values import counted
 from cogfast.core.files import WriteError
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
@@ -52,6 +52,7 @@ from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
 from cogfast.train.preflight.header_scan import survey_datasets
+from cogfast.train.run.folder import plain_sections
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def cache_latents(config: Config, price: float | None = None) -> None:
     """
     args = TrainArguments.from_config(config)
     groups = start_processes()
-    groups.check_same(leaves(to_dicts(config)))
+    groups.check_same(leaves(plain_sections(config)))
     _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES, price)
     groups.close()
 

@@ -139,9 +139,8 @@ def _warn_of_training(path: Path) -> None:
         logger.warning("%s was %s; cogfast sample takes the run's own", path, own)
     attention = manifest.get("attention")
     if attention not in (None, "dense"):
-        logger.warning(
-            "%s was trained with " + OTHERS_RUN_DENSE, path, f"args.attention={attention}"
-        )
+        text = "%s was trained with " + OTHERS_RUN_DENSE
+        logger.warning(text, path, f"args.attention={attention}")
 
 
 def _has_noise(path: Path) -> bool:

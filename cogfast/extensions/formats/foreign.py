@@ -29,6 +29,5 @@ def refuse_foreign(path: Path) -> None:
         if path.is_dir():
             found = [*path.glob(pattern), *path.glob(f"*/{pattern}")]
         if found:
-            raise ValueError(
-                f"{path}: {found[0].name} is {what}, which cogfast does not read; {fix}"
-            )
+            text = f"{path}: {found[0].name} is {what}, which cogfast does not read; {fix}"
+            raise ValueError(text)

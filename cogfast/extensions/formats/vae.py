@@ -241,9 +241,8 @@ def convert_vae(
     """Write a folder with 3d-vae.pt (`to` sat), or diffusers' vae folder. scaling_factor: the latents'
     factor in diffusers' config; None: the source's, or SCALING_FACTOR."""
     if to not in ("sat", "diffusers"):
-        raise ValueError(
-            f"{vae.weights.description}: a VAE converts --to sat or diffusers, not {to}"
-        )
+        text = f"{vae.weights.description}: a VAE converts --to sat or diffusers, not {to}"
+        raise ValueError(text)
     config = vae_config(vae)
     if scaling_factor is None and vae.config is not None:
         scaling_factor = vae.config.scaling_factor

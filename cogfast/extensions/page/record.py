@@ -146,9 +146,8 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
             plain = _settings(config, config.stat().st_mtime_ns)
         except (ValueError, OmegaConfBaseException) as error:
             problems.append(str(error).splitlines()[0])
-    environments = [
-        _read(path, dict[str, Any], problems) for path in _starts(folder, "environment")
-    ]
+    starts = _starts(folder, "environment")
+    environments = [_read(path, dict[str, Any], problems) for path in starts]
     checkpoint = None
     try:
         checkpoint = newest_checkpoint(folder)

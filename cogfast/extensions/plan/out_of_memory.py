@@ -129,9 +129,8 @@ class MemoryWatch(Watcher):
             parts.append(f"planned for {planned.name}: {planned.total / GIB:.1f} GiB ({sizes})")
             # The device has less for this run than the plan takes, whatever it says.
             smaller = replace(plan, card=min(plan.card or plan.peak, int(_SMALLER * plan.peak)))
-            found = climb(
-                self.config, self.args, smaller, has_gpus=self.groups.device.type == "cuda"
-            )
+            has_gpus = self.groups.device.type == "cuda"
+            found = climb(self.config, self.args, smaller, has_gpus=has_gpus)
             if found.plan.fits:
                 parts.append(f"these changes take less: {found.describe()}")
             else:

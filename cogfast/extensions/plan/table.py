@@ -142,9 +142,8 @@ def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORL
     for title, table in _TABLES.items():
         cells = [["GPUs", *table]]
         for layout in (layout for each in fitting for layout in each[:number]):
-            cells.append(
-                [f"{layout.plan.setup.world_size}", *(of(layout) for of in table.values())]
-            )
+            number_of_gpus = f"{layout.plan.setup.world_size}"
+            cells.append([number_of_gpus, *(of(layout) for of in table.values())])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", title, *("  ".join(map(str.rjust, row, widths)) for row in cells), *reasons]
         number, reasons = 1, []

@@ -14,7 +14,7 @@ from typing import Any
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_of_run
 from cogfast.config.json_files import brief
-from cogfast.config.merged_config import leaves, to_dict, to_dicts
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.values import counted, show
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
@@ -42,7 +42,7 @@ from cogfast.train.encode import Encoder
 from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
-from cogfast.train.run.folder import git
+from cogfast.train.run.folder import git, plain_sections
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def sample(
     groups = start_processes(
         args.model_parallel_size, args.context_parallel_size, args.collective_timeout
     )
-    groups.check_same({**leaves(to_dicts(config)), "prompts": prompts})
+    groups.check_same({**leaves(plain_sections(config)), "prompts": prompts})
     # The cheap parts first; weights of 11 GB are read below.
     diffusion = assemble_diffusion(config)
     refuse_fixed_frames(diffusion.sampler)

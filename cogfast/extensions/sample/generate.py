@@ -369,9 +369,8 @@ def write_samples(
     rows = [merged[index] for index in sorted(merged)]
     if url_of(folder) is not None:
         try:
-            take_to_main(
-                folder, [row.file for row in rows], [r.file for r in done.values()], groups
-            )
+            mine = [row.file for row in done.values()]
+            take_to_main(folder, [row.file for row in rows], mine, groups)
         except Exception as caught:
             error = error or caught
     if groups.is_main and rows:

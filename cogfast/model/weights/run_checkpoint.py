@@ -102,9 +102,8 @@ class RunFiles:
                 at = high
         if at < end:
             of = f"shard {share[0]} of {share[1]} of " if share[1] > 1 else ""
-            raise DamageError(
-                f"{self.folder}: its slices of {of}{name} end at element {at} of {end}"
-            )
+            text = f"{self.folder}: its slices of {of}{name} end at element {at} of {end}"
+            raise DamageError(text)
 
     def _values(self, file: str, key: str, low: int, high: int) -> Tensor:
         from safetensors import SafetensorError, safe_open

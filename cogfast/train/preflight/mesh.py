@@ -68,9 +68,8 @@ def _check_heads(config: Config, key: str, size: int, heads: int, of: str) -> No
 def _check_ranks(config: Config, key: str, size: int, ranks: int, heads: int, of: str) -> None:
     """Refuse a size that does not divide `ranks`, and name those that divide the heads as well."""
     if ranks % size:
-        fitting = ", ".join(
-            str(n) for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0
-        )
+        divisors = (n for n in range(1, ranks + 1) if ranks % n == 0 == heads % n)
+        fitting = ", ".join(map(str, divisors))
         text = f"{key}={size} must divide {of}; use {fitting}, or start another number of ranks"
         refuse(config, key, f"{text} (--nproc_per_node)")
 

@@ -17,7 +17,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
-from cogfast.config.merged_config import leaves, to_dicts
+from cogfast.config.merged_config import leaves
 from cogfast.config.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
@@ -119,7 +119,7 @@ class Parts:
         groups = start_processes(
             args.model_parallel_size, args.context_parallel_size, args.collective_timeout, launch
         )
-        groups.check_same(leaves(to_dicts(config)))
+        groups.check_same(leaves(plain_sections(config)))
         if args.fit == "auto":
             before, (config, args) = config, fit_to_device(config, args, groups)
             if config is not before:

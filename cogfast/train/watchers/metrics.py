@@ -59,17 +59,21 @@ class BandLosses:
     """
 
     def __init__(self, loss: object, device: torch.device) -> None:
-        self.num_idx = loss.sigma_sampler.num_idx if isinstance(loss, VideoDiffusionLoss) else None
+        self.starts: Tensor | None = None  # of all bands but the first
+        if isinstance(loss, VideoDiffusionLoss):
+            self.starts = torch.arange(1, NUM_BANDS, device=device) * (
+                loss.sigma_sampler.num_idx / NUM_BANDS
+            )
         # Sums of losses, and their number; the last column has the samples of column prior.
         self.sums = torch.zeros(2, NUM_BANDS + 1, device=device)
 
     def add(self, timesteps: Tensor, losses: Tensor, is_prior: Tensor | None = None) -> None:
         """Add the losses [B] of a micro-batch at timesteps [B]. No host sync."""
-        if self.num_idx is None:
+        if self.starts is None:
             return
         losses = losses.detach().float()
-        # A user's own add_noise may draw timesteps of any range.
-        bands = (timesteps * NUM_BANDS // self.num_idx).clamp(0, NUM_BANDS - 1).long()
+        # A user's own add_noise may draw timesteps of any range and type.
+        bands = torch.bucketize(timesteps.float(), self.starts, right=True)
         is_finite = losses.isfinite()
         added = torch.stack([losses.where(is_finite, 0.0), is_finite.float()])
         self.sums.index_add_(1, bands, added)
