@@ -60,6 +60,7 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     A run's folder may come from elsewhere: writing through its links could damage any file, and a pipe
     could block for ever. OSError names either.
     """
+
     def opener(name: str, flags: int) -> int:
         try:
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -88,6 +89,35 @@ def refuse_links(run: Path) -> None:
                     kind = "a link" if entry.is_symlink() else "neither a file nor a folder"
                     text = f"{entry.path} is {kind}; a run writes into its own folder alone: "
                     raise ValueError(text + "replace it by a file or a folder, or remove it")
+
+
+def is_private(path: Path) -> bool:
+    """Whether only this user and root can have put a file there, by owners and modes up to the root.
+
+    In a folder like /tmp, whose sticky bit is set, others cannot replace what is not theirs.
+    """
+    real, here = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    for each in {real, here, *real.parents, *here.parents}:
+        with suppress(FileNotFoundError):
+            about = os.stat(each)
+            is_shared = (
+                about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX
+            )
+            if is_shared or about.st_uid not in (0, os.geteuid()):
+                return False
+    return True
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, for this user alone."""
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def user_cache() -> Path:
+    """Return cogfast's folder in XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cogfast")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,9 +1,11 @@
 """Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
 
 import logging
+import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
+from cogfast.core.files import is_private
 from cogfast.kernels import torch_library
 from cogfast.kernels.cpu import library
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
@@ -182,3 +185,83 @@ def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch
     (line,) = caplog.messages
     assert "the C++ kernels cannot be loaded" in line and str(file) in line
     assert not torch_library.HAS_CPU_KERNELS
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The user's cache, and a folder like /tmp in which the compiled library lies for this user."""
+    compiled, cache, tmp = library.library_file(), tmp_path / "cache", tmp_path / "tmp"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp))
+    tmp.mkdir()
+    tmp.chmod(0o1777)
+    own = tmp / f"cogfast-{os.geteuid()}" / compiled.name
+    own.parent.mkdir(mode=0o700)
+    shutil.copy(compiled, own)
+    own.chmod(0o755)
+    return cache / "cogfast" / "kernels" / compiled.name, own
+
+
+OTHERS = {  # what others can do to: the cache's folder, one above it, the file
+    "a folder for all": lambda file: file.parent.chmod(0o777),
+    "a folder of a group": lambda file: file.parent.chmod(0o770),
+    "a folder above": lambda file: file.parent.parent.parent.chmod(0o777),
+    "a folder of another user": lambda file: os.chown(file.parent, 65534, 65534),
+    "a folder above of another user": lambda file: os.chown(file.parents[2], 65534, 65534),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_a_library_that_others_may_have_put_there_is_not_loaded(
+    places: tuple[Path, Path], how: str
+) -> None:
+    planted, own = places
+    planted.parent.mkdir(parents=True)
+    planted.write_bytes(b"code of another user")
+    if "user" in how and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    OTHERS[how](planted)
+    assert library.compile_library() == own
+
+
+def test_a_link_that_others_can_change_leads_to_no_library(places: tuple[Path, Path]) -> None:
+    planted, own = places
+    shared = planted.parents[2].with_name("shared")
+    shared.mkdir()
+    (shared / "mine").mkdir(mode=0o700)
+    shared.chmod(0o777)
+    planted.parents[2].symlink_to(shared / "mine")
+    assert library.compile_library() == own
+
+
+def test_a_library_of_a_file_that_others_can_write_is_compiled_again(
+    compiler: Path, tmp_path: Path
+) -> None:
+    file = library.compile_library()
+    assert file.stat().st_mode & 0o777 == 0o755 and file.parent.stat().st_mode & 0o777 == 0o700
+    file.chmod(0o777)
+    assert library.compile_library() == file
+    assert compiler.read_text().split() == ["link", "link"]
+
+
+def test_a_folder_of_temporary_files_that_is_anothers_is_not_taken(places: tuple) -> None:
+    planted, own = places
+    planted.parent.mkdir(parents=True)
+    planted.parent.chmod(0o777)
+    own.parent.chmod(0o777)
+    folder = library.library_file().parent
+    assert folder not in (planted.parent, own.parent) and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "umask", [0o002, *(pytest.param(mask, marks=pytest.mark.soak) for mask in (0o022, 0, 0o077))]
+)
+def test_folders_of_the_cache_are_the_users_alone(compiler: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        file = library.compile_library()
+    finally:
+        os.umask(before)
+    assert [f.stat().st_mode & 0o777 for f in (file, *file.parents[:3])] == [0o755, *[0o700] * 3]
+    assert is_private(file) and library.compile_library() == file
+    assert compiler.read_text().split() == ["link"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cogfast.core.files import open_own
+from cogfast.core.files import make_private, open_own, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class FileIndex:
         self._new |= {row[0]: [*row] for row in rows}
         if not rows or self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path.parent)
         data = to_lines(rows)
         with open_own(self.path, "ab", buffering=0) as file:
             # In one piece, between those of other processes. On a full disk a first write may end
@@ -141,6 +141,5 @@ def _open(path: Path) -> int | None:
 def user_index(kind: str, names: Iterable[str], further: Path | None = None) -> FileIndex:
     """Open the index of `names` in the user's cache folder (XDG_CACHE_HOME or ~/.cache). further: as FileIndex."""
     # surrogatepass: file names need not be valid UTF-8.
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b("\n".join(names).encode("utf-8", "surrogatepass"), digest_size=10)
-    return FileIndex(Path(folder) / "cogfast" / f"{kind}-{digest.hexdigest()}.jsonl", further)
+    return FileIndex(user_cache() / f"{kind}-{digest.hexdigest()}.jsonl", further)

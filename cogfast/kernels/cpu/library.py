@@ -16,9 +16,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
+
+from cogfast.core.files import is_private, make_private, open_own, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +41,16 @@ _MOST_SECONDS = 600  # of one command; all of them take half a minute on two cor
 
 
 def cache_folder() -> Path:
-    """Return the folder of the compiled libraries, in XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cogfast", "kernels")
+    """Return the folder of the compiled libraries: in the user's cache, or where nobody else can put one."""
+    return _private(user_cache() / "kernels")
+
+
+@cache
+def _private(folder: Path) -> Path:
+    if is_private(folder):
+        return folder
+    own = Path(tempfile.gettempdir(), f"cogfast-{os.geteuid()}")
+    return own if is_private(own) else Path(tempfile.mkdtemp(prefix="cogfast-"))
 
 
 def library_file() -> Path:
@@ -72,13 +83,18 @@ def compile_library() -> Path:
     """
     try:
         file = library_file()
-        if file.exists():
+        if file.exists() and is_private(file):
             return file
         if missing := missing_compiler():
             raise RuntimeError(missing)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(file.parent)
+        if not is_private(file.parent):
+            raise RuntimeError(f"others can write to {file.parent}")
+        if user_cache() not in file.parents:
+            text = "others can write to %s or a folder above it: the C++ kernels go to %s"
+            logger.info(text, user_cache() / "kernels", file.parent)
         # A process that dies leaves the file, but not its lock.
-        with open(file.with_suffix(".lock"), "a") as lock:
+        with open_own(file.with_suffix(".lock"), "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 has_waited = False
@@ -89,7 +105,7 @@ def compile_library() -> Path:
             # A process that failed has written so into it; after one that was killed, this one compiles.
             if has_waited and not file.exists() and os.fstat(lock.fileno()).st_size:
                 raise RuntimeError("another process failed to compile the C++ kernels")
-            if not file.exists():
+            if not (file.exists() and is_private(file)):
                 lock.truncate(0)
                 try:
                     _compile(file)
@@ -141,6 +157,7 @@ def _compile(file: Path) -> None:
         _run([*link, "-o", new])
         # -P leaves out the current folder, which may have a torch.py.
         _run([sys.executable, "-P", "-c", _LOAD, new])
+        os.chmod(new, 0o755)  # with a umask of 002 its group could write to it
         os.replace(new, file)
 
 
