@@ -153,7 +153,8 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     refuse_sampling_keys(config.origins, config.args)
     if not request.dry_run:
         check_ranks()
-    config = fill_from_pipeline(infer_layout(config), may_download=not request.dry_run)
+    config = infer_layout(config, reads_stores=not request.dry_run)
+    config = fill_from_pipeline(config, may_download=not request.dry_run)
     if request.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -197,8 +198,7 @@ def sample(argv: Sequence[str]) -> None:
     refuse_training_keys(config.origins)
     if not request.dry_run:
         check_ranks()
-    # A run's file must not start a download, either.
-    config = fill_from_pipeline(config, may_download=not (request.dry_run or is_of_run))
+    config = fill_from_pipeline(config, not request.dry_run, is_of_run)
     config = request.sampling.apply(config)
     if request.dry_run:
         from cogfast.train.preflight.check import check_sample

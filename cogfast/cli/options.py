@@ -223,7 +223,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if sources:
-        sources = [copy_of(sources[0])]
+        sources = [copy_of(sources[0], may_download=not found.dry_run)]
         check_run(parser.prog, argv, sources)
     if found.prompt and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")

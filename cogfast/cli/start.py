@@ -46,7 +46,7 @@ def find_model(
         needed_files,
     )
 
-    folder = copy_of(folder)
+    folder = copy_of(folder, may_download=may_download)
     path = Path(folder)
     if is_hub_id(folder):
         path = hub_folder(folder, "FOLDER", may_download)

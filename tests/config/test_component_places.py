@@ -123,7 +123,7 @@ def test_an_allowed_package_by_its_modules(run: Run, package: str) -> None:
         assert load_config([base], arguments, [package]).data.target == path
         for allowed in ((), (package.removesuffix("_package"),)):
             call = lambda words=arguments, allowed=allowed: load_config([base], words, allowed)
-            assert_refused(call, f"own package need --allow-import {package}")
+            assert_refused(call, "a class that you wrote needs --allow-import with the name")
     arguments = ["data={target: my_clips_package.clips.Clips}"]
     assert load_config([base], arguments, [f"{package}.clips"]).data.target.endswith("Clips")
 
@@ -154,3 +154,22 @@ def test_a_downloaded_run_does_not_run_commands(run: Run, tmp_path: Path, capsys
         line = f"training_config.yaml: model.{key}.target=torch.os.system: unknown s"
         assert_command_refused(capsys, words, line)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["subprocess", "os.path", "torch", "transformers", "PIL", "cogfast", "yaml"]
+)
+def test_packages_of_others_are_not_allowed(run: Run, name: str) -> None:
+    """A received file could name any of their functions: subprocess.Popen runs a command."""
+    words = ["data={target: subprocess.Popen, params: {args: [touch, x]}}"]
+    line = (
+        f"--allow-import {name} is not a package that you wrote: it is part of Python, or cogfast"
+    )
+    assert_refused(lambda: load_config([run.base], words, [name]), line)
+
+
+def test_no_message_names_the_package_of_a_file(run: Run) -> None:
+    words = ["data={target: subprocess.Popen, params: {args: [touch, x]}}"]
+    with pytest.raises(ValueError) as caught:
+        load_config([run.base], words)
+    assert "--allow-import subprocess" not in str(caught.value)

@@ -234,7 +234,11 @@ def test_allow_import_opens_a_package(tmp_path, monkeypatch):
     absent = "No module named 'absent'; add the folder <...> PYTHONPATH"
     assert instantiate(config.data, config.allow_import, data_dir="x").size == 3
     for words, allowed, line in (
-        ([], [], "a.yaml: data.target=my_clips.Clips<...>--allow-import my"),
+        (
+            [],
+            [],
+            "a.yaml: data.target=my_clips.Clips<...>--allow-import with the name of your package",
+        ),
         (["data.params={siz: 3}"], ["my_clips"], "unknown key data.params.siz; did you mean size"),
         (["data.target=absent.Clips"], ["absent"], absent),
     ):

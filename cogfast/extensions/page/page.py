@@ -314,8 +314,8 @@ def _commands(record: RunRecord) -> Iterator[tuple[str, str]]:
     run = shlex.quote(str(record.folder))
     if record.checkpoint is not None:
         config = shlex.quote(str(record.config))
-        packages = () if record.facts is None else record.facts.allow_import
-        own = "".join(f" --allow-import {shlex.quote(name)}" for name in packages)
+        # No name of the run's files, which may have been received
+        own = " --allow-import PACKAGE" * bool(record.facts and record.facts.allow_import)
         train = f"{_launcher(record.environment)} train --base {config} --resume {run}{own}"
         is_done = record.num_steps is not None and record.step >= record.num_steps
         title = "Train on" if is_done else "Resume"

@@ -23,7 +23,7 @@ from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import DEFAULT, leaves, refuse, to_dict
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, leaves, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.config.values import Range, nearest_folder
 from cogfast.core.shapes import SPATIAL_COMPRESSION
@@ -166,20 +166,23 @@ def _read_scheduler(folder: Path) -> dict[str, Any] | None:
     return _SPACING | _BETAS | read_json(file, _SCHEDULER, "use the folder of a CogVideoX model")
 
 
-def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
+def fill_from_pipeline(
+    config: Config, may_download: bool = True, is_of_run: bool = False
+) -> Config:
     """Fill in what `config` leaves out from args.load if it is a diffusers pipeline.
 
     args.load: the folder of a pipeline, or the hub's id of one, which becomes the folder in the local
     cache. A value that the configuration sets stays; upstream's placeholders count as left out.
-    may_download: whether a model that is not in the cache is downloaded.
+    may_download: whether a model that is not in the cache is downloaded. is_of_run: the file of a run, which may
+    have been received, sets what is no word of the command line: it starts no download.
     """
-    config = _with_copies(config)
+    config = _with_copies(config, may_download, is_of_run)
     load = config.args.get("load")
-    if load is None:
+    if load is None or is_url(load):
         return config
     if is_hub_id(load):
         origins = config.origins | {"args.load": f"hub model {load}"}
-        load = str(hub_folder(load, may_download=may_download))
+        load = str(hub_folder(load, may_download=may_download and not is_of_run))
         args = OmegaConf.merge(config.args, {"load": load})
         config = dataclasses.replace(config, args=args, origins=origins)
     folder = Path(load)
@@ -227,7 +230,7 @@ def fill_from_pipeline(config: Config, may_download: bool = True) -> Config:
     )
 
 
-def _with_copies(config: Config) -> Config:
+def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
     """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
     names = ("model", "args")
     sections = {name: OmegaConf.create(to_dict(config.sections()[name])) for name in names}
@@ -238,6 +241,11 @@ def _with_copies(config: Config) -> Config:
         if key.startswith("model.") or key in ("args.load", "args.load_lora")
     }
     for key, value in given.items():
+        if is_of_run and config.origins.get(key) != COMMAND_LINE:
+            text = f"{key}={value}: the file of a run starts no download; give this word on the command line"
+            refuse(config, key, f"{text}, or a folder of this machine")
+        if not may_download:
+            continue
         try:
             path = copy_of(value)
         except OSError as error:

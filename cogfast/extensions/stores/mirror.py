@@ -87,17 +87,21 @@ def sizes(folder: Path) -> dict[str, int] | None:
     return {name[len(url) + 1 :]: about.num_bytes for name, about in store.find(url).items()}
 
 
-def copy_of(name: str, is_whole: bool = False) -> str:
+def copy_of(name: str, is_whole: bool = False, may_download: bool = True) -> str:
     """Return a path of this machine for reading a path or URL of weights, a run or a checkpoint.
 
     That of a folder on the hub, hf://OWNER/MODEL, is its id. is_whole: also what a run has logged and
-    sampled. StoreError if it cannot be read.
+    sampled. StoreError if it cannot be read, ValueError if it may not be downloaded.
     """
     if not store.is_url(name):
         return name
     if match := _HUB_ID.fullmatch(name):
         return match[1]
     url = name.rstrip("/")
+    if not may_download:
+        raise StoreError(
+            f"{url}: --dry-run and cogfast plan reach no network; copy it to this machine"
+        )
     found = store.find(url)
     if not found:
         raise StoreError(f"{url}: no such folder or file; correct the address")

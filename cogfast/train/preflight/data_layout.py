@@ -21,16 +21,18 @@ _MODULE = "cogfast.data.datasets"
 _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 
 
-def infer_layout(config: Config) -> Config:
+def infer_layout(config: Config, reads_stores: bool = True) -> Config:
     """Return `config` with the data set that can read args.train_data and args.valid_data.
 
     Only in place of a VideoFolder of a file that cannot read one of them: the models' files name it,
     and users then give a manifest, say. ValueError if several data sets could read them; StoreError if
-    they lie in a store and the local cache cannot be written.
+    they lie in a store and the local cache cannot be written. reads_stores: or leave such data as they are.
     """
     target, key = config.data.get("target"), "args.train_data"
     sources = [*config.args.train_data, *config.args.valid_data]
     if any(map(store.is_url, [*sources, config.args.latent_cache or ""])):
+        if not reads_stores:
+            return config
         store.check_local_cache()
     is_given = config.origins.get("data.target") == COMMAND_LINE
     if is_given or target not in ("data_video.SFTDataset", f"{_MODULE}.VideoFolder"):

@@ -219,7 +219,9 @@ def test_sampling_a_run_needs_no_code_of_its_training(
     assert main(sample) == 0, capsys.readouterr().err
     found = json.loads((out / "settings.json").read_text())
     assert (found["num_frames"], found["prompts"][0]["height"]) == (9, 32)
-    assert_command_refused(capsys, [*sample, PARTS[1]], "need --allow-import mine_parts")
+    assert_command_refused(
+        capsys, [*sample, PARTS[1]], "needs --allow-import with the name of your package"
+    )
 
 
 def test_a_missing_clip_of_a_cached_batch_is_explained(run: Run, tmp_path: Path) -> None:

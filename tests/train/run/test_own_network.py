@@ -290,8 +290,8 @@ def test_other_commands_take_the_option(
     plan = ["plan", "--base", str(done.base), *done.words, "--gpu", "24"]
     convert = ["convert", run, str(tmp_path / "sat"), "--to", "sat"]
     reasons = (
-        "only dit_video_concat.DiffusionTransformer is supported; use it; classes of your own",
-        "of your own package need --allow-import mymodel",
+        "only dit_video_concat.DiffusionTransformer is supported; use it; a class that you wrote",
+        "that you wrote needs --allow-import with the name",
         "has only tensors of a network of its own, which no",
     )
     for command, reason in zip((sample, plan, convert), reasons, strict=True):

@@ -10,6 +10,8 @@ import pytest
 
 from cogfast.__main__ import main
 from cogfast.core.files import open_own, refuse_links
+from cogfast.extensions.stores import store
+from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from tests.support.runs import Run
 
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
@@ -134,3 +136,26 @@ def test_files_of_a_run_are_regular(tmp_path: Path, victim: Path, mode: str) -> 
     with open_own(tmp_path / "log.txt", mode) as file:
         file.write(b"line\n" if "b" in mode else "line\n")
     assert (tmp_path / "log.txt").read_text() == "line\n"
+
+
+def test_a_received_file_a_dry_run_and_a_plan_reach_no_network(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    done = run.with_args(save_interval=1).train(steps=1)
+    asked: list[str] = []
+    monkeypatch.setattr(store, "_call", lambda url, call: asked.append(url) or 1 / 0)
+    address = "s3://bucket/weights"
+    manifest = read_manifest(done.checkpoint)
+    manifest["config"]["args"]["load"] = address
+    write_manifest(done.checkpoint, manifest)
+    sample = ["sample", str(done.path), "--prompt", "a", "--out", str(tmp_path / "out")]
+    for words in (sample, [*sample, "--dry-run"]):
+        assert main(words) == 2
+        assert "the file of a run starts no download; give this word" in capsys.readouterr().err
+    data = f"args.train_data=[{address}]"
+    assert main(["train", *done.command("--dry-run", f"args.load={address}", data)[1:]]) == 0
+    assert f"load: {address}" in capsys.readouterr().out
+    for words in (["plan", address, "--gpu", "24"], ["train", address, "--data", "x", "--dry-run"]):
+        assert main(words) == 2
+        assert "--dry-run and cogfast plan reach no network" in capsys.readouterr().err
+    assert not asked
