@@ -248,7 +248,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     # The C++ kernels take half a minute to compile: launched runs find the user's.
     kernels.mkdir(parents=True, exist_ok=True)
-    cache_folder().parent.mkdir()
+    cache_folder().parent.mkdir(exist_ok=True)
     cache_folder().symlink_to(kernels)
     yield
     if before is None:

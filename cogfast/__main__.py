@@ -100,8 +100,10 @@ def _load(
     """Start logging, and read the configuration of a command. own: settings of the command itself."""
     start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
+    from cogfast.cli.packages import check_packages
     from cogfast.config import load_config
 
+    check_packages(request.allow_import)
     # load_config imports torch, whose many objects all stay: looking through them for garbage
     # takes a tenth of a start.
     gc.disable()

@@ -15,12 +15,9 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from importlib import metadata
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
@@ -250,37 +247,6 @@ def check_component(
 
 def is_component(node: object) -> TypeGuard[Mapping]:
     return isinstance(node, Mapping | DictConfig) and "target" in node
-
-
-def check_packages(packages: Sequence[str]) -> None:
-    """Raise ValueError if --allow-import names Python's own modules, or packages that cogfast depends on.
-
-    A received file could name their functions, such as subprocess.Popen.
-    """
-    theirs = _of_others() if packages else set()
-    for package in packages:
-        if package.partition(".")[0] in theirs:
-            text = f"--allow-import {package} is not a package that you wrote: it is part of Python, or cogfast needs it"
-            raise ValueError(f"{text}; name your own, and derive your class there")
-
-
-def _of_others() -> set[str]:
-    """Return the top-level modules of Python and of the distributions that cogfast depends on."""
-    needed, waiting = set[str](), ["cogfast"]
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name not in needed:
-            needed.add(name)
-            with suppress(metadata.PackageNotFoundError):
-                lines = metadata.requires(name) or ()
-                waiting += [
-                    re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line
-                ]
-    modules = metadata.packages_distributions().items()
-    of_others = {
-        m for m, found in modules if needed & {re.sub(r"[-_.]+", "-", n).lower() for n in found}
-    }
-    return {*sys.stdlib_module_names, *of_others, "cogfast"}
 
 
 def import_target(

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.components import check_packages, resolve
+from cogfast.config.components import resolve
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import (
     COMMAND_LINE,
@@ -73,7 +73,6 @@ def load_config(
     origin)}, applied between files and overrides, but for keys of a user's own file that no option sets; a
     mapping among them replaces the files' one. Raises ValueError with file, key, value and fix.
     """
-    check_packages(allow_import)
     origins: dict[str, str] = {}
     merged: DictConfig = OmegaConf.create({})
     stored = next(filter(is_url, map(str, paths)), None)

@@ -116,8 +116,11 @@ def make_private(folder: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Return cogfast's folder in XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cogfast")
+    """Return cogfast's folder in XDG_CACHE_HOME or ~/.cache, which is made for this user alone."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cogfast")
+    with suppress(OSError):  # what needs it says so
+        make_private(folder)
+    return folder
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

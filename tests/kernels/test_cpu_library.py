@@ -117,6 +117,7 @@ def test_a_build_that_fails_leaves_nothing(
 
 
 def test_a_cache_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(RuntimeError, match="Not a directory: .*cache"):
         library.compile_library()

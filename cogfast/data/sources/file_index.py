@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cogfast.core.files import make_private, open_own, user_cache
+from cogfast.core.files import open_own, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class FileIndex:
         self._new |= {row[0]: [*row] for row in rows}
         if not rows or self.path is None:
             return
-        make_private(self.path.parent)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         data = to_lines(rows)
         with open_own(self.path, "ab", buffering=0) as file:
             # In one piece, between those of other processes. On a full disk a first write may end

@@ -99,7 +99,7 @@ def copy_of(name: str, is_whole: bool = False, may_download: bool = True) -> str
         return match[1]
     url = name.rstrip("/")
     if not may_download:
-        raise StoreError(
+        raise ValueError(
             f"{url}: --dry-run and cogfast plan reach no network; copy it to this machine"
         )
     found = store.find(url)

@@ -26,14 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cogfast.core.files import (
-    UNFINISHED,
-    WriteError,
-    is_disk_full,
-    make_private,
-    user_cache,
-    write_whole,
-)
+from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, user_cache, write_whole
 from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, brief, diagnosis
 
 if TYPE_CHECKING:
@@ -364,11 +357,8 @@ def local_copy(
 
 def local_cache() -> tuple[Path, int]:
     """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
-    given = os.environ.get(CACHE_VARIABLE)
-    folder, limit = parse_cache(given or f"{user_cache()}/objects")
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{user_cache()}/objects")
     with writing_cache(folder):
-        if not given:
-            make_private(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return folder, limit or shutil.disk_usage(folder).total // 2
 

@@ -41,7 +41,7 @@ _MOST_SECONDS = 600  # of one command; all of them take half a minute on two cor
 
 
 def cache_folder() -> Path:
-    """Return the folder of the compiled libraries: in the user's cache, or where nobody else can put one."""
+    """Return the folder of the compiled libraries: in the user's cache, or where no other user can put one."""
     return _private(user_cache() / "kernels")
 
 
