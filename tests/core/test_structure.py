@@ -301,7 +301,7 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47453,
+    "lines of the package": 47451,
     "lines of the core": 26072,
     "the core's share in percent": 54,
     "imports of extensions by the core": 103,
