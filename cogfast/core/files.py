@@ -65,9 +65,9 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
         try:
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise OSError(error.errno, "it is a link", name) from None
-            raise
+            kinds = {errno.ELOOP: "it is a link", errno.EISDIR: "it is not a regular file"}
+            why = kinds.get(error.errno or 0, error.strerror)
+            raise OSError(error.errno, why, name) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "it is not a regular file", name)
