@@ -29,10 +29,8 @@ def _of_others() -> set[str]:
         if name not in needed:
             needed.add(name)
             with suppress(metadata.PackageNotFoundError):
-                lines = metadata.requires(name) or ()
-                waiting += [
-                    re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line
-                ]
+                lines = [n for n in metadata.requires(name) or () if "extra ==" not in n]
+                waiting += [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
     modules = metadata.packages_distributions().items()
     of_others = {
         m for m, found in modules if needed & {re.sub(r"[-_.]+", "-", n).lower() for n in found}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -54,7 +54,7 @@ def is_lfs_pointer(path: str | Path) -> bool:
         return False
 
 
-def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
     """Open a file that a run writes, as `open` does, but only a regular one.
 
     A run's folder may come from elsewhere: writing through its links could damage any file, and a pipe
