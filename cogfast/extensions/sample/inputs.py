@@ -44,8 +44,8 @@ def read_inputs(
     found = []
     for i, size in enumerate(sizes):
         given = {name: path for name, of_name in files.items() if (path := of_name[i]) is not None}
-        names = {"image", "control"} & given.keys()
-        own = {name: read(name, given[name], size) for name in sorted(names)}
+        names = [name for name in ("image", "control") if name in given]
+        own = {name: read(name, given[name], size) for name in names}
         if "video" in given:
             own["video"] = read("video", given["video"], size)
             if "mask" in given:
