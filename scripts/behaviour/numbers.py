@@ -26,7 +26,16 @@ from scripts.behaviour.number_cases import plan_cases, training_cases
 PART = "numbers"
 _PRELOAD = ("cogfast.train.trainer", "deepspeed.ops", "torch.utils.tensorboard", "transformers")
 # These numbers of a line of metrics.jsonl depend on time and on the machine.
-_OF_MACHINE = ("_ms", "_per_s", "mfu", "model_tflops", "memory_", "communication", "step")
+_OF_MACHINE = (
+    "_ms",
+    "_per_s",
+    "_seconds",
+    "mfu",
+    "model_tflops",
+    "memory_",
+    "communication",
+    "step",
+)
 _SMALL = ("family 5b", "lora")  # of --small
 # On other processors, relative. With other instructions than the pinned ones, which is more than another
 # processor changes, losses of float32 moved by at most 7e-7, norms and losses of single timesteps by 1.4e-6,
