@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,7 +84,7 @@ def refuse_links(run: Path) -> None:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    if entry.name != "wandb":  # W&B makes links of its own there
+                    if Path(entry) != run / "wandb":  # W&B makes links of its own there
                         folders.append(Path(entry))
                 elif not entry.is_file(follow_symlinks=False):
                     kind = "a link" if entry.is_symlink() else "neither a file nor a folder"
@@ -115,9 +116,18 @@ def make_private(folder: Path) -> None:
             each.mkdir(mode=0o700, exist_ok=True)
 
 
+def own_temporary() -> Path:
+    """Return this user's folder in that of temporary files."""
+    return Path(tempfile.gettempdir(), f"cogfast-{os.geteuid()}")
+
+
 def user_cache() -> Path:
-    """Return cogfast's folder in XDG_CACHE_HOME or ~/.cache, which is made for this user alone."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cogfast")
+    """Return cogfast's folder in XDG_CACHE_HOME or ~/.cache, which is made for this user alone.
+
+    A user without a home, as a number in a container may be, has it in the folder of temporary files.
+    """
+    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = own_temporary() if above.startswith("~") else Path(above, "cogfast")
     with suppress(OSError):  # what needs it says so
         make_private(folder)
     return folder

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.core.files import is_private, make_private, open_own, user_cache
+from cogfast.core.files import is_private, make_private, open_own, own_temporary, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 def _private(folder: Path) -> Path:
     if is_private(folder):
         return folder
-    own = Path(tempfile.gettempdir(), f"cogfast-{os.geteuid()}")
+    own = own_temporary()
     return own if is_private(own) else Path(tempfile.mkdtemp(prefix="cogfast-"))
 
 

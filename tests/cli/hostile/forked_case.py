@@ -79,8 +79,29 @@ def preload() -> None:
     ByteTextEncoder(max_length=8, d_model=16, d_ff=32, num_layers=1)
 
 
-def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_WAIT) -> Outcome:
-    """Run `call` in a forked child that may write below `root` only; its result is the exit status."""
+def drop_rights() -> None:
+    """Give up root's right to read and write files of every mode, as no user has it."""
+    set_rights(0)
+
+
+def set_rights(rights: int) -> None:
+    """Keep these capabilities of Linux alone, by bit."""
+    library = ctypes.CDLL(None, use_errno=True)
+    version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    kept = (ctypes.c_uint32 * 6)(rights, rights)
+    assert library.capset(version_3, kept) == 0, os.strerror(ctypes.get_errno())
+
+
+def run_case(
+    call: Callable[[], int | None],
+    root: Path,
+    max_wait: float = MAX_WAIT,
+    become: Callable[[], None] = drop_rights,
+) -> Outcome:
+    """Run `call` in a forked child that may write below `root` only; its result is the exit status.
+
+    become: gives up the rights that the case does not have, or takes those of another user.
+    """
     assert not dist.is_initialized(), "a fork lacks the threads of its parent's process groups"
     root = root.resolve()
     beside = _entries(root.parent)
@@ -89,7 +110,7 @@ def run_case(call: Callable[[], int | None], root: Path, max_wait: float = MAX_W
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as report:
         child = os.fork()
         if child == 0:
-            _be_child(call, root, output.fileno(), report.fileno())
+            _be_child(call, root, become, output.fileno(), report.fileno())
         peak, is_hung, status, usage = _watch(child, max_wait)
         left = _stop_group(child)
         output.seek(0)
@@ -135,7 +156,9 @@ def faults(outcome: Outcome, max_bytes: int = MAX_BYTES) -> list[str]:
     return found
 
 
-def _be_child(call: Callable[[], int | None], root: Path, output: int, report: int) -> None:
+def _be_child(
+    call: Callable[[], int | None], root: Path, become: Callable[[], None], output: int, report: int
+) -> None:
     """Run a case in the forked process; never returns."""
     status = 1
     try:
@@ -155,7 +178,7 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         resource.setrlimit(resource.RLIMIT_CPU, (spent + int(2 * MAX_SECONDS),) * 2)  # endless loop
         _clear_peak()
         os.write(report, f"memory {_memory(os.getpid(), 'VmRSS:')}\n".encode())
-        _drop_rights()
+        become()
         sys.addaudithook(_auditor(root, report))
         status = call() or 0
     except SystemExit as error:
@@ -166,13 +189,6 @@ def _be_child(call: Callable[[], int | None], root: Path, output: int, report: i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _drop_rights() -> None:
-    """Give up root's right to read and write files of every mode, as no user has it."""
-    library = ctypes.CDLL(None, use_errno=True)
-    version_3, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    assert library.capset(version_3, nothing) == 0, os.strerror(ctypes.get_errno())
 
 
 def _auditor(root: Path, report: int) -> Callable[[str, tuple], None]:
