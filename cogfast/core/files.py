@@ -1,4 +1,4 @@
-"""Atomic file writes, and 64-bit checksums of file contents.
+"""Atomic file writes, bounded reads of files from elsewhere, and 64-bit checksums of file contents.
 
 Files are created with `open`, so that the umask decides their mode: temporary files of `tempfile`
 and of safetensors' `save_file` have mode 0600, which a rename keeps.
@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +21,8 @@ import xxhash
 
 UNFINISHED = ".incomplete"  # suffix of files that are being written
 SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
+MOST_BYTES = 1 << 30  # of a file that is read into memory as a whole
+MOST_LINE_BYTES = 8 << 20  # of a line; a caption of the longest kind in JSON has 6 MiB
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,22 +50,21 @@ def is_disk_full(error: OSError) -> bool:
 def is_lfs_pointer(path: str | Path) -> bool:
     """Return whether a file has the few lines that Git LFS leaves in the place of a large file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return re.match(rb"version \S*git-lfs", file.read(40)) is not None
     except OSError:
         return False
 
 
-def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
-    """Open a file that a run writes, as `open` does, but only a regular one.
+def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1, flags: int = 0) -> Any:
+    """Open a file that may come from elsewhere, as `open` does, but only a regular one.
 
-    A run's folder may come from elsewhere: writing through its links could damage any file, and a pipe
-    could block for ever. OSError names either.
+    A pipe or a device could block for ever or have no end. OSError names the kind. flags: further ones.
     """
 
-    def opener(name: str, flags: int) -> int:
+    def opener(name: str, of_mode: int) -> int:
         try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(name, of_mode | flags | os.O_NONBLOCK, 0o666)
         except OSError as error:
             kinds = {errno.ELOOP: "it is a link", errno.EISDIR: "it is not a regular file"}
             why = kinds.get(error.errno or 0, error.strerror)
@@ -74,6 +75,43 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
         return descriptor
 
     return open(path, mode, buffering, opener=opener)
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
+    """Open a file that a run writes: writing through the links of a folder from elsewhere could damage any file."""
+    return open_regular(path, mode, buffering, os.O_NOFOLLOW)
+
+
+def read_limited(
+    path: str | Path, most_bytes: int = MOST_BYTES, fix: str = "copy it again"
+) -> bytes:
+    """Read a regular file of at most `most_bytes`.
+
+    ValueError for a larger file, a folder, a pipe, or a file of the system that has nothing to read yet,
+    such as /proc/kmsg.
+    """
+    try:
+        with open_regular(path) as file:
+            # A byte more than allowed shows a larger file, even one that is still growing.
+            content = file.read(most_bytes + 1)
+            if content is None:
+                raise ValueError(f"{path}: it has no content yet; {fix}")
+    except OSError as error:
+        why = (error.strerror or "").removeprefix("it is ")
+        why = why if error.errno == errno.EINVAL else f"cannot be read ({why})"
+        raise ValueError(f"{path}: {why}; {fix}") from None
+    if len(content) > most_bytes:
+        text = f"larger than {most_bytes} bytes, the limit for this kind of file"
+        raise ValueError(f"{path}: {text}; {fix}")
+    return content
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of an open file; ValueError at one that is longer than any line should be."""
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        if len(line) > MOST_LINE_BYTES:
+            raise ValueError(f"it has a line of more than {MOST_LINE_BYTES} bytes")
+        yield line
 
 
 def refuse_links(run: Path) -> None:
@@ -218,7 +256,7 @@ class ChecksumFile:
 def checksum_of(path: Path) -> str:
     """Return the checksum of a file's bytes, 16 hexadecimal digits."""
     found, block = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         while count := file.readinto(block):
             found.update(block[:count])
     return found.hexdigest()

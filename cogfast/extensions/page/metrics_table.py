@@ -10,7 +10,8 @@ from typing import Annotated, NotRequired
 
 import numpy as np
 
-from cogfast.config.json_files import Range, keys, parse_json, read_limited
+from cogfast.config.json_files import Range, keys, parse_json
+from cogfast.core.files import read_limited
 
 _MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]

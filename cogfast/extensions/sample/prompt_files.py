@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import MOST_BYTES, read_limited
+from cogfast.config.json_files import MOST_BYTES
 from cogfast.config.values import counted
+from cogfast.core.files import read_limited
 
 
 @dataclass(frozen=True, slots=True)

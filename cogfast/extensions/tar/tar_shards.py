@@ -36,6 +36,7 @@ from cogfast.data.sources.folders import (
     worded,
 )
 from cogfast.extensions.stores import store
+from cogfast.extensions.stores.ranges import RangeFile
 from cogfast.extensions.stores.store import Stat, Versions
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
         shard.seek(offset + start)
         return shard.read(end - start)
 
-    return io.BufferedReader(store.RangeFile(read, size))
+    return io.BufferedReader(RangeFile(read, size))
 
 
 def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
