@@ -57,21 +57,25 @@ def is_lfs_pointer(path: str | Path) -> bool:
 
 
 def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1, flags: int = 0) -> Any:
-    """Open a file that may come from elsewhere, as `open` does, but only a regular one.
-
-    A pipe or a device could block for ever or have no end. OSError names the kind. flags: further ones.
-    """
+    """Open a file that may come from elsewhere, as `open` does. OSError if it is not a regular one, since a pipe or
+    a device could block for ever or have no end. flags: further ones."""
 
     def opener(name: str, of_mode: int) -> int:
+        descriptor = -1
         try:
             descriptor = os.open(name, of_mode | flags | os.O_NONBLOCK, 0o666)
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
+                raise OSError(errno.EISDIR, "")
+            if not about.st_size and of_mode & os.O_ACCMODE == os.O_RDONLY:
+                os.pread(descriptor, 1, 0)  # ESPIPE of /proc/kmsg, which would wait
         except OSError as error:
-            kinds = {errno.ELOOP: "it is a link", errno.EISDIR: "it is not a regular file"}
+            if descriptor >= 0:
+                os.close(descriptor)
+            kinds = {errno.ELOOP: "it is a link", errno.ESPIPE: "it has no content yet"}
+            kinds[errno.EISDIR] = "it is not a regular file"
             why = kinds.get(error.errno or 0, error.strerror)
             raise OSError(error.errno, why, name) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is not a regular file", name)
         return descriptor
 
     return open(path, mode, buffering, opener=opener)
@@ -85,22 +89,17 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
 def read_limited(
     path: str | Path, most_bytes: int = MOST_BYTES, fix: str = "copy it again"
 ) -> bytes:
-    """Read a regular file of at most `most_bytes`.
-
-    ValueError for a larger file, a folder, a pipe, or a file of the system that has nothing to read yet,
-    such as /proc/kmsg.
-    """
+    """Read a regular file of at most `most_bytes`; ValueError for another one."""
     try:
         with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             # A byte more than allowed shows a larger file, even one that is still growing.
-            content = file.read(most_bytes + 1)
-            if content is None:
-                raise ValueError(f"{path}: it has no content yet; {fix}")
+            content = b"" if size > most_bytes else file.read(most_bytes + 1)
     except OSError as error:
-        why = (error.strerror or "").removeprefix("it is ")
-        why = why if error.errno == errno.EINVAL else f"cannot be read ({why})"
+        why = error.strerror or ""
+        why = why if why.startswith("it ") else f"cannot be read ({why})"
         raise ValueError(f"{path}: {why}; {fix}") from None
-    if len(content) > most_bytes:
+    if max(size, len(content)) > most_bytes:
         text = f"larger than {most_bytes} bytes, the limit for this kind of file"
         raise ValueError(f"{path}: {text}; {fix}")
     return content

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import io
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sized
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Sized
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 from cogfast.extensions.stores.store_errors import StoreError
 
@@ -17,84 +17,60 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 WEB = ("http://", "https://")  # servers without listings
-NO_RANGES = "it was changed just now, or its store ignores ranges; a store must support HTTP ranges"
 _SILENCE, _NOTED = 60.0, 10.0  # seconds without progress that end a request, and that are logged
-_PROGRESS = 1 << 16  # bytes that count as such: a byte now and then is none
-_PIECE = 1 << 20  # bytes
+_PROGRESS = 1 << 12  # bytes that count as such: a byte now and then is none
 
 
-def waited(url: str, fs: Any, request: Coroutine[Any, Any, T], came: Sized = ()) -> T:
-    """Run a request of a file system in its thread. TimeoutError if `came` grows too slowly. came: what it has read."""
+def waited(url: str, fs: Any, request: Coroutine, came: Sized = ()) -> Any:
+    """Run a request in the thread of its file system. TimeoutError if `came`, what it has read, does not grow."""
     future = asyncio.run_coroutine_threadsafe(request, fs.loop)
-    last, size, is_noted = time.monotonic(), 0, False
+    silence, size = 0.0, 0
     try:
-        while True:
-            with suppress(TimeoutError):
-                return future.result(_NOTED)
-            if future.done():  # the error is the request's own
-                return future.result()
+        while not concurrent.futures.wait([future], _NOTED).done:
             if len(came) - size >= _PROGRESS:
-                last, size, is_noted = time.monotonic(), len(came), False
-            elif (seconds := time.monotonic() - last) > _SILENCE - _NOTED / 2:
-                raise TimeoutError(f"nothing came for {seconds:.0f} s")
-            elif not is_noted:
-                is_noted = True
-                text = "%s: nothing came for %.0f s; waiting for %.0f s"
-                logger.warning(text, url, seconds, _SILENCE)
+                silence, size = 0.0, len(came)
+                continue
+            silence += _NOTED
+            if silence >= _SILENCE:
+                raise TimeoutError(f"nothing came for {silence:.0f} s")
+            logger.warning("%s: nothing came for %.0f s of %.0f", url, silence, _SILENCE)
+        return future.result()
     finally:
         future.cancel()
 
 
 def read_range(url: str, fs: Any, path: str, start: int, end: int, is_whole: bool = False) -> bytes:
     """Return the bytes of an object from `start` to `end`, or fewer if it ends before. is_whole: ask for all of
-    it, which an empty object has, too, and stop at `end`."""
+    it, as an empty object has no ranges, and stop at `end`."""
     if not url.startswith((*WEB, "s3")):
-        # The size comes first: these packages have no other way to read a part of an object.
+        # The packages of other stores cannot stop within an object, so that its size comes first.
         end = min(end, fs.info(path)["size"]) if is_whole else end
         return fs.cat_file(path, start=start, end=end) if end > start else b""
-    data = bytearray()
+    data, part = bytearray(), {} if is_whole else {"Range": f"bytes={start}-{end - 1}"}
 
-    async def read() -> None:
-        given = {} if is_whole else {"Range": f"bytes={start}-{end - 1}"}
-        async with (_of_web if url.startswith(WEB) else _of_s3)(fs, path, given) as (
-            content,
-            is_part,
-        ):
-            if start and not is_part:
-                raise StoreError(f"{url}: all of it came in place of a part: {NO_RANGES}")
-            while piece := await content.read(min(_PIECE, end - start - len(data))):
-                data.extend(piece)
+    async def take(content: Any, is_part: bool) -> None:
+        # A store without ranges answers with the whole object.
+        while (is_part or not start) and (piece := await content.read(end - start - len(data))):
+            data.extend(piece)
 
-    waited(url, fs, read(), data)
+    async def request() -> None:
+        if not url.startswith(WEB):
+            bucket, key, _ = fs.split_path(path)
+            answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **part)
+            with closing(answer["Body"]) as content:
+                return await take(content, "ContentRange" in answer)
+        # A small compressed answer may unpack to any size.
+        headers = {**fs.kwargs.get("headers", {}), **part, "Accept-Encoding": "identity"}
+        session = await fs.set_session()
+        async with session.get(fs.encode_url(path), **{**fs.kwargs, "headers": headers}) as answer:
+            fs._raise_not_found_for_status(answer, path)
+            if answer.headers.get("Content-Encoding", "identity") != "identity":
+                raise StoreError(f"{url}: its server compresses it; use one that does not")
+            await take(answer.content, answer.status == 206)
+
+    waited(url, fs, request(), data)
     return bytes(data)
-
-
-@asynccontextmanager
-async def _of_web(fs: Any, path: str, given: dict[str, str]) -> AsyncIterator[tuple[Any, bool]]:
-    """Ask a web server; yields the content, and whether it is the range that was asked for."""
-    # Unpacked, a small answer may have any size.
-    headers = {**fs.kwargs.get("headers", {}), **given, "Accept-Encoding": "identity"}
-    session = await fs.set_session()
-    async with session.get(fs.encode_url(path), **{**fs.kwargs, "headers": headers}) as answer:
-        if answer.status == 404:
-            raise FileNotFoundError(path)
-        answer.raise_for_status()
-        if answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise StoreError(
-                f"{path}: its server compresses it; use a server that sends files as they are"
-            )
-        yield answer.content, answer.status == 206
-
-
-@asynccontextmanager
-async def _of_s3(fs: Any, path: str, given: dict[str, str]) -> AsyncIterator[tuple[Any, bool]]:
-    bucket, key, _ = fs.split_path(path)
-    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **given)
-    async with answer["Body"] as content:
-        yield content, "ContentRange" in answer
 
 
 class RangeFile(io.RawIOBase):

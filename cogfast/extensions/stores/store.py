@@ -27,17 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cogfast.core.files import (
-    MOST_BYTES,
-    UNFINISHED,
-    WriteError,
-    is_disk_full,
-    open_own,
-    open_regular,
-    user_cache,
-    write_whole,
-)
-from cogfast.extensions.stores.ranges import NO_RANGES, WEB, RangeFile, read_range, waited
+from cogfast.core import files
+from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
 from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
 
 logger = logging.getLogger(__name__)
@@ -59,6 +50,7 @@ _PART_TRIES = 5  # of each part of a long upload
 _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
+_OF_NAMES = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 _KEPT = 0.9  # of the limit, to which the local cache is cut
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -101,14 +93,11 @@ def stat(name: str) -> Stat:
     if not is_url(name):
         found = os.stat(name)
         return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
-    about = _call(name, _info)
+    info = lambda fs, path: waited(name, fs, fs._info(path)) if fs.async_impl else fs.info(path)
+    about = _call(name, info)
     if about["type"] != "file":
         raise FileNotFoundError(f"{name}: not an object but a folder")
     return _stat_of(name, about)
-
-
-def _info(fs: Any, path: str) -> dict[str, Any]:
-    return waited(path, fs, fs._info(path)) if fs.async_impl else fs.info(path)
 
 
 class Versions:
@@ -221,28 +210,27 @@ def _address(folder: str, name: str) -> str:
 
 def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
     """Read a file of at most MOST_BYTES, or `num_bytes` from `start` of it, or fewer if it ends before."""
-    most = MOST_BYTES + 1 if num_bytes is None else num_bytes
+    most = files.MOST_BYTES + 1 if num_bytes is None else num_bytes
     if not is_url(name):
-        with open_regular(name) as file:
+        with files.open_regular(name) as file:
             # Python allocates as many bytes before it notices that the file is shorter.
             left = os.fstat(file.fileno()).st_size - start
-            if num_bytes is None and left > MOST_BYTES:
-                raise OSError(errno.EFBIG, f"more than {MOST_BYTES} bytes", name)
+            if num_bytes is None and left > files.MOST_BYTES:
+                raise OSError(errno.EFBIG, f"more than {files.MOST_BYTES} bytes", name)
             file.seek(start)
             return file.read(max(0, min(most, left)))
-    if start == 0:
-        data = _whole(name, most)
-    else:
-        data = _range(name, start, min(stat(name).num_bytes, start + most))
-    if num_bytes is None and len(data) > MOST_BYTES:
-        raise StoreError(f"{name}: has more than {MOST_BYTES} bytes; use a smaller file")
+    if start:
+        return _range(name, start, min(stat(name).num_bytes, start + most))
+    data = _call(name, lambda fs, path: read_range(name, fs, path, 0, most, is_whole=True))
+    if num_bytes is None and len(data) > files.MOST_BYTES:
+        raise StoreError(f"{name}: has more than {files.MOST_BYTES} bytes; use a smaller file")
     return data
 
 
 def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
     """Open a file for reading at any position. num_bytes: its size, if it is known, which saves a request."""
     if not is_url(name):
-        return open_regular(name)
+        return files.open_regular(name)
     size = stat(name).num_bytes if num_bytes is None else num_bytes
     return io.BufferedReader(RangeFile(partial(_range, name), size), _READ_AHEAD)
 
@@ -255,8 +243,8 @@ def write(name: str, data: bytes) -> None:
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(Path(name), error) from None
-    write_whole(Path(name), lambda draft: draft.write_bytes(data))
+        raise files.WriteError(Path(name), error) from None
+    files.write_whole(Path(name), lambda draft: draft.write_bytes(data))
 
 
 def check_writable(folder: str) -> None:
@@ -349,16 +337,16 @@ def local_copy(
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
         size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
-        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
+        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{files.UNFINISHED}")
         try:
             for is_full in (False, True):
                 make_place(folder, limit, size, is_full)
                 try:
-                    _download(name, draft, start, size, part is None, version)
+                    download(name, draft, start, size, part is None, version)
                     break
                 except OSError as error:
                     # Other files of the disk may leave less than the limit.
-                    if is_full or not is_disk_full(error):
+                    if is_full or not files.is_disk_full(error):
                         raise
             draft.replace(copy)
         finally:
@@ -368,7 +356,7 @@ def local_copy(
 
 def local_cache() -> tuple[Path, int]:
     """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
-    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{user_cache()}/objects")
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{files.user_cache()}/objects")
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return folder, limit or shutil.disk_usage(folder).total // 2
@@ -416,13 +404,16 @@ def _is_used(copy: Path, size: int | None) -> bool:
 
 
 @contextmanager
-def writing_cache(cache: Path) -> Iterator[None]:
-    """Name the local cache and the fix in errors of its disk."""
+def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
+    """Name the local cache and the fix in errors of its disk; or the object `name`, which cannot be a file there."""
     try:
         yield
     except OSError as error:
         if error.errno is None:  # an error of the store
             raise
+        if name and error.errno in _OF_NAMES:
+            why = f"no file can have this name here ({error.strerror})"
+            raise StoreError(f"{name}: {why}; rename the object") from None
         raise StoreError(
             f"{cache}: the local cache cannot be written ({error.strerror}); set args.local_cache=FOLDER:SIZE "
             "to a folder that you may write, with enough space"
@@ -433,7 +424,7 @@ def writing_cache(cache: Path) -> Iterator[None]:
 def locked(file: Path) -> Iterator[io.FileIO]:
     """Hold the lock of a file between the processes and threads of this machine."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(file, "a+b", buffering=0) as lock:
+    with files.open_own(file, "a+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield lock
@@ -472,14 +463,14 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
         with suppress(FileNotFoundError):
             # A process may be about to open a copy that it was given since the listing.
             age = time.time() - os.stat(path).st_mtime
-            if age < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
+            if age < (_IN_WORK if path.endswith(files.UNFINISHED) else _IN_USE):
                 continue
             os.unlink(path)
         used -= size
     return used
 
 
-def _download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
+def download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
     """Write `size` bytes of an object from `start` to a file, in several requests at once if they are many."""
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
 
@@ -487,7 +478,9 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
             os.pwrite(out.fileno(), _range(url, start + at, start + min(at + _PIECE, size)), at)
 
         if is_whole and size <= _PIECE:
-            out.write(_whole(url, size))  # without a range; its size may have changed
+            out.write(
+                _call(url, lambda fs, path: read_range(url, fs, path, 0, size, is_whole=True))
+            )
         else:
             list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
     # Asked after it is read: a change before the last byte came shows.
@@ -501,13 +494,11 @@ def _range(url: str, start: int, end: int) -> bytes:
         return b""
     data = _call(url, lambda fs, path: read_range(url, fs, path, start, end))
     if len(data) != end - start:
-        text = f"{len(data)} bytes came in place of {end - start}: {NO_RANGES}"
-        raise StoreError(f"{url}: {text}")
+        raise StoreError(
+            f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store "
+            "ignores ranges; a store must support HTTP ranges"
+        )
     return data
-
-
-def _whole(url: str, most_bytes: int) -> bytes:
-    return _call(url, lambda fs, path: read_range(url, fs, path, 0, most_bytes, is_whole=True))
 
 
 def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
