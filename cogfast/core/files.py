@@ -96,9 +96,7 @@ def read_limited(
             # A byte more than allowed shows a larger file, even one that is still growing.
             content = b"" if size > most_bytes else file.read(most_bytes + 1)
     except OSError as error:
-        why = error.strerror or ""
-        why = why if why.startswith("it ") else f"cannot be read ({why})"
-        raise ValueError(f"{path}: {why}; {fix}") from None
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
     if max(size, len(content)) > most_bytes:
         text = f"larger than {most_bytes} bytes, the limit for this kind of file"
         raise ValueError(f"{path}: {text}; {fix}")

@@ -143,9 +143,8 @@ class RunLock:
                 store.write(url, mine)
                 time.sleep(_SETTLING)
                 # Another process may have waited, too: the last one to write has it.
-                if (
-                    found := store.read(url, 0, _MOST_BYTES).decode(errors="replace")
-                ) != mine.decode():
+                found = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
+                if found != mine.decode():
                     raise self._refusal(found)
                 return
             if first is None:

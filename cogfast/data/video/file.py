@@ -40,8 +40,8 @@ class Refusal(ValueError):
 
 def check_sides(rows: float, columns: float) -> None:
     if max(rows, columns) > _MOST_LONG * min(rows, columns):
-        text = f"{rows:.0f} x {columns:.0f} pixels, one side more than {_MOST_LONG} times as long as the other"
-        raise Refusal(f"{text}; crop it")
+        why = f"one side more than {_MOST_LONG} times as long as the other"
+        raise Refusal(f"{rows:.0f} x {columns:.0f} pixels, {why}; crop it")
 
 
 def check_file(path: str) -> int:

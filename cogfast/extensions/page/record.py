@@ -16,11 +16,10 @@ from typing import Annotated, Any
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.json_files import Range, brief, read_json
+from cogfast.config.json_files import Range, brief, read_json, read_limited
 from cogfast.config.merged_config import find_origin, leaves, to_dict
 from cogfast.config.values import counted, printable
 from cogfast.config.yaml_files import read_yaml
-from cogfast.core.files import read_limited
 from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
 

@@ -21,9 +21,8 @@ from jinja2 import StrictUndefined, Template
 
 from cogfast.config.arguments import TrainArguments, conditions_of_run
 from cogfast.config.components import own_objective
-from cogfast.config.json_files import brief
+from cogfast.config.json_files import brief, read_limited
 from cogfast.config.values import counted
-from cogfast.core.files import read_limited
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run

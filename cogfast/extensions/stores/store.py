@@ -50,7 +50,6 @@ _PART_TRIES = 5  # of each part of a long upload
 _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
-_OF_NAMES = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 _KEPT = 0.9  # of the limit, to which the local cache is cut
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -411,7 +410,7 @@ def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # an error of the store
             raise
-        if name and error.errno in _OF_NAMES:
+        if name and error.errno in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG):
             why = f"no file can have this name here ({error.strerror})"
             raise StoreError(f"{name}: {why}; rename the object") from None
         raise StoreError(
