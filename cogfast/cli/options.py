@@ -18,8 +18,8 @@ from pathlib import Path
 from cogfast.cli import start
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.sat_unused import UNUSED
+from cogfast.core.files import read_limited
 from cogfast.extensions.sample.flags import INPUTS, SamplingFlags
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of
@@ -330,7 +330,7 @@ def read_prompts(
         if not os.path.isfile(file):
             problem = "is a folder" if os.path.isdir(file) else "no such file"
             raise ValueError(f"{key}={file}: {problem}; give --prompt TEXT or a file of prompts")
-        text = read_limited(file, MOST_BYTES, "give --prompt TEXT or a file of prompts")
+        text = read_limited(file, 1 << 26, "give --prompt TEXT or a file of prompts")
         key = f"{key}={file}"
         lines = utf8_lines(text, key)
     # Blank lines of a file are skipped; an empty --prompt is a prompt.

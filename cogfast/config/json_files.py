@@ -8,8 +8,6 @@ mapping that keeps them.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
@@ -19,7 +17,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
 
 from cogfast.config.values import KeyProblem, Range, cut, printable, validated
-from cogfast.core.files import LFS, is_lfs_pointer
+from cogfast.core.files import LFS, is_lfs_pointer, read_limited
 
 # Limit. The index of a model with a million tensors is smaller than 64 MiB.
 MOST_BYTES = 64 << 20  # of a file
@@ -103,29 +101,6 @@ def check(
     except KeyProblem as error:
         line = printable(" ".join(str(error).removesuffix("; set it").split()))
         raise _error(where, line, fix) from None
-
-
-def read_limited(path: str | Path, most_bytes: int, fix: str = _AGAIN) -> bytes:
-    """Read a regular file of at most `most_bytes`.
-
-    ValueError for a larger file, a folder, a pipe (which is opened without blocking), or a file of
-    the system that has nothing to read yet, such as /proc/kmsg.
-    """
-    try:
-        # Opening a pipe without a writer would wait forever; for a regular file the flag does nothing.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _error(str(path), "not a regular file", fix)
-            # A byte more than allowed shows a larger file, even one that is still growing.
-            content = file.read(most_bytes + 1)
-            if content is None:
-                raise _error(str(path), "it has no content yet", fix)
-    except OSError as error:
-        raise _error(str(path), f"cannot be read ({error.strerror})", fix) from None
-    if len(content) > most_bytes:
-        text = f"larger than {most_bytes} bytes, the limit for this kind of file"
-        raise _error(str(path), text, fix)
-    return content
 
 
 def read_name(path: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Atomic file writes, and 64-bit checksums of file contents.
+"""Atomic file writes, bounded reads of files from elsewhere, and 64-bit checksums of file contents.
 
 Files are created with `open`, so that the umask decides their mode: temporary files of `tempfile`
 and of safetensors' `save_file` have mode 0600, which a rename keeps.
@@ -12,7 +12,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,8 @@ import xxhash
 
 UNFINISHED = ".incomplete"  # suffix of files that are being written
 SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
+MOST_BYTES = 1 << 30  # of a file that is read into memory as a whole
+MOST_LINE_BYTES = 8 << 20  # of a line; a caption of the longest kind in JSON has 6 MiB
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -49,32 +51,65 @@ def is_disk_full(error: OSError) -> bool:
 def is_lfs_pointer(path: str | Path) -> bool:
     """Return whether a file has the few lines that Git LFS leaves in the place of a large file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return re.match(rb"version \S*git-lfs", file.read(40)) is not None
     except OSError:
         return False
 
 
-def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
-    """Open a file that a run writes, as `open` does, but only a regular one.
+def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1, flags: int = 0) -> Any:
+    """Open a file that may come from elsewhere, as `open` does. OSError if it is not a regular one, since a pipe or
+    a device could block for ever or have no end. flags: further ones."""
 
-    A run's folder may come from elsewhere: writing through its links could damage any file, and a pipe
-    could block for ever. OSError names either.
-    """
-
-    def opener(name: str, flags: int) -> int:
+    def opener(name: str, of_mode: int) -> int:
+        descriptor = -1
         try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(name, of_mode | flags | os.O_NONBLOCK, 0o666)
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode):
+                raise OSError(errno.EISDIR, "")
+            if not about.st_size and of_mode & os.O_ACCMODE == os.O_RDONLY:
+                os.pread(descriptor, 1, 0)  # ESPIPE of /proc/kmsg, which would wait
         except OSError as error:
-            kinds = {errno.ELOOP: "it is a link", errno.EISDIR: "it is not a regular file"}
+            if descriptor >= 0:
+                os.close(descriptor)
+            kinds = {errno.ELOOP: "it is a link", errno.ESPIPE: "it has no content yet"}
+            kinds[errno.EISDIR] = "it is not a regular file"
             why = kinds.get(error.errno or 0, error.strerror)
             raise OSError(error.errno, why, name) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is not a regular file", name)
         return descriptor
 
     return open(path, mode, buffering, opener=opener)
+
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> Any:
+    """Open a file that a run writes: writing through the links of a folder from elsewhere could damage any file."""
+    return open_regular(path, mode, buffering, os.O_NOFOLLOW)
+
+
+def read_limited(
+    path: str | Path, most_bytes: int = MOST_BYTES, fix: str = "copy it again"
+) -> bytes:
+    """Read a regular file of at most `most_bytes`; ValueError for another one."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # A byte more than allowed shows a larger file, even one that is still growing.
+            content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    if max(size, len(content)) > most_bytes:
+        text = f"larger than {most_bytes} bytes, the limit for this kind of file"
+        raise ValueError(f"{path}: {text}; {fix}")
+    return content
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of an open file; ValueError at one that is longer than any line should be."""
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        if len(line) > MOST_LINE_BYTES:
+            raise ValueError(f"it has a line of more than {MOST_LINE_BYTES} bytes")
+        yield line
 
 
 def refuse_links(run: Path) -> None:
@@ -228,7 +263,7 @@ class ChecksumFile:
 def checksum_of(path: Path) -> str:
     """Return the checksum of a file's bytes, 16 hexadecimal digits."""
     found, block = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         while count := file.readinto(block):
             found.update(block[:count])
     return found.hexdigest()

@@ -96,7 +96,7 @@ class RunLock:
         with suppress(OSError):  # nothing is there
             if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 # The folder was moved or removed, and another run may have made it again.
-                text = self.path.read_bytes()[:_MOST_BYTES].decode(errors="replace")
+                text = store.read(str(self.path), 0, _MOST_BYTES).decode(errors="replace")
                 _check_holder(str(self.path), text, self.holder)
         # Closing a second descriptor of the file would end the lock.
         text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode(errors="replace")
@@ -129,7 +129,7 @@ class RunLock:
         mine, start, first = self._content(), time.monotonic(), None
         while True:
             try:
-                found = store.read(url).decode(errors="replace")
+                found = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
             except FileNotFoundError:
                 if store.create(url, mine):
                     return
@@ -143,7 +143,8 @@ class RunLock:
                 store.write(url, mine)
                 time.sleep(_SETTLING)
                 # Another process may have waited, too: the last one to write has it.
-                if (found := store.read(url).decode(errors="replace")) != mine.decode():
+                found = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
+                if found != mine.decode():
                     raise self._refusal(found)
                 return
             if first is None:
@@ -176,7 +177,7 @@ class RunLock:
 def is_held(run: Path, holder: str) -> bool:
     """Return whether the file of the lock is here, as its holder, another process, has written it."""
     try:
-        text = (run / LOCK).read_bytes()[:_MOST_BYTES].decode(errors="replace")
+        text = store.read(str(run / LOCK), 0, _MOST_BYTES).decode(errors="replace")
     except OSError:
         return False
     return not text or text.startswith(holder)  # a full disk may have cut it
@@ -185,7 +186,7 @@ def is_held(run: Path, holder: str) -> bool:
 def check_object(url: str, holder: str) -> None:
     """Raise RuntimeError if another process than `holder` has the lock in a store. For any machine of a run."""
     try:
-        text = store.read(url)[:_MOST_BYTES].decode(errors="replace")
+        text = store.read(url, 0, _MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:  # a run that took the folder has removed it at its end
         text = "another process"
     _check_holder(url, text, holder)

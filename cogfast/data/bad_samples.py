@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cogfast.config.values import printable
-from cogfast.core.files import open_own
+from cogfast.core.files import lines_of, open_own
 
 logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 1 << 30  # of the list: enough for millions of samples
 _NUM_NAMED = 10  # samples that the error lists
 # From this many bad samples on, the run ends if most samples tried so far are bad.
 _NUM_HOPELESS = 10
@@ -57,9 +56,8 @@ class BadSampleLog:
         self._listed_before: set[str] = set()  # paths listed by the run that this one resumes
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            if self.file.is_file():
-                with suppress(OSError), open(self.file, "rb") as listed:
-                    self._listed_before = set(self._read_on(listed))
+            with suppress(OSError), open_own(self.file, "rb") as listed:
+                self._listed_before = set(self._read_on(listed))
 
     @property
     def limit(self) -> int:
@@ -111,14 +109,13 @@ class BadSampleLog:
         Leaves out lines torn by a killed process.
         """
         file.seek(self._num_read)
-        text, reasons = file.read(_MAX_BYTES), {}
-        self._num_read += text.rfind(b"\n") + 1
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-                reasons[str(entry["path"])] = str(entry["reason"])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
+        reasons = {}
+        with suppress(ValueError):  # a line of any length, in a run from elsewhere
+            for line in lines_of(file):
+                self._num_read += len(line) * line.endswith(b"\n")
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    entry = json.loads(line)
+                    reasons[str(entry["path"])] = str(entry["reason"])
         return reasons
 
     def check(self, own: tuple[int, int] = (0, 0)) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config.arguments import select
-from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import to_dict
 from cogfast.config.values import show
 from cogfast.config.yaml_files import read_yaml
+from cogfast.core.files import read_limited
 from cogfast.finetune.schemas import Args
 
 logger = logging.getLogger(__name__)

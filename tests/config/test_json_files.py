@@ -8,8 +8,9 @@ from typing import Any, Literal, NotRequired
 
 import pytest
 
-from cogfast.config.json_files import InsideName, Size, check, keys, read_json, read_limited
+from cogfast.config.json_files import InsideName, Size, check, keys, read_json
 from cogfast.config.yaml_files import read_yaml
+from cogfast.core.files import read_limited
 from tests.support.refusals import Refusal, assert_refused, refusals
 
 
@@ -80,7 +81,7 @@ def test_a_file_that_would_wait_is_refused(tmp_path: Path, monkeypatch: pytest.M
     os.mkfifo(file)
     writer = os.open(file, os.O_RDWR)  # the pipe has a writer, which writes nothing
     monkeypatch.setattr(stat, "S_ISREG", lambda mode: True)
-    line = "training_config.yaml: it has no content yet; give a YAML"
+    line = "training_config.yaml: cannot be read (it has no content yet); give a YAML"
     assert_refused(lambda: read_yaml(file, "training_config.yaml"), line)
     os.close(writer)
 
@@ -94,7 +95,7 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
         read_json(file)
     file.rmdir()
     os.mkfifo(file)  # to open it would wait for a writer
-    assert_refused(read, "a.json: not a regular file")
+    assert_refused(read, "a.json: cannot be read (it is not a regular file)")
     file.unlink()
     file.write_text("{}")
     os.truncate(file, 2**40)  # sparse; reading it all would take hours

@@ -39,8 +39,8 @@ def open_array(
     returns the path of a file on this machine."""
     what = f"its {name} {file}"
     path = local(file)
-    if not os.path.isfile(path):
-        raise BadSample(file, f"{what} does not exist")
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        raise BadSample(file, f"{what} does not exist, or is empty")
     try:
         # An array of objects would run code of its file (pickle).
         array = np.load(path, mmap_mode="r", allow_pickle=False)

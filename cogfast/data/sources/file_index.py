@@ -7,15 +7,15 @@ import json
 import logging
 import os
 import re
-import stat
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cogfast.core.files import open_own, user_cache
+from cogfast.core.files import MOST_LINE_BYTES, lines_of, open_own, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,10 @@ class FileIndex:
     def __init__(self, path: Path | None, further: Path | None = None) -> None:
         """path: None keeps the rows in memory alone."""
         self.path = path
-        files = (_open(file) for file in (further, path) if file)
-        self._files = [file for file in files if file is not None]
+        self._files: list[int] = []
+        for file in filter(None, (further, path)):
+            with suppress(OSError), open_own(file, "rb") as opened:
+                self._files.append(os.dup(opened.fileno()))
         found = ((hash(line), place) for line, place in self._names())
         lines = np.fromiter(found, np.dtype([("hash", np.int64), ("place", np.int64)]))
         self._lines = lines[np.argsort(lines["hash"], kind="stable")]
@@ -56,10 +58,13 @@ class FileIndex:
         for number, file in enumerate(self._files):
             place = number * _FILE
             weakref.finalize(self, os.close, file)
-            for line in open(file, "rb", closefd=False):  # noqa: SIM115
-                if found := _LINE.match(line):
-                    yield found[1], place
-                place += len(line)
+            try:
+                for line in lines_of(open(file, "rb", closefd=False)):  # noqa: SIM115
+                    if found := _LINE.match(line):
+                        yield found[1], place
+                    place += len(line)
+            except ValueError as error:
+                logger.warning("%s: %s; remove it", os.readlink(f"/proc/self/fd/{file}"), error)
 
     def get(self, name: str, version: str) -> list | None:
         """Return the values of a name; None if there are none for this version of its file."""
@@ -88,7 +93,7 @@ class FileIndex:
         size = _LINE_BYTES
         try:
             while b"\n" not in (data := os.pread(self._files[number], size, start)):
-                if len(data) < size:
+                if len(data) < size or size > MOST_LINE_BYTES:
                     break
                 size *= 8
             row = json.loads(data.partition(b"\n")[0].decode())
@@ -124,18 +129,6 @@ class FileIndex:
         except OSError as error:
             text = "%s cannot be written, so the next start reads the files again: %s"
             logger.warning(text, self.path, error)
-
-
-def _open(path: Path) -> int | None:
-    try:
-        # A folder may come from elsewhere: its file could be a pipe or a link to a device.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    return None
 
 
 def user_index(kind: str, names: Iterable[str], further: Path | None = None) -> FileIndex:

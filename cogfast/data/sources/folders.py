@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
-import stat
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -193,7 +191,7 @@ def decoded(data: bytes, name: str) -> str:
     """Decode UTF-8 text, with or without a byte order mark. name: its source, for the error."""
     at = data.find(b"\0")  # a zero byte means UTF-16 or UTF-32
     try:
-        text = data.decode("utf-8-sig")
+        text = (data if at < 0 else data[:at]).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         at, text = error.start, ""
     if at < 0:
@@ -215,12 +213,8 @@ def check_caption_size(num_bytes: int, name: str) -> None:
 def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> str:
     """Read a UTF-8 file, or raise ValueError. about: that of a URL whose content the local cache keeps."""
     try:
-        local = None if store.is_url(file) else os.stat(file)
-        if local and not (stat.S_ISREG(local.st_mode) or stat.S_ISDIR(local.st_mode)):
-            raise OSError(errno.ESPIPE, "a pipe or device")  # reading it might never end
         if is_caption:
-            size = local.st_size if local else (about or store.stat(file)).num_bytes
-            check_caption_size(size, file)
+            check_caption_size((about or store.stat(file)).num_bytes, file)
         given = {} if about is None else {"version": about.version, "num_bytes": about.num_bytes}
         data = store.read(str(store.local_copy(file, **given)) if given else file)
     except OSError as error:

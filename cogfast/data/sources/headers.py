@@ -28,6 +28,7 @@ from cogfast.data.sources.file_index import FileIndex, to_lines, user_index
 from cogfast.data.video.file import (
     MAX_FRAMES,
     check_file,
+    check_sides,
     decode_errors,
     look_of,
     one_line,
@@ -83,7 +84,7 @@ class _Scan:
 
     def look_up(self) -> int:
         """Take what the index has, and return how many files are to be opened."""
-        self.index, folder = _index_of(self._clips)
+        self.index, folder = index_of(self._clips)
         self.is_beside = self.index.path == Path(folder, _INDEX)
         # On hf:// each write is a commit in the data set's history.
         can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
@@ -173,7 +174,7 @@ def read_headers(
     return scan.headers
 
 
-def _index_of(clips: ClipList) -> tuple[FileIndex, str]:
+def index_of(clips: ClipList) -> tuple[FileIndex, str]:
     """Open the index in the deepest folder that holds all files of a data set, or the one about it in the
     user's cache folder if it is read-only or in a store; return it with the folder."""
     # The least and the greatest are enough. What follows the last slash may be a part of a name.
@@ -263,6 +264,7 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
             num_frames = min(stream.frames, len(index) or MAX_FRAMES) - cut
             is_counted = 0 < stream.frames >= len(index)
             height, width, notes = _shown(container, stream)
+            check_sides(height, width)
             if not is_counted and not seconds:  # a browser's recording
                 container.seek(0)
                 ends = ((p.pts or 0) + (p.duration or 0) for p in container.demux(stream))

@@ -27,6 +27,7 @@ import numpy as np
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.values import counted
+from cogfast.core.files import MOST_LINE_BYTES
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -253,6 +254,8 @@ def _line_entries(file: str) -> Iterator[tuple[str, object]]:
     for line, content in enumerate(text_of(file).split("\n"), 1):
         if not content.strip():
             continue
+        if len(content) > MOST_LINE_BYTES:
+            raise ValueError(f"{file}: line {line} has over {MOST_LINE_BYTES} characters; cut it")
         try:
             yield f"line {line}", json.loads(content, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:

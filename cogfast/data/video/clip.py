@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cogfast.config.values import Range, counted
 from cogfast.data.bad_samples import BadSample
-from cogfast.data.video.file import check_file
+from cogfast.data.video.file import Refusal, check_file
 from cogfast.data.video.picture import holds_picture, read_pixels
 from cogfast.data.video.reader import ReaderName, VideoReader, open_video
 from cogfast.data.video.transform import (
@@ -238,6 +238,8 @@ def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[
             else resize_and_center_crop(part, settings.video_size, video.look.pixel_aspect)
             for part in video.parts(chosen.tolist())
         ]
+    except Refusal as error:
+        raise BadSample(path, str(error)) from None
     finally:
         video.close()
     return _padded(torch.cat(parts), selection), selection

@@ -30,7 +30,18 @@ _FORMATS = (
 )
 # FFmpeg's numbers of linear and logarithmic light, PQ, SMPTE 428 and HLG, and of BT.2020's and P3's colours
 _HDR_TRANSFERS, _WIDE_PRIMARIES = {8, 9, 10, 16, 17, 18}, {9, 11, 12}
+_MOST_LONG = 64  # side of a frame by the other one: scaled until it covers a clip, more would fill the memory
 _MOST_STRETCHED = 8.0  # width of a pixel by its height, or the inverse; more is a damaged header
+
+
+class Refusal(ValueError):
+    """A picture or video that can be read, but that is not trained on."""
+
+
+def check_sides(rows: float, columns: float) -> None:
+    if max(rows, columns) > _MOST_LONG * min(rows, columns):
+        why = f"one side more than {_MOST_LONG} times as long as the other"
+        raise Refusal(f"{rows:.0f} x {columns:.0f} pixels, {why}; crop it")
 
 
 def check_file(path: str) -> int:

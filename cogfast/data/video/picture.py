@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.data.video.file import MAX_PIXELS, one_line
+from cogfast.core.files import open_regular
+from cogfast.data.video.file import MAX_PIXELS, Refusal, check_sides, one_line
 
 # Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
@@ -26,15 +27,11 @@ _STARTS = (
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 
 
-class Refusal(ValueError):
-    """A picture that Pillow can read, but that is not trained on."""
-
-
 def holds_picture(source: str | io.BufferedReader) -> bool:
     """Whether a file has the content of a picture, whatever its name; no if it cannot be read."""
     try:
         if isinstance(source, str):
-            with open(source, "rb") as file:
+            with open_regular(source) as file:
                 start = file.read(12)
         else:
             start = source.read(12)
@@ -84,6 +81,7 @@ def _opened(source: Any) -> Iterator[Any]:
             if rows * columns > MAX_PIXELS:
                 text = f"a picture of {rows} x {columns} pixels; at most {MAX_PIXELS} are read"
                 raise Refusal(f"{text}; scale it down")
+            check_sides(rows, columns)
             # Pillow clips these at 255, which makes them white.
             if image.mode.startswith(("I", "F")):
                 text = f"a picture of mode {image.mode}, more than 8 bits of grey"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cogfast.config.values import counted
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
+from cogfast.data.video.file import check_sides
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]
 Resize = Literal["crop", "stretch"]
@@ -120,6 +121,7 @@ def select_frames_uniform(length: int, num_frames: int) -> Selection:
 
 def cover_size(height: int, width: float, target: tuple[int, int]) -> tuple[int, int]:
     """The smallest size (rows, columns) with the same aspect ratio that covers the target."""
+    check_sides(height, width)
     # The longer side is truncated, as torchvision's resize does.
     rows, columns = target
     if width / height > columns / rows:

@@ -271,6 +271,9 @@ class _CacheRun:
     def _missing(self, kind: str, spec: Spec) -> _Work:
         keys, missing = self.keys[kind], {}
         entries, there = find_entries(self.folder, kind, spec, set(keys))
+        if cut := entries.remove_cut([key for key in {*keys} if there.get(key) is False]):
+            logger.warning("%s: %d entries were cut, first %s", entries.folder, len(cut), cut[0])
+            there = {key: there[key] for key in there.keys() - {*cut}}
         # Clips of one size are encoded together. Equal captions and equal clips are encoded once.
         for number in sorted(range(len(keys)), key=lambda number: self.clips[number].bucket):
             if keys[number] not in there:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
@@ -29,7 +30,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cogfast.core.files import UNFINISHED
+from cogfast.core.files import MOST_BYTES, UNFINISHED, open_regular
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.extensions.cache.entry_keys import hash_text
@@ -74,7 +75,9 @@ class Entries:
             if is_url(self.folder):
                 files = [*store.find(store.join(self.folder, digits))]
             else:
-                files = [name for part in self._parts(digits) for name in os.listdir(part)]
+                every = (one for part in self._parts(digits) for one in os.scandir(part))
+                # Reading a pipe would not end.
+                files = [one.name for one in every if one.is_file()]
             for name in map(os.path.basename, files):
                 key, kind = os.path.splitext(name)
                 if kind == _ENTRY:
@@ -122,8 +125,8 @@ class Entries:
         minute NFS may list files without those of other machines, but it looks up a name."""
         found: dict[str, bool] = {}
         for key in () if is_url(self.folder) else keys:
-            is_whole = os.path.exists(self.path(key))
-            if not is_whole and not os.path.exists(self.path(key, _BAD)):
+            is_whole = os.path.isfile(self.path(key))
+            if not is_whole and not os.path.isfile(self.path(key, _BAD)):
                 break
             found[key] = not is_whole
         return found
@@ -146,6 +149,9 @@ class Entries:
         path = copy = self.path(key)
         try:
             copy = store.local_copy(path, "-")
+            about = os.stat(copy)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
+                raise ValueError(f"no file, or one of more than {MOST_BYTES} bytes")
             with safe_open(copy, framework="pt") as file:
                 # Not a dict: `keys` is its only way to the names.
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -167,9 +173,22 @@ class Entries:
             return self.read(key, is_again=True)
         raise BadEntry(f"{path} is damaged ({why}); delete it and run `cogfast cache` again")
 
+    def remove_cut(self, keys: Sequence[str]) -> list[str]:
+        """Remove the entries on a disk whose files have not the size that they state, and return their keys."""
+        from safetensors import SafetensorError, safe_open
+
+        def remove(key: str) -> str | None:
+            try:
+                safe_open(self.path(key), framework="pt")  # reads the header, and compares
+            except SafetensorError:
+                store.remove([self.path(key)])
+                return key
+
+        return [*filter(None, store.in_threads(remove, [] if is_url(self.folder) else keys))]
+
     def reason(self, key: str) -> str:
         """Why a sample is bad; FileNotFoundError if there is no entry for it."""
-        with open(store.local_copy(self.path(key, _BAD), "-"), "rb") as file:
+        with open_regular(store.local_copy(self.path(key, _BAD), "-")) as file:
             return file.read(_MOST_REASON).decode(errors="replace")
 
     def path(self, key: str, kind: str = _ENTRY) -> str:

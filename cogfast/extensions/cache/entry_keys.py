@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.core.files import WriteError
+from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.extensions.stores import store
@@ -120,7 +120,7 @@ class Sources:
         }
         there = store.stats(file_of.values())
         every = [*dict.fromkeys(file_of.values())]  # many members of a tar shard share its version
-        version = lambda file: there[file].version if file in there else _version(file)
+        version = lambda file: there[file].version if file in there else version_of(file)
         versions = dict(zip(every, store.in_threads(version, every), strict=True))
         found, self._stale = [], {}
         for name, file in file_of.items():
@@ -201,7 +201,7 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
         size = store.stat(path).num_bytes if is_url(path) else None
         copy = store.local_copy(path, version, part or None, size)  # pyright: ignore[reportArgumentType]
         start, num_bytes = (0, 2**63) if is_url(path) or not part else part
-        with open(copy, "rb") as file:
+        with open_regular(copy) as file:
             file.seek(start)
             while block := file.read(min(num_bytes, _BLOCK)):
                 digest.update(block)
@@ -228,14 +228,6 @@ def _file_of(name: str, part: tuple[int, ...]) -> str:
 
 
 def version_of(file: str) -> str:
-    """A text that changes with the file; "" if it cannot be read or is no regular file.
-
-    Reading a pipe would block.
-    """
-    return _version(file) if is_url(file) or os.path.isfile(file) else ""
-
-
-def _version(file: str) -> str:
     """A text that changes with the file; "" if there is none."""
     try:
         return store.stat(file).version

@@ -10,9 +10,9 @@ from typing import Annotated, NotRequired
 
 import numpy as np
 
-from cogfast.config.json_files import Range, keys, parse_json, read_limited
+from cogfast.config.json_files import Range, keys, parse_json
+from cogfast.core.files import read_limited
 
-_MOST_BYTES = 1 << 30  # limit on metrics.jsonl, millions of lines
 _NUMBER = NotRequired[float | None]
 _MOST_STEP = 2**53  # JavaScript's largest exact integer
 _STEP = Annotated[int, Range(0, _MOST_STEP)]
@@ -53,7 +53,7 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> MetricsFile:
     try:
-        texts = read_limited(path, _MOST_BYTES).split(b"\n")
+        texts = read_limited(path).split(b"\n")
     except ValueError as error:
         return MetricsFile([], [str(error)])
     lines, problems, cut = [], [], None

@@ -23,11 +23,10 @@ from markupsafe import Markup
 
 from cogfast import __version__
 from cogfast.config.arguments import conditions_of_run
-from cogfast.config.json_files import read_limited
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.values import printable
-from cogfast.core.files import WriteError, write_text
+from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
 from cogfast.extensions.sample.flags import input_words

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import MOST_BYTES, read_limited
 from cogfast.config.values import counted
+from cogfast.core.files import read_limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     if not path.is_file():
         raise ValueError(f"{key}: no such file; set it to a text file, or to null")
     # Numbers count blank lines, as an editor shows them.
-    lines = utf8_lines(read_limited(path, MOST_BYTES, f"change {key}"), key)
+    lines = utf8_lines(read_limited(path, 1 << 26, f"change {key}"), key)
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cogfast.core.files import UNFINISHED
+from cogfast.core.files import UNFINISHED, open_own
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import Stat, StoreError
 
@@ -121,11 +121,11 @@ def _local_folder(url: str, *found: tuple[str, Stat]) -> Path:
     with store.writing_cache(cache):
         place = _folder_of_process(cache) / url  # the path tells `url_of` the URL
     for name, about in found:
-        link = _inside(place, url, name)
         copy = store.local_copy(name, about.version, num_bytes=about.num_bytes)
-        with store.writing_cache(cache):
-            link.parent.mkdir(parents=True, exist_ok=True)
-            os.link(copy, link)  # stays when the copy is removed from the cache
+        with store.writing_cache(cache, name):
+            os.link(
+                copy, _inside(place, url, name)
+            )  # stays when the copy is removed from the cache
     return place
 
 
@@ -133,7 +133,7 @@ def _folder_of_process(cache: Path) -> Path:
     """Return a new folder that ends with this process, and remove those of killed processes."""
     with store.locked(cache / "locks" / "folders"):
         for root in (cache / "folders").glob("*"):
-            with suppress(OSError), open(root / "lock", "a") as lock:
+            with suppress(OSError), open_own(root / "lock", "a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(root)
         root = cache / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
@@ -151,9 +151,8 @@ def download_run(run: Path) -> None:
     empty(run)
 
     def download(file: str) -> None:
-        path = _inside(run, url, file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.read(file))  # no shared copy: the run appends to its files
+        with store.writing_cache(run, file):  # no shared copy: the run appends to its files
+            store.download(file, _inside(run, url, file), 0, wanted[file].num_bytes, True, "-")
 
     wanted = _without_checkpoint_files(store.find(url))
     wanted.pop(f"{url}/{LOCK}", None)
@@ -165,6 +164,7 @@ def _inside(folder: Path, url: str, name: str) -> Path:
     path = folder / name[len(url.rstrip("/")) + 1 :]
     if not path.resolve().is_relative_to(folder.resolve()):
         raise StoreError(f"{name}: has .. in its name; rename it")
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -6,6 +6,7 @@ pass (429, 503, a cut or slow answer); what is left is a StoreError with one lin
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -24,13 +25,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from cogfast.core.files import UNFINISHED, WriteError, is_disk_full, user_cache, write_whole
-from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, brief, diagnosis
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from cogfast.core import files
+from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
+from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,7 @@ _VERSIONS += ("modify", "mtime", "created")
 # The user of a web address, or user and password of another one: some stores have a bucket before the @.
 _USER = re.compile(r"^(https?://|[^/]+://(?=[^/@]*:))[^/]*@")
 _UNCHANGING = "-"  # the version of objects that never change under their name
-_WEB = ("http://", "https://")  # servers without listings
 _OWN = ("s3://", "gs://", "hf://")
-
-
-class StoreError(OSError):
-    """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,8 @@ def stat(name: str) -> Stat:
     if not is_url(name):
         found = os.stat(name)
         return Stat(found.st_size, f"{found.st_size}-{found.st_mtime_ns}")
-    about = _call(name, lambda fs, path: fs.info(path))
+    info = lambda fs, path: waited(name, fs, fs._info(path)) if fs.async_impl else fs.info(path)
+    about = _call(name, info)
     if about["type"] != "file":
         raise FileNotFoundError(f"{name}: not an object but a folder")
     return _stat_of(name, about)
@@ -145,7 +140,7 @@ def stats(names: Iterable[str]) -> dict[str, Stat]:
         folders.setdefault(parent(name), []).append(name)
     groups: list[list[str]] = []
     for found in folders.values():
-        is_listed = len(found) >= _FEW and not found[0].startswith(_WEB)
+        is_listed = len(found) >= _FEW and not found[0].startswith(WEB)
         groups += [found] if is_listed else [[name] for name in found]
 
     def of_group(names: list[str]) -> Mapping[str, Stat | None]:
@@ -185,7 +180,7 @@ def list_folder(folder: str) -> dict[str, Stat | None]:
         return {}
     each = {_address(folder, about["name"]): about for about in found}
     return {
-        url: _stat_of(url, about) if about["type"] == "file" and not url.startswith(_WEB) else None
+        url: _stat_of(url, about) if about["type"] == "file" and not url.startswith(WEB) else None
         for url, about in each.items()
         if not url.endswith("/")  # an object that stands for a folder, as consoles write them
     }
@@ -193,7 +188,7 @@ def list_folder(folder: str) -> dict[str, Stat | None]:
 
 def find(folder: str) -> dict[str, Stat]:
     """Return {URL: Stat} of all objects below a folder's URL, in the order of their names; {} if there are none."""
-    if folder.startswith(_WEB):
+    if folder.startswith(WEB):
         return stats([folder])
     try:
         found = _call(folder, lambda fs, path: fs.find(path.rstrip("/"), detail=True))
@@ -206,32 +201,35 @@ def find(folder: str) -> dict[str, Stat]:
 
 def _address(folder: str, name: str) -> str:
     """Return the URL of a name that a listing of `folder` has."""
-    if folder.startswith(_WEB):
+    if folder.startswith(WEB):
         return name
     scheme = folder.partition("://")[0]
     return f"{scheme}://{name if scheme == 'file' else name.lstrip('/')}"
 
 
 def read(name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-    """Read a file, or `num_bytes` from `start` of it, or fewer if it ends before."""
+    """Read a file of at most MOST_BYTES, or `num_bytes` from `start` of it, or fewer if it ends before."""
+    most = files.MOST_BYTES + 1 if num_bytes is None else num_bytes
     if not is_url(name):
-        with open(name, "rb") as file:
-            # Python allocates `num_bytes` before it notices that the file is shorter.
+        with files.open_regular(name) as file:
+            # Python allocates as many bytes before it notices that the file is shorter.
             left = os.fstat(file.fileno()).st_size - start
+            if num_bytes is None and left > files.MOST_BYTES:
+                raise OSError(errno.EFBIG, f"more than {files.MOST_BYTES} bytes", name)
             file.seek(start)
-            return file.read(max(0, left if num_bytes is None else min(num_bytes, left)))
-    if num_bytes is None and start == 0:
-        # Otherwise s3fs asks for the size first, to read large objects in parts.
-        one: dict[str, Any] = {"max_concurrency": 1} if name.startswith("s3") else {}
-        return _call(name, lambda fs, path: fs.cat_file(path, **one))
-    size = stat(name).num_bytes
-    return _range(name, start, size if num_bytes is None else min(size, start + num_bytes))
+            return file.read(max(0, min(most, left)))
+    if start:
+        return _range(name, start, min(stat(name).num_bytes, start + most))
+    data = _call(name, lambda fs, path: read_range(name, fs, path, 0, most, is_whole=True))
+    if num_bytes is None and len(data) > files.MOST_BYTES:
+        raise StoreError(f"{name}: has more than {files.MOST_BYTES} bytes; use a smaller file")
+    return data
 
 
 def open_file(name: str, num_bytes: int | None = None) -> io.BufferedReader:
     """Open a file for reading at any position. num_bytes: its size, if it is known, which saves a request."""
     if not is_url(name):
-        return open(name, "rb")
+        return files.open_regular(name)
     size = stat(name).num_bytes if num_bytes is None else num_bytes
     return io.BufferedReader(RangeFile(partial(_range, name), size), _READ_AHEAD)
 
@@ -244,8 +242,8 @@ def write(name: str, data: bytes) -> None:
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(Path(name), error) from None
-    write_whole(Path(name), lambda draft: draft.write_bytes(data))
+        raise files.WriteError(Path(name), error) from None
+    files.write_whole(Path(name), lambda draft: draft.write_bytes(data))
 
 
 def check_writable(folder: str) -> None:
@@ -276,7 +274,7 @@ def create(name: str, data: bytes) -> bool:
                 raise
 
     _call(name, put)
-    return read(name) == data
+    return read(name, num_bytes=len(data) + 1) == data
 
 
 def upload(file: Path, url: str) -> None:
@@ -288,7 +286,7 @@ def upload(file: Path, url: str) -> None:
 
 
 def _put(url: str, call: Callable[[Any, str], object], is_long: bool = False) -> None:
-    if url.startswith(_WEB):
+    if url.startswith(WEB):
         raise StoreError(f"{url}: a web server is only read; write to s3://, gs:// or a folder")
     try:
         _call(url, call, is_long)
@@ -338,16 +336,16 @@ def local_copy(
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
         size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
-        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{UNFINISHED}")
+        draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{files.UNFINISHED}")
         try:
             for is_full in (False, True):
                 make_place(folder, limit, size, is_full)
                 try:
-                    _download(name, draft, start, size, part is None, version)
+                    download(name, draft, start, size, part is None, version)
                     break
                 except OSError as error:
                     # Other files of the disk may leave less than the limit.
-                    if is_full or not is_disk_full(error):
+                    if is_full or not files.is_disk_full(error):
                         raise
             draft.replace(copy)
         finally:
@@ -357,7 +355,7 @@ def local_copy(
 
 def local_cache() -> tuple[Path, int]:
     """Return the folder of local copies, and how many bytes it may hold: half of its disk if that is not given."""
-    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{user_cache()}/objects")
+    folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{files.user_cache()}/objects")
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return folder, limit or shutil.disk_usage(folder).total // 2
@@ -405,13 +403,16 @@ def _is_used(copy: Path, size: int | None) -> bool:
 
 
 @contextmanager
-def writing_cache(cache: Path) -> Iterator[None]:
-    """Name the local cache and the fix in errors of its disk."""
+def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
+    """Name the local cache and the fix in errors of its disk; or the object `name`, which cannot be a file there."""
     try:
         yield
     except OSError as error:
         if error.errno is None:  # an error of the store
             raise
+        if name and error.errno in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG):
+            why = f"no file can have this name here ({error.strerror})"
+            raise StoreError(f"{name}: {why}; rename the object") from None
         raise StoreError(
             f"{cache}: the local cache cannot be written ({error.strerror}); set args.local_cache=FOLDER:SIZE "
             "to a folder that you may write, with enough space"
@@ -422,7 +423,7 @@ def writing_cache(cache: Path) -> Iterator[None]:
 def locked(file: Path) -> Iterator[io.FileIO]:
     """Hold the lock of a file between the processes and threads of this machine."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a+b", buffering=0) as lock:
+    with files.open_own(file, "a+b", buffering=0) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield lock
@@ -461,14 +462,14 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
         with suppress(FileNotFoundError):
             # A process may be about to open a copy that it was given since the listing.
             age = time.time() - os.stat(path).st_mtime
-            if age < (_IN_WORK if path.endswith(UNFINISHED) else _IN_USE):
+            if age < (_IN_WORK if path.endswith(files.UNFINISHED) else _IN_USE):
                 continue
             os.unlink(path)
         used -= size
     return used
 
 
-def _download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
+def download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
     """Write `size` bytes of an object from `start` to a file, in several requests at once if they are many."""
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
 
@@ -476,7 +477,9 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
             os.pwrite(out.fileno(), _range(url, start + at, start + min(at + _PIECE, size)), at)
 
         if is_whole and size <= _PIECE:
-            out.write(read(url))  # without a range; its size may have changed
+            out.write(
+                _call(url, lambda fs, path: read_range(url, fs, path, 0, size, is_whole=True))
+            )
         else:
             list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
     # Asked after it is read: a change before the last byte came shows.
@@ -488,40 +491,13 @@ def _download(url: str, file: Path, start: int, size: int, is_whole: bool, versi
 def _range(url: str, start: int, end: int) -> bytes:
     if end <= start:
         return b""
-    data = _call(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
-    # A store without ranges answers with the whole object.
+    data = _call(url, lambda fs, path: read_range(url, fs, path, start, end))
     if len(data) != end - start:
         raise StoreError(
             f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store "
             "ignores ranges; a store must support HTTP ranges"
         )
     return data
-
-
-class RangeFile(io.RawIOBase):
-    """A seekable file of `num_bytes` bytes, of which read(start, end) returns a range."""
-
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
-        self._read, self._size, self._at = read, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._size)
-        data = self._read(self._at, end) if end > self._at else b""
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:

@@ -42,6 +42,10 @@ _FRAME = re.compile(r"^\[Errno -?\d+\] |\.$")  # of a text that a sentence inclu
 _REQUEST = re.compile(r"(https?://[^\s/\"]+)/[^\s\"]*")
 
 
+class StoreError(OSError):
+    """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
+
+
 def check_address(text: str) -> None:
     """Raise ValueError for an address without a name, or one that is not written as the stores take it."""
     if _CHAIN.match(text):

@@ -17,6 +17,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -33,50 +34,54 @@ from cogfast.data.sources.folders import (
     decoded,
     in_data,
     named,
+    text_of,
     worded,
 )
 from cogfast.extensions.stores import store
+from cogfast.extensions.stores.ranges import RangeFile
 from cogfast.extensions.stores.store import Stat, Versions
 
 logger = logging.getLogger(__name__)
 
 VIDEO_KINDS = ("mp4", "avi", "mov", "mkv", "webm")
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)$")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})$")
 _SAT_KEY_SUFFIX = re.compile(r"-\$#%@&.*")  # what SAT's shards append to a key
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 MEMBER = "::"  # separates a shard's name from that of its member
 _FIX = "correct the source, or remove the shard from it"
-_MAX_SHARDS = 10**6  # that one range may name
+_MAX_SHARDS = 10**6  # that a name with braces may stand for
 _MAX_BYTES = 2**30  # of a member, which is read into memory as a whole
 _MAX_HEADER_BYTES = 2**20  # of a member: its name and pax attributes
 
 
 def expand_braces(pattern: str) -> list[str]:
     """Expand a-{000..002}.tar to a-000.tar, a-001.tar, a-002.tar, and a-{x,y}.tar likewise."""
+    # Each pair of braces stands for two names or more.
+    names = [*islice(_expanded(pattern), _MAX_SHARDS + 1)] if pattern.count("{") <= 20 else []
+    if not 0 < len(names) <= _MAX_SHARDS:
+        text = f"stands for more than {_MAX_SHARDS} shards; correct its braces"
+        raise SourceError(f"{pattern[:80]}: {text}")
+    return names
+
+
+def _expanded(pattern: str) -> Iterator[str]:
     found = _BRACES.search(pattern)
     if found is None:
-        return [pattern]
-    numbers = _RANGE.match(found[1])
-    if numbers:
+        yield pattern
+        return
+    names, number = iter(found[1].split(",")), found[1].count(",") + 1
+    if numbers := _RANGE.match(found[1]):
         first, last = numbers.groups()
-        # Checked before the names are made, which would fill the memory.
-        names = range(int(first), int(last) + 1)
-        if len(names) > _MAX_SHARDS:
-            raise SourceError(
-                f"{pattern[:80]}: {found[0][:40]} stands for {len(names)} shards, but at most "
-                f"{_MAX_SHARDS} are supported; correct the range"
-            )
+        number = int(last) - int(first) + 1
         # Names have as many digits as the first number: {000..010} starts at 000, not at 0.
-        names = [f"{i:0{len(first)}d}" for i in names]
-    else:
-        names = found[1].split(",")
-    if not names or len(names) == 1:
+        names = (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
+    if number < 2:
         raise SourceError(
-            f"{pattern}: {found[0]} is not a range or list; use {{000..099}} or {{a,b}}"
+            f"{pattern[:80]}: {found[0][:40]} is not a range or list; use {{000..099}} or {{a,b}}"
         )
-    start, end = pattern[: found.start()], pattern[found.end() :]
-    return [rest for name in names for rest in expand_braces(start + name + end)]
+    for name in names:
+        yield from _expanded(pattern[: found.start()] + name + pattern[found.end() :])
 
 
 def shards_of(source: str) -> list[str]:
@@ -104,20 +109,6 @@ def _meta_file(shard: str) -> str:
     return store.join(store.parent(shard), name)
 
 
-def _read_meta(shard: str) -> bytes:
-    """Read SHARD.meta.jsonl beside the shard; b"" if there is none."""
-    file = _meta_file(shard)
-    if not store.is_url(file) and os.path.exists(file) and not os.path.isfile(file):
-        raise ValueError(
-            f"{file}: not a file but a folder, pipe or device; put the file of captions there, or "
-            "remove it"
-        )
-    try:
-        return store.read(file)
-    except FileNotFoundError:
-        return b""
-
-
 def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
     """Return a member of an open shard as a seekable file, whose end leaves the shard open."""
 
@@ -125,7 +116,7 @@ def open_member(shard: BinaryIO, offset: int, size: int) -> io.BufferedReader:
         shard.seek(offset + start)
         return shard.read(end - start)
 
-    return io.BufferedReader(store.RangeFile(read, size))
+    return io.BufferedReader(RangeFile(read, size))
 
 
 def read_member(clips: ClipList, file: str, offset: int, size: int) -> bytes:
@@ -169,8 +160,6 @@ def list_shard(
     """
     meta = _meta_file(url)
     try:
-        if not store.is_url(url) and Path(url).exists() and not Path(url).is_file():
-            raise IsADirectoryError("not a file but a folder, pipe or device")
         about = found.get(url) or store.stat(url)
         of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
     except OSError as error:
@@ -182,7 +171,7 @@ def list_shard(
     kept = index.get(url, version)
     if kept is None:
         try:
-            kept = _rows(url, about.num_bytes, caption_key)
+            kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
         except OSError as error:
             raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
         index.keep([(url, version, *kept)])
@@ -234,9 +223,11 @@ def list_shard(
 Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}
 
 
-def _rows(url: str, num_bytes: int, caption_key: str) -> tuple[list[Row], list[str]]:
+def _rows(
+    url: str, num_bytes: int, caption_key: str, has_meta: bool
+) -> tuple[list[Row], list[str]]:
     """Read a shard's samples and captions; returns them with one line per fault of the shard."""
-    meta = _meta(url, caption_key)
+    meta = _meta(url, caption_key) if has_meta else {}
     members, faults, is_whole = _members(url, num_bytes)
     rows = []
     for key, kinds in members.items():
@@ -369,11 +360,11 @@ def _member_text(url: str, key: str, kind: str, kinds: dict[str, tuple[int, int]
 
 
 def _meta(shard: str, caption_key: str) -> dict[str, str]:
-    """Read {key: caption} from SAT's .meta.jsonl beside the shard; {} if there is none."""
-    name, data = os.path.basename(_meta_file(shard)), _read_meta(shard)
-    captions: dict[str, str] = {}
+    """Read {key: caption} from SAT's .meta.jsonl beside the shard."""
+    file = _meta_file(shard)
+    name, captions = os.path.basename(file), {}
     # splitlines would also split at U+2028, which JSON text may hold.
-    for number, line in enumerate(decoded(data, name).split("\n"), 1):
+    for number, line in enumerate(text_of(file).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.config.json_files import (
-    Size,
-    brief,
-    is_inside,
-    keys,
-    parse_json,
-    read_json,
-    read_limited,
-)
+from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_json
 from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
 from cogfast.core.files import (
@@ -36,6 +28,7 @@ from cogfast.core.files import (
     check_checksum,
     check_size,
     checksum_of_bytes,
+    read_limited,
     wait_until,
 )
 

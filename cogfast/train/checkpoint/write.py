@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
 from cogfast.config.arguments import FolderLayout
-from cogfast.core.files import WriteError, is_disk_full, sync, write_text
+from cogfast.core.files import WriteError, is_disk_full, read_limited, sync, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 from cogfast.distributed.zero_engine import Slice, ZeroEngine, shard_of, whole_shape
@@ -291,7 +291,7 @@ class CheckpointWriter:
             steps = [step_of(path) or 0 for path in checkpoint.parent.iterdir()]
             if checkpoint.parent == self.folder and step_of(checkpoint) == max(steps):
                 with suppress(OSError, ValueError):
-                    if (self.folder / "latest").read_text() == checkpoint.name:
+                    if read_limited(self.folder / "latest", 255).decode() == checkpoint.name:
                         return
                 self._write_latest(checkpoint)
 

@@ -24,6 +24,7 @@ from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
 from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
+from cogfast.core.files import open_regular
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.extensions.conditions.check import (
     check_conditions,
@@ -280,7 +281,7 @@ def log_unused(config: Config) -> None:
         logger.info("no file sets %s", ", ".join(own))
     # Only rank 0 comes here, so that nothing may be raised.
     iteration = b""
-    with contextlib.suppress(OSError), open(Path(config.args.load or "") / "latest", "rb") as file:
+    with contextlib.suppress(OSError), open_regular(f"{config.args.load}/latest") as file:
         iteration = file.read(20).strip()
     if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
         text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "

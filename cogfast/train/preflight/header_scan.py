@@ -18,7 +18,7 @@ from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.clip_list import PackedStrings
-from cogfast.data.sources.headers import read_headers
+from cogfast.data.sources.headers import index_of, read_headers
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.stores.store import check_local_cache
 from cogfast.train.assembly import Datasets
@@ -58,9 +58,9 @@ def survey_datasets(
         if short := notes.too_short(len(train), train.settings):
             short += f" (first: {train.name(notes['short'][3])})"
             if not log.limit >= len(bad) < len(train):
-                raise ValueError(
-                    f"{short}; {counted(len(bad) - notes['short'][0], 'other clip')} unusable"
-                )
+                others = counted(len(bad) - notes["short"][0], "other clip")
+                kept = f"{index_of(train.clips)[0].path} keeps the lengths that were found"
+                raise ValueError(f"{short}; {others} unusable; {kept}; remove it if they are wrong")
             if groups.is_main:
                 logger.warning("%s; they are left out", short)
         log.check()

@@ -32,7 +32,7 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves, to_dicts
 from cogfast.config.values import counted, cut, printable
-from cogfast.core.files import WriteError, wait_until, write_text
+from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
@@ -342,7 +342,7 @@ def wandb_id(run: Path) -> str:
     if not file.is_file():
         name = re.sub(r"[^\w.-]+", "-", run.absolute().name)[:64]
         write_text(file, f"{name}-{secrets.token_hex(4)}\n")
-    return file.read_text(encoding="utf-8").strip()
+    return read_limited(file, 1024, "remove it").decode("utf-8").strip()
 
 
 def samples_place(run: Path, step: int, layout: FolderLayout) -> tuple[Path, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from cogfast.core.files import open_own
+from cogfast.core.files import open_own, read_limited
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.train.watchers.watcher import Watcher
 
@@ -55,7 +55,7 @@ class HangStacks(Watcher):
 
 def hanging(folder: Path) -> Iterator[str]:
     """Yield rank and innermost frames of ranks that were not waiting for others, as far as known here."""
-    stacks = {path.stem: path.read_text(errors="replace") for path in folder.glob("rank-*.txt")}
+    stacks = {p.stem: read_limited(p).decode(errors="replace") for p in folder.glob("rank-*.txt")}
     if not any(stacks.values()):
         return  # a rank failed before the time was over
     for rank, text in sorted(stacks.items()):

@@ -35,6 +35,7 @@ from cogfast.extensions.cache.entry_keys import (
     sample_key,
     source_files,
 )
+from tests.cli.hostile.bounds import ODD, bounded, sparse
 from tests.support.refusals import assert_refused
 
 VIDEO, TEXT = {"VAE": "v1", "data.params.fps": 8}, {"text encoder": "t1"}
@@ -117,6 +118,48 @@ def test_hostile_entries(cached: CachedVideos) -> None:
     with pytest.raises(BadSample) as refused:
         cached[3]
     assert len(refused.value.reason) < 400
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("ending", [".safetensors", ".bad"])
+def test_entries_are_regular_files(cached: CachedVideos, monkeypatch, kind, ending) -> None:
+    """One that is none counts as missing, so that `cogfast cache` encodes it again, and no read waits."""
+    monkeypatch.chdir(cached.entries["video"].folder)
+    number = 1 if ending == ".safetensors" else 3
+    path = path_of(cached, KEYS[number]).with_suffix(ending)
+    path.unlink()
+    ODD[kind](path)
+    entries = cached.entries["video"]
+    with bounded():
+        found = entries.keys()
+        assert KEYS[number] not in found or kind == "kernel log"
+        assert entries.ask([KEYS[number]]) == {} or kind == "kernel log"
+        with pytest.raises((BadSample, OSError)):
+            cached[number]
+
+
+def test_an_entry_that_states_a_huge_size(cached: CachedVideos) -> None:
+    path = path_of(cached, KEYS[1])
+    header = b'{"mean":{"dtype":"U8","shape":[21474836480],"data_offsets":[0,21474836480]}}'
+    sparse(path, 8 + len(header) + 20 * 2**30, len(header).to_bytes(8, "little") + header)
+    with bounded():
+        assert_refused(lambda: cached[1], "more than 1073741824 bytes", BadSample)
+
+
+def test_entries_that_are_cut_are_removed(cached: CachedVideos) -> None:
+    entries = cached.entries["video"]
+    for key, length in zip(KEYS[:2], (-1, 5), strict=True):
+        path = path_of(cached, key)
+        path.write_bytes(path.read_bytes()[:length])
+    assert entries.remove_cut(KEYS[:3]) == KEYS[:2]
+    assert entries.keys() == {KEYS[2]: False, KEYS[3]: True}
+
+
+def test_hashes_in_a_file_of_zeros(tmp_path: Path, caplog) -> None:
+    sparse(tmp_path / "sources.jsonl")
+    with bounded(2**28):
+        assert Sources(tmp_path).recorded("x") == ""
+    assert "sources.jsonl: it has a line of more than" in caplog.text
 
 
 def test_entries_of_another_spec_are_not_found(tmp_path: Path) -> None:

@@ -297,14 +297,14 @@ def test_after_an_error_no_other_piece_is_asked_for(server, monkeypatch):
 def test_on_a_full_disk_the_oldest_copies_make_place(server, monkeypatch):
     old, new = (local_copy(_written(server, f"{i}.bin"), "-") for i in range(2))
     os.utime(old, (0, 0))
-    errors, download = [OSError(errno.ENOSPC, "No space left on device")], store._download
+    errors, download = [OSError(errno.ENOSPC, "No space left on device")], store.download
 
     def fail_once(*args) -> None:
         if errors:
             raise errors.pop()
         download(*args)
 
-    monkeypatch.setattr(store, "_download", fail_once)
+    monkeypatch.setattr(store, "download", fail_once)
     assert local_copy(_written(server, "2.bin"), "-").read_bytes() == _CONTENT
     assert new.exists() and not old.exists()
 

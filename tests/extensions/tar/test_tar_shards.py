@@ -172,7 +172,7 @@ def test_unread_members_are_logged(shards, tmp_path, caplog):
     line = "t: no .tar file in it, but 1 compressed shard: <...>y.tar.gz; decompress to .tar (gzip"
     assert_refused(read, line)
     os.mkfifo(tmp_path / "t/x.tar")
-    assert_refused(read, "x.tar: the shard cannot be read <...>not a file but a fol")
+    assert_refused(read, "x.tar: the shard cannot be read <...>it is not a regular file")
 
 
 def test_refused(shards, tmp_path):
@@ -285,7 +285,7 @@ def test_braces():
     assert expand_braces("{a,b}/{1..2}") == ["a/1", "a/2", "b/1", "b/2"]
     line = "{7} is not a range or list; use {000..099} or {a,b}"
     assert_refused(lambda: expand_braces("a-{7}.tar"), line)
-    line = "stands for 1000000000000 shards, but at most 1000000 are"
+    line = "stands for more than 1000000 shards; correct its braces"
     assert_refused(lambda: expand_braces("a-{0..999999999999}.tar"), line)
 
 

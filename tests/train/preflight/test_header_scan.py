@@ -1,7 +1,9 @@
 """Two ranks list and survey data sets. They are threads that exchange values, as processes do with gloo."""
 
 import builtins
+import json
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import torch
 from cogfast.config.arguments import TrainArguments
 from cogfast.data.datasets import DataDir, ListedVideos, VideoFolder
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
+from cogfast.data.sources.file_index import to_lines
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.train.assembly import Datasets, assemble_datasets
 from cogfast.train.preflight.header_scan import survey_datasets
@@ -80,6 +83,18 @@ def on_ranks(run: Run, name: str, sources: list[str], is_surveyed: bool = True) 
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(of_rank, range(2)))
+
+
+def test_an_index_of_other_numbers_is_named(run: Run, tmp_path: Path) -> None:
+    """An index that another tool or an attacker has written says twice the rate of all videos."""
+    folder = sat_folder(tmp_path / "data", 3)
+    on_ranks(run, "cogfast.data.datasets.VideoFolder", [str(folder)])
+    index = next(folder.rglob(".cogfast-index"))
+    rows = [json.loads(line) for line in index.read_text().split("\n") if line]
+    index.write_bytes(to_lines([[*row[:3], 2 * row[3], *row[4:]] for row in rows]))
+    line = f"{index} keeps the lengths that were found; remove it if they are wrong"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        on_ranks(run, "cogfast.data.datasets.VideoFolder", [str(folder)])
 
 
 @pytest.mark.parametrize("name", ["Keeps", "Wraps"])
