@@ -23,7 +23,7 @@ KEEP_CAPABILITIES, CAP_DAC_READ_SEARCH = 8, 2
 
 @dataclass
 class Machine:
-    """What a set-up may change. All folders lie below `root`.
+    """The folders, the user and the environment of a case, all below `root`; set-ups change them.
 
     user: whose process trains, this one's without root's rights by default. variables: of the
     environment, None to remove one. save, data: the words of the run.
