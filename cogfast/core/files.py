@@ -7,20 +7,29 @@ and of safetensors' `save_file` have mode 0600, which a rename keeps.
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
+logger = logging.getLogger(__name__)
+
 UNFINISHED = ".incomplete"  # suffix of files that are being written
+CHECKSUM = ".xxh3"  # suffix of a file that has the checksum of the one beside it
+# Between two lines about the lock of another process; until one that does not move is removed
+SECONDS_OF_LINE, SECONDS_OF_LOCK = 60.0, 600.0
 SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
 MOST_BYTES = 1 << 30  # of a file that is read into memory as a whole
 MOST_LINE_BYTES = 8 << 20  # of a line; a caption of the longest kind in JSON has 6 MiB
@@ -125,6 +134,62 @@ def refuse_links(run: Path) -> None:
                     kind = "a link" if entry.is_symlink() else "neither a file nor a folder"
                     text = f"{entry.path} is {kind}; a run writes into its own folder alone: "
                     raise ValueError(text + "replace it by a file or a folder, or remove it")
+
+
+def refuse_link(*folders: Path) -> None:
+    """Raise OSError if a link is in the place of a folder that several users may write to."""
+    for folder in filter(Path.is_symlink, folders):
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+
+
+@contextmanager
+def locked(path: Path, notice: str = "") -> Iterator[tuple[Any, str, bool]]:
+    """Hold the lock of a file between the processes and threads of this machine.
+
+    Yields the file, what its last holder wrote, and whether another one had it first, which `notice` tells. A
+    line a minute names that one. It loses the lock, for it may be frozen, once it has not touched the file for
+    ten minutes: what holders write must be drafts of their own.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    moved = logged = time.monotonic()
+    last = None
+    while True:
+        with open_own(path, "a+b", buffering=0) as file:
+            is_held = False
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            about, text = os.fstat(file.fileno()), os.pread(file.fileno(), 255, 0)
+            text = text.decode(errors="replace").strip()
+            if is_held and about.st_nlink:  # it was not removed meanwhile
+                with suppress(OSError):  # a full disk
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+                try:
+                    yield file, text, last is not None
+                finally:
+                    # Closing alone leaves the lock to processes that were forked meanwhile.
+                    fcntl.flock(file, fcntl.LOCK_UN)
+                return
+        now, mark = time.monotonic(), (about.st_ino, about.st_mtime_ns)
+        if notice and last is None:
+            logger.info(notice)
+        moved, last = moved if mark == last else now, mark
+        if (is_lost := now - moved >= SECONDS_OF_LOCK) or now - logged >= SECONDS_OF_LINE:
+            logged = now
+            what = "%s: held by %r, without progress for %.0f s; end it if it is frozen; at %.0f s it loses it"
+            logger.warning(what, path, text, now - moved, SECONDS_OF_LOCK)
+        if is_lost:
+            path.unlink(missing_ok=True)
+        time.sleep(0.02)
+
+
+def remove_abandoned(folders: Path) -> None:
+    """Remove the folders in which no process holds the lock of the file `lock` any more."""
+    for folder in folders.glob("*"):
+        with suppress(OSError), open_own(folder / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
 
 def is_private(path: Path) -> bool:
@@ -294,3 +359,32 @@ def check_checksum(path: Path, checksum: str, name: str | None = None) -> None:
         raise DamageError(
             f"{name} is damaged: its checksum is {found}, it was written with {checksum}"
         )
+
+
+def keep(draft: Path, path: Path) -> None:
+    """Give a draft its name, once it is on the disk and its checksum lies beside it."""
+    sync(draft)
+    with open_own(Path(f"{path}{CHECKSUM}"), "w") as file:
+        file.write(checksum_of(draft))
+    draft.replace(path)
+
+
+def is_kept(path: Path, num_bytes: int | None) -> bool:
+    """Return whether a file that `keep` has named is there and whole, and note its use."""
+    try:
+        with open_own(path, "rb", buffering=0) as file:
+            about = os.fstat(file.fileno())
+            with suppress(PermissionError):  # it is another user's
+                os.utime(file.fileno())
+        _check_kept(path, about.st_ino)
+        return num_bytes is None or about.st_size == num_bytes
+    except (OSError, DamageError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("%s: %s; it is copied again", path, getattr(error, "strerror", error))
+        return False
+
+
+@lru_cache(1 << 16)  # a process reads each file once for this
+def _check_kept(path: Path, inode: int) -> None:
+    with open_own(Path(f"{path}{CHECKSUM}"), "r") as file:
+        check_checksum(path, file.read(16))

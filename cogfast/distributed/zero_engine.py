@@ -292,7 +292,10 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor) -> None:
         with CLOCK.part("backward"):
-            self.engine.backward(loss)
+            value, number = loss.detach(), self.engine.gradient_accumulation_steps()
+            # DeepSpeed's division, and NaN (0 times the loss) for one that is not finite: all ranks skip it.
+            loss.register_hook(lambda grad: torch.add(grad / number, value, alpha=0))
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, lr: float) -> None:
         """Update weights and EMA with learning rate `lr` if gradient accumulation is complete.

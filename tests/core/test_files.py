@@ -16,6 +16,8 @@ from cogfast.core.files import (
     checksum_of,
     checksum_of_bytes,
     is_disk_full,
+    is_kept,
+    keep,
     write_text,
     write_whole,
 )
@@ -61,6 +63,10 @@ def test_content_is_on_disk_before_its_name(tmp_path: Path, monkeypatch) -> None
     draft = calls[0][1]
     assert draft.startswith("text.")
     assert calls == [("sync", draft), ("rename", draft), ("sync", tmp_path.name)]
+    calls.clear()
+    keep(tmp_path / "text", tmp_path / "copy")
+    assert calls == [("sync", "text"), ("rename", "text")]
+    assert is_kept(tmp_path / "copy", 1) and not is_kept(tmp_path / "copy", 2)
 
 
 def test_a_size_limit_counts_as_a_full_disk(tmp_path: Path, file_limit) -> None:

@@ -235,7 +235,9 @@ def test_a_caption_that_cannot_be_read(tmp_path):
     sat_folder(tmp_path, 1)
     (tmp_path / "labels/00.txt").unlink()
     (tmp_path / "labels/00.txt").mkdir()
-    with pytest.raises(ValueError, match=r"labels/00.txt: cannot be read \(it is not a regular file\)"):
+    with pytest.raises(
+        ValueError, match=r"labels/00.txt: cannot be read \(it is not a regular file\)"
+    ):
         VideoFolder(tmp_path, **CLIP)
     (tmp_path / "labels/00.txt").rmdir()
     os.mkfifo(tmp_path / "labels/00.txt")

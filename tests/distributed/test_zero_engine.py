@@ -33,6 +33,13 @@ MICRO, ACCUMULATION = (
     f"deepspeed.{key}" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 )
 STAGE = "deepspeed.zero_optimization.stage"
+# Each skips steps in its own way.
+BAD_LOSSES = {
+    "ZeRO-2": (f"{STAGE}=2",),
+    "ZeRO-3": (f"{STAGE}=3",),
+    "DeepSpeed's step": (f"{STAGE}=2", "deepspeed.optimizer.type=AdamW"),
+    "bf16": (f"{STAGE}=1", "deepspeed.bf16={enabled: true}"),
+}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -118,6 +125,33 @@ def test_skipped_steps_count_updates_not_micro_batches(run: Run, stage: int) -> 
     assert_refused(trainer.train, line, RuntimeError)
     assert trainer.engine.num_skipped.item() == 3
     assert trainer.engine.num_skipped_in_a_row.item() == 3
+
+
+class OneBadLoss(Trainer):
+    """The loss of one micro-batch, the second of step 2, is not finite, and its gradient is."""
+
+    bad, num_losses = float("inf"), 0
+
+    def compute_loss(self, batch: dict) -> Tensor:
+        self.num_losses += (
+            self.engine.transformer.training
+        )  # not of the second pass after a bad step
+        loss = super().compute_loss(batch)
+        is_bad = self.num_losses == 4 and self.engine.transformer.training
+        return loss + self.bad if is_bad else loss
+
+
+@pytest.mark.parametrize("words", BAD_LOSSES.values(), ids=BAD_LOSSES)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_step_with_a_loss_that_is_not_finite_is_skipped(
+    run: Run, words: tuple[str, ...], bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneBadLoss, "bad", bad)
+    run = run.by(OneBadLoss, "tests").with_args(train_iters=3, log_interval=1)
+    run = run.train(f"{MICRO}=1", f"{ACCUMULATION}=2", *words)
+    assert [line["skipped"] for line in run.lines] == [0, 1, 1]
+    assert [line["nonfinite_losses"] for line in run.lines] == [0, 1, 0]
+    assert all(part.isfinite().all() for part in run.last.engine.parts)
 
 
 def test_grad_norm_is_that_before_clipping(run: Run, tmp_path: Path) -> None:

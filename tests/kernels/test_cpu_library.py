@@ -1,5 +1,6 @@
 """Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
 
+import fcntl
 import logging
 import os
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
+from cogfast.core import files
 from cogfast.core.files import is_private
 from cogfast.kernels import torch_library
 from cogfast.kernels.cpu import library
@@ -76,6 +78,20 @@ def test_a_process_that_waits_for_one_that_is_killed_compiles(
         holder.communicate()
         assert waiting.result() == file
     assert not half.exists() and left_in_cache() == [".lock", ".so"]
+
+
+def test_a_process_that_compiles_for_ever_is_named_and_passed(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "SECONDS_OF_LOCK", 0.3)
+    file = library.library_file()
+    file.parent.mkdir(parents=True, mode=0o700)
+    with open(file.with_suffix(".lock"), "w") as frozen:
+        frozen.write("process 7 on other")
+        frozen.flush()
+        fcntl.flock(frozen, fcntl.LOCK_EX)
+        assert library.compile_library() == file and file.exists()
+    assert "held by 'process 7 on other', without progress for" in caplog.text
 
 
 def test_processes_that_wait_for_one_that_fails_fail_with_it(

@@ -51,7 +51,7 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     columns, found = {}, {}
     for key in ("video_column", "image_column", "control_column", "mask_column"):
         if key in lines:
-            paths = [placed(store.parent(files[key]), line) for line in lines[key]]
+            paths = [placed(store.parent(files[key]), line, files[key]) for line in lines[key]]
             found |= store.stats(paths)
             _refuse_missing(files[key], raw[key], paths, found)
             columns[key] = PackedStrings(paths)

@@ -162,13 +162,13 @@ def read_manifest(
         if not caption:
             empty.append(place)
         # Paths are relative to the manifest; joining keeps absolute ones and URLs.
-        texts["path"].append(placed(folder, path))
+        texts["path"].append(placed(folder, path, where))
         places.append(place)
         texts["caption"].append(caption)
         for name, other in zip(("image", *OTHER_VIDEOS, *tensors), others, strict=True):
             if name in tensors and not other:
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
-            texts[name].append(placed(folder, other) if other else "")
+            texts[name].append(placed(folder, other, where) if other else "")
         for name, missing in _NUMBERS.items():
             value = row.get(name)
             numbers[name].append(missing if value is None else _number(value, missing, where, name))

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cogfast.core.files import UNFINISHED, open_own
+from cogfast.core.files import UNFINISHED
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import Stat, StoreError
 
@@ -118,6 +118,7 @@ def copy_of(name: str, is_whole: bool = False, may_download: bool = True) -> str
 def _local_folder(url: str, *found: tuple[str, Stat]) -> Path:
     """Return a folder of this machine with the objects `found` below a URL, until this process ends."""
     cache = store.local_cache()[0]
+    store.check_local_cache(sum(about.num_bytes for _, about in found))
     with store.writing_cache(cache):
         place = _folder_of_process(cache) / url  # the path tells `url_of` the URL
     for name, about in found:
@@ -130,16 +131,12 @@ def _local_folder(url: str, *found: tuple[str, Stat]) -> Path:
 
 
 def _folder_of_process(cache: Path) -> Path:
-    """Return a new folder that ends with this process, and remove those of killed processes."""
-    with store.locked(cache / "locks" / "folders"):
-        for root in (cache / "folders").glob("*"):
-            with suppress(OSError), open_own(root / "lock", "a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(root)
-        root = cache / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
-        root.mkdir(parents=True)
-        held = os.open(root / "lock", os.O_CREAT | os.O_RDWR, 0o666)  # closed when the process ends
-        fcntl.flock(held, fcntl.LOCK_EX)
+    """Return a new folder that ends with this process: without its lock, others remove it."""
+    root = cache / "folders" / f"{os.getpid()}-{os.urandom(6).hex()}"
+    root.mkdir(parents=True)
+    held = os.open(root / "new", os.O_CREAT | os.O_RDWR, 0o666)  # closed when the process ends
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.rename(root / "new", root / "lock")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
 
@@ -152,7 +149,7 @@ def download_run(run: Path) -> None:
 
     def download(file: str) -> None:
         with store.writing_cache(run, file):  # no shared copy: the run appends to its files
-            store.download(file, _inside(run, url, file), 0, wanted[file].num_bytes, True, "-")
+            store.download(file, _inside(run, url, file), 0, wanted[file].num_bytes, True)
 
     wanted = _without_checkpoint_files(store.find(url))
     wanted.pop(f"{url}/{LOCK}", None)

@@ -7,7 +7,6 @@ pass (429, 503, a cut or slow answer); what is left is a StoreError with one lin
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import logging
@@ -327,27 +326,32 @@ def local_copy(
     key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
     copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
     start, size = part or (0, num_bytes)
-    if _is_used(copy, size):
+    if files.is_kept(copy, size):
         return copy
     # One process downloads, while the others of this machine wait for it.
-    with writing_cache(folder), locked(folder / "locks" / str(int(key, 16) % _NUM_LOCKS)):
-        if _is_used(copy, size):
+    with writing_cache(folder), files.locked(folder / f"locks/{int(key, 16) % _NUM_LOCKS}") as lock:
+        if files.is_kept(copy, size):
             return copy
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
         size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
+        files.refuse_link(copy.parent)
         draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{files.UNFINISHED}")
         try:
             for is_full in (False, True):
                 make_place(folder, limit, size, is_full)
                 try:
-                    download(name, draft, start, size, part is None, version)
+                    download(name, draft, start, size, part is None, lock[0])
                     break
                 except OSError as error:
                     # Other files of the disk may leave less than the limit.
                     if is_full or not files.is_disk_full(error):
                         raise
-            draft.replace(copy)
+            # Asked after it is read: a change before the last byte came shows.
+            if version != _UNCHANGING and stat(name).version != version:
+                text = "changed since it was listed; start again, with files that stay as they are"
+                raise StoreError(f"{name}: {text}")
+            files.keep(draft, copy)
         finally:
             draft.unlink(missing_ok=True)
     return copy
@@ -358,21 +362,22 @@ def local_cache() -> tuple[Path, int]:
     folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{files.user_cache()}/objects")
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        files.refuse_link(folder / "locks", folder / "folders")
         return folder, limit or shutil.disk_usage(folder).total // 2
 
 
 def check_local_cache(num_bytes: int = 0) -> None:
     """Raise StoreError if this process cannot write a file of so many bytes into the local cache."""
     folder, limit = local_cache()
-    with writing_cache(folder), locked(folder / "size"):
+    with writing_cache(folder), files.open_own(folder / "size", "ab"):
         _check_fits(folder, limit, num_bytes)
 
 
-def _check_fits(folder: Path, limit: int, num_bytes: int) -> None:
-    if num_bytes > limit:
+def _check_fits(folder: Path, limit: int, num_bytes: int, in_use: int = 0) -> None:
+    if num_bytes + in_use > limit:
         raise StoreError(
-            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}; "
-            "set args.local_cache=FOLDER:SIZE to a folder with more space"
+            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
+            f"{in_use} are in use; set args.local_cache=FOLDER:SIZE to a folder with more space"
         )
 
 
@@ -391,17 +396,6 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
     return Path(os.path.expanduser(folder)).absolute(), number
 
 
-def _is_used(copy: Path, size: int | None) -> bool:
-    """Return whether a local copy is there, whole even if the machine has crashed since, and note its use."""
-    try:
-        os.utime(copy)
-    except PermissionError:  # the copy of another user
-        return os.access(copy, os.R_OK)
-    except OSError:
-        return False
-    return size is None or copy.stat().st_size == size
-
-
 @contextmanager
 def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
     """Name the local cache and the fix in errors of its disk; or the object `name`, which cannot be a file there."""
@@ -414,47 +408,37 @@ def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
             why = f"no file can have this name here ({error.strerror})"
             raise StoreError(f"{name}: {why}; rename the object") from None
         raise StoreError(
-            f"{cache}: the local cache cannot be written ({error.strerror}); set args.local_cache=FOLDER:SIZE "
-            "to a folder that you may write, with enough space"
+            f"{error.filename or cache}: the local cache cannot be written ({error.strerror}); set "
+            "args.local_cache=FOLDER:SIZE to a folder that you may write, with enough space"
         ) from None
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[io.FileIO]:
-    """Hold the lock of a file between the processes and threads of this machine."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with files.open_own(file, "a+b", buffering=0) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield lock
-        finally:
-            # Closing alone leaves the lock to processes that were forked meanwhile.
-            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
     """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
-    _check_fits(folder, limit, num_bytes)
-    with locked(folder / "size") as file:
-        file.seek(0)
-        text = file.read().strip()
+    with files.locked(folder / "size") as (file, text, _):
         # Killed processes leave the count too low or too high; it is right after each removal.
         used = num_bytes + (int(text) if text.isdigit() else limit + 1)
         if is_full or used > limit:
-            used = num_bytes + _remove_oldest(folder, limit, num_bytes)
+            used = num_bytes + _remove_oldest(folder, limit, num_bytes, is_full)
         file.truncate(0)
         file.write(b"%d" % used)
 
 
-def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
+def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> int:
     """Remove the copies that were used least recently to have `num_bytes` free; return what is left."""
-    found = []
+    found, in_use = [], 0
+    files.remove_abandoned(folder / "folders")
     for part in folder.glob("[0-9a-f][0-9a-f]"):
-        for entry in os.scandir(part):
+        for entry in [] if part.is_symlink() else os.scandir(part):
             with suppress(FileNotFoundError):
-                about = entry.stat()
-                found.append((about.st_mtime, about.st_size, entry.path))
-    used = sum(size for _, size, _ in found)
+                about = entry.stat(follow_symlinks=False)
+                # mirror.copy_of has linked it, so that to remove it would free nothing.
+                if about.st_nlink > 1:
+                    in_use += about.st_size
+                elif not entry.name.endswith(files.CHECKSUM):
+                    found.append((about.st_mtime, about.st_size, entry.path))
+    _check_fits(folder, limit, num_bytes, in_use * (not is_full))
+    used = in_use + sum(size for _, size, _ in found)
     limit = int(_KEPT * min(limit, used)) - num_bytes
     for _, size, path in sorted(found):
         if used <= max(0, limit):
@@ -465,16 +449,19 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int) -> int:
             if age < (_IN_WORK if path.endswith(files.UNFINISHED) else _IN_USE):
                 continue
             os.unlink(path)
+            os.unlink(path + files.CHECKSUM)
         used -= size
     return used
 
 
-def download(url: str, file: Path, start: int, size: int, is_whole: bool, version: str) -> None:
+def download(url: str, file: Path, start: int, size: int, is_whole: bool, lock: Any = None) -> None:
     """Write `size` bytes of an object from `start` to a file, in several requests at once if they are many."""
     with open(file, "wb") as out, ThreadPoolExecutor(_THREADS) as pool:
 
         def copy(at: int) -> None:
             os.pwrite(out.fileno(), _range(url, start + at, start + min(at + _PIECE, size)), at)
+            if lock is not None:
+                os.utime(lock.fileno())  # for those who wait
 
         if is_whole and size <= _PIECE:
             out.write(
@@ -482,10 +469,6 @@ def download(url: str, file: Path, start: int, size: int, is_whole: bool, versio
             )
         else:
             list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
-    # Asked after it is read: a change before the last byte came shows.
-    if version != _UNCHANGING and stat(url).version != version:
-        text = "changed since it was listed; start again, with files that stay as they are"
-        raise StoreError(f"{url}: {text}")
 
 
 def _range(url: str, start: int, end: int) -> bytes:

@@ -6,7 +6,6 @@ instruction set and the same home folder, have their own.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from cogfast.core.files import is_private, make_private, open_own, own_temporary, user_cache
+from cogfast.core.files import is_private, locked, make_private, own_temporary, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -93,25 +92,18 @@ def compile_library() -> Path:
         if user_cache() not in file.parents:
             text = "others can write to %s or a folder above it: the C++ kernels go to %s"
             logger.info(text, user_cache() / "kernels", file.parent)
+        notice = "another process compiles the C++ kernels (half a minute)"
         # A process that dies leaves the file, but not its lock.
-        with open_own(file.with_suffix(".lock"), "a") as lock:
+        with locked(file.with_suffix(".lock"), notice) as (lock, before, has_waited):
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                has_waited = False
-            except BlockingIOError:
-                logger.info("another process compiles the C++ kernels (half a minute)")
-                fcntl.flock(lock, fcntl.LOCK_EX)  # its commands have a time limit
-                has_waited = True
-            # A process that failed has written so into it; after one that was killed, this one compiles.
-            if has_waited and not file.exists() and os.fstat(lock.fileno()).st_size:
-                raise RuntimeError("another process failed to compile the C++ kernels")
-            if not (file.exists() and is_private(file)):
-                lock.truncate(0)
-                try:
+                # A process that failed has written so into it; after one that was killed, this one compiles.
+                if has_waited and not file.exists() and before.endswith("failed"):
+                    raise RuntimeError("another process failed to compile the C++ kernels")
+                if not (file.exists() and is_private(file)):
                     _compile(file)
-                except Exception:
-                    lock.write("failed")
-                    raise
+            except Exception:
+                lock.write(b"failed")
+                raise
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or str(error)).splitlines()
         why = next((line for line in lines if "rror" in line), lines[-1])

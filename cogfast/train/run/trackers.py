@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,9 @@ class TensorBoardRun(_Tracker):
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         super().__init__()
+        shown = threading.excepthook
+        # The next call raises the error of the writer's thread, so that no traceback is needed.
+        threading.excepthook = lambda e: "tensorboard" in type(e.thread).__module__ or shown(e)
         self._folder, self._purge_step = folder, purge_step
         self._writer: SummaryWriter | None = None
 

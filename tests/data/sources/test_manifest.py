@@ -11,9 +11,11 @@ from PIL import Image
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import VideoFolder, VideoList, VideoManifest
 from cogfast.data.sources.clip_list import join
+from cogfast.data.sources.folders import placed
 from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
+from cogfast.extensions.stores import store
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
 
@@ -23,6 +25,53 @@ CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
 def _csv(tmp_path, text: str, name: str = "data.csv", encoding: str = "utf-8"):
     (tmp_path / name).write_text(text, encoding=encoding)
     return tmp_path / name
+
+
+OF_THIS_MACHINE = (
+    "/etc/passwd",
+    "~/x.mp4",
+    "$HOME/x.mp4",
+    "file:///etc/passwd",
+    "FILE:///etc/passwd",
+)
+OF_THIS_MACHINE += ("local:///etc/passwd", "git:///x/repo:x.mp4", "memory://x.mp4")
+
+
+@pytest.mark.parametrize("name", OF_THIS_MACHINE)
+def test_a_table_in_a_store_names_no_file_of_this_machine(name):
+    """Such a table comes from others, and may be made for another machine."""
+    line = f"t.csv: line 2: {name} is in no store, but the table is; name it relative to the table"
+    assert_refused(lambda: placed("s3://bucket/data", name, "t.csv: line 2"), line)
+    for folder in ("/data", "file:///data"):
+        placed(folder, name, "")
+
+
+def test_a_table_in_a_store_names_files_of_stores():
+    for name in (
+        "s3://other/x.mp4",
+        "gs://b/x.mp4",
+        "hf://datasets/a/b/x.mp4",
+        "https://github.com/x.mp4",
+    ):
+        assert placed("s3://bucket/data", name, "") == name
+    assert placed("s3://bucket/data", "a/x.mp4", "") == "s3://bucket/data/a/x.mp4"
+    assert placed("abfss://c/data", "abfss://d/x.mp4", "") == "abfss://d/x.mp4"
+
+
+@pytest.mark.parametrize("column", ["path", "image", "control", "mask", "flow"])
+def test_no_column_of_a_table_in_a_store_names_a_file_of_this_machine(column):
+    row = {"path": "a.mp4", "caption": "a", "flow": "a.npy", column: "/etc/passwd"}
+    store.write("memory://bucket/data.jsonl", json.dumps(row).encode())
+    line = "memory://bucket/data.jsonl: line 1: /etc/passwd is in no store"
+    read = lambda: read_manifest("memory://bucket/data.jsonl", tensors={"flow": (1,)})
+    assert_refused(read, line)
+
+
+def test_no_list_in_a_store_names_a_file_of_this_machine():
+    for name, text in (("prompts.txt", b"a\n"), ("videos.txt", b"/etc/passwd\n")):
+        store.write(f"memory://lists/{name}", text)
+    line = "memory://lists/videos.txt: /etc/passwd is in no store"
+    assert_refused(lambda: VideoList(["memory://lists"], **CLIP), line)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

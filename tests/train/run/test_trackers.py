@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,13 +31,14 @@ def test_lines_follow_when_there_is_space(
     assert caplog.text.count("is written again, nothing is missing") == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_lacks_the_step_of_a_full_disk_alone(
     tmp_path: Path, file_limit, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its writer's thread ends with the error. A run that resumes hides the later steps of the first."""
     now = [time.time()]
     monkeypatch.setattr(time, "time", lambda: now[0])  # the files' names begin with it
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     first = TensorBoardRun(tmp_path, purge_step=None)
     for step in range(1, 7):
         now[0] += 1
@@ -47,7 +49,11 @@ def test_tensorboard_lacks_the_step_of_a_full_disk_alone(
         (step, pytest.approx(1 / step)) for step in (1, 2, 4, 5, 6)
     ]
     assert [s.value for s in found.Scalars("lr")] == [0.5] * 5
-    assert caplog.text.count("TensorBoard's file does not take step") == 1
+    assert caplog.text.count("TensorBoard's file does not take step") == 1 and not tracebacks
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [error.exc_type for error in tracebacks] == [ZeroDivisionError]
     assert "step 3 ([Errno 27] File too large); training continues" in caplog.text
     now[0] += 1
     TensorBoardRun(tmp_path, purge_step=2).log(2, {"loss": 7.0})
