@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from cogfast.config.values import printable
+from cogfast.core.addresses import distinct, shown
 from cogfast.core.files import open_own
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class BadSampleLog:
 
         Returns False if this or another rank has listed it already.
         """
+        path, reason = distinct(path), shown(reason)
         if path in self.reasons:
             return False
         is_new = path not in self._listed_before
@@ -84,7 +85,7 @@ class BadSampleLog:
         # A sample listed by the resumed run counts again only if it is still bad.
         self.reasons[path] = reason
         if is_new and is_logged:
-            logger.warning("skipped %s: %s", printable(path), printable(reason))
+            logger.warning("skipped %s: %s", path, reason)
         return is_new
 
     def _list(self, file: Path, path: str, reason: str) -> bool:
@@ -116,7 +117,7 @@ class BadSampleLog:
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
-                reasons[str(entry["path"])] = str(entry["reason"])
+                reasons[distinct(str(entry["path"]))] = shown(str(entry["reason"]))
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
         return reasons
