@@ -45,6 +45,7 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
+_LORA = "network_config.params.modules.lora_config"
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
 
@@ -449,12 +450,13 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 def _without_base(stored: start.Settings) -> start.Settings:
     """Unset the addresses of weights that a run which is resumed does not read: its file starts no download."""
     args, model = (stored.get(name, ({}, ""))[0] for name in ("args", "model"))
-    partly = (
-        "not_trainable_prefixes",
-        "trainable_modules",
-        "network_config.params.modules.lora_config",
-    )
-    names = ["load_lora"] if any(select(model, key) for key in partly) else ["load_lora", "load"]
+    # Encoders are no part of the weights.
+    is_part = {*(select(model, "not_trainable_prefixes") or ())} - {
+        "first_stage_model",
+        "conditioner",
+    }
+    is_part = is_part or select(model, "trainable_modules") or select(model, _LORA)
+    names = ["load_lora"] if is_part else ["load_lora", "load"]
     return {f"args.{n}": (None, "--resume") for n in names if "://" in str(select(args, n))}
 
 

@@ -20,7 +20,7 @@ class WebServer(ThreadingHTTPServer):
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
     def do_HEAD(self) -> None:
