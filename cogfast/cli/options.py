@@ -45,7 +45,7 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
-_LORA = "network_config.params.modules.lora_config"
+_OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
 
@@ -450,12 +450,8 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 def _without_base(stored: start.Settings) -> start.Settings:
     """Unset the addresses of weights that a run which is resumed does not read: its file starts no download."""
     args, model = (stored.get(name, ({}, ""))[0] for name in ("args", "model"))
-    # Encoders are no part of the weights.
-    is_part = {*(select(model, "not_trainable_prefixes") or ())} - {
-        "first_stage_model",
-        "conditioner",
-    }
-    is_part = is_part or select(model, "trainable_modules") or select(model, _LORA)
+    part = {*(select(model, "not_trainable_prefixes") or ())} - {"first_stage_model", "conditioner"}
+    is_part = part or any(select(model, key) for key in _OF_PARTS)
     names = ["load_lora"] if is_part else ["load_lora", "load"]
     return {f"args.{n}": (None, "--resume") for n in names if "://" in str(select(args, n))}
 

@@ -45,7 +45,6 @@ _COMPONENT = {
 
 _MOST_LISTED = 12  # known keys or list items in a message, which must stay one line
 _MOST_SHOWN = 100  # characters of a key or a value in a message
-_MOST_READ = 10**6  # characters of a message, which may quote a whole file
 _MOST_COMPARED = 200  # characters of a name; difflib takes quadratic time
 _MOST_IN_LINE = 380  # characters of a message
 _MOST_BITS = 256  # of an integer that is printed in full
@@ -67,8 +66,7 @@ class Problems(ValueError):
 
 def cut(text: str, most: int = _MOST_SHOWN) -> str:
     """Return `text` as it is shown, with `...` for its middle if it has more than `most` characters."""
-    text = shown(text[:_MOST_READ])  # before a part of a secret is cut off
-    half = (most - 3) // 2
+    text, half = shown(text[: 10**6]), (most - 3) // 2  # first, so that no secret is cut in two
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 

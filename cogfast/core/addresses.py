@@ -9,13 +9,11 @@ from typing import Any
 
 # A quote, the scheme, and the rest up to that quote, a blank or the next address. Paths have one slash.
 _SCHEME = r"(?<![a-z0-9+.-])[a-z0-9+.-]{2,}+:/"
-_PLACE = rf"(?:(?!{_SCHEME}/)(?(1)(?!\1))[^\s<>])*"
-_ADDRESS = re.compile(rf"([\"'])?({_SCHEME}/?)({_PLACE})", re.IGNORECASE)
+_ADDRESS = re.compile(rf"(?i)([\"'])?({_SCHEME}/?)((?:(?!{_SCHEME}/)(?(1)(?!\1))[^\s<>])*)")
 _HAS_PASSWORD = re.compile(r"(?!\[)[^/@:]*:(?!\d{1,5}(?:[/?#]|$))")  # behind the colon is no port
-_USER = re.compile(
-    r"(?i)^(?!abfss?:|adl:|az:|wasbs?:)([^/]*/{1,2}+)[^/?#]*@"
-)  # Azure's is a container
-_TIMES = re.compile(r"#t=[\d.,e+-]*(~[0-9a-f]{16})?$")  # of a part of a video
+_USER = re.compile(r"(?i)^(?!abfss?:|az:|wasbs?:)([^/]*/{1,2}+)[^/?#]*@")  # Azure: a container
+_TIMES = r"#t=[\d.,e+-]*(?:~[0-9a-f]{16})?$"  # of a part of a video
+_REST = re.compile(rf"(?!{_TIMES})[?#].*?(?={_TIMES}|$)")
 _NAMES = r"(?i:bearer |(?:token|secret|password|signature|api_?key)=[\"']?)|\b(?:hf|gh[a-z])_(?=[^\W_]{16})"
 _TOKEN = re.compile(rf"({_NAMES})[^\s\"'&<>,;()\\]{{8,}}")
 
@@ -47,8 +45,6 @@ def _short(found: re.Match) -> str:
     quote, scheme, whole = found.groups("")
     place = whole.rstrip("\\\"',;:.)]}")
     end = whole[len(place) :]  # of a sentence or a list around the address
-    times = _TIMES.search(place)
     if _HAS_PASSWORD.match(place):  # a / or @ may be in it
         place = place.rpartition("@")[2] * ("@" in place)
-    text = re.split(r"[?#]", _USER.sub(r"\1", scheme + place, count=1))[0]
-    return quote + text + (times[0] if times else "") + end
+    return quote + _REST.sub("", _USER.sub(r"\1", scheme + place), count=1) + end

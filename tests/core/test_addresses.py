@@ -1,4 +1,4 @@
-"""What is shown of texts with addresses and tokens."""
+"""Texts with addresses and tokens are shown without their secrets."""
 
 import json
 

@@ -15,13 +15,13 @@ from cogfast.__main__ import main
 from cogfast.cli import streams
 from cogfast.extensions.stores import store
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
+from tests.cli.hostile.web_server import WebServer, web_server
 from tests.support import tiny_run
 from tests.support.runs import Run
 from tests.support.tiny_run import part
-from tests.support.web_server import WebServer, web_server
 
 SECRET = "sEcReT" + "0123456789WoRd"  # not in changes.diff of this file
-# What a resume reads: the configuration, with the addresses as the user has written them
+# A resume reads the configuration with the addresses as the user has written them.
 PRIVATE = re.compile(r"training_config[\w-]*\.yaml|checkpoints/\d+/manifest\.json")
 SIGNED = f"s3://bucket/a?X-Amz-Signature={SECRET}"
 USERS = [f"s3://AKIA:{SECRET}@bucket/a", f"s3://{SECRET}:pass@bucket/a", SIGNED]
@@ -86,7 +86,7 @@ def test_a_run_on_signed_addresses(private: tuple[Run, Path, str]) -> None:
     assert "skipped http://127.0.0.1" in printed and "bad.bin" in printed
     assert SECRET not in printed and not leaks(run.path, home)
     (bad,) = [json.loads(line) for line in (run.path / "bad_samples.jsonl").open()]
-    assert re.fullmatch(r"http://127[\d.:]+/bad\.bin~[0-9a-f]{16}", bad["path"])
+    assert re.fullmatch(r"http:\S+/bad\.bin~[0-9a-f]{16}", bad["path"])
     assert {"log.txt", "index.html", "environment.json", "run_facts.json"} <= {
         file.name for file in run.path.iterdir()
     }
