@@ -119,7 +119,7 @@ def _load(
 
 def _print(text: str) -> None:
     if is_first_rank():
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text, keep="\n"))
 
 
 def _show(config: Config, check: Callable[[Config], None]) -> None:
@@ -132,7 +132,7 @@ def _show(config: Config, check: Callable[[Config], None]) -> None:
     sys.stdout.write(config.describe(with_defaults))
     # The check would ask a store, and write there to see whether it may.
     if address := re.search(r"\w+://[^\s'\"]+", config.to_yaml()):
-        sys.stderr.write(f"cogfast: the run is not checked, since it has {address[0]}\n")
+        sys.stderr.write(f"cogfast: the run is not checked, since it has {printable(address[0])}\n")
         return
     run_without_dynamo()  # the check builds an optimizer
     try:
@@ -156,7 +156,7 @@ def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) 
     if not request.dry_run:
         check_ranks()
     config = infer_layout(config, reads_stores=not request.dry_run)
-    config = fill_from_pipeline(config, may_download=not request.dry_run)
+    config = fill_from_pipeline(config, not request.dry_run, is_of_run=not request.base)
     if request.dry_run:
         from cogfast.train.preflight.check import check_train
 
@@ -178,7 +178,7 @@ def cache(argv: Sequence[str]) -> None:
 
     config = _load(request)
     check_ranks()
-    config = fill_from_pipeline(infer_layout(config))
+    config = fill_from_pipeline(infer_layout(config), is_of_run=not request.base)
     check_cache(config)
     cache_latents(config, price)
 
@@ -271,7 +271,7 @@ def doctor(argv: Sequence[str]) -> None:
         return
     findings = examine(folder)
     errors = [finding.what for finding in findings if finding.status == "error"]
-    sys.stdout.write((to_json if writes_json else to_text)(findings))
+    sys.stdout.write(printable((to_json if writes_json else to_text)(findings), keep="\n"))
     if errors:
         raise RuntimeError(f"training cannot work on this machine: see {', '.join(errors)}")
 
@@ -289,7 +289,7 @@ def plan(argv: Sequence[str]) -> None:
         from cogfast.extensions.plan.text import describe_plan
 
         text = describe_plan(config, found.gpu, found.gpus[0] if found.gpus else None)
-    sys.stdout.write(text)
+    _print(text)
 
 
 def report(argv: Sequence[str]) -> None:
@@ -383,7 +383,8 @@ def _run(argv: list[str]) -> int:
         is_restarted = is_lost and len(set(restarts)) == 2
         if is_lost and not is_restarted:  # let the rank that failed report first
             time.sleep(_GRACE_SECONDS)
-        tell_torchrun(_line(error) if is_line else "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        tell_torchrun(_line(error) if is_line else printable(trace, keep="\n"))
         if is_restarted:
             # At once, without waiting for the heartbeat's thread: other ranks still wait for this one.
             write_last_line(f"cogfast: rank {os.environ.get('RANK')}: {_line(error)}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cogfast.cli import start
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
-from cogfast.config.arguments import TrainArguments
+from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.sat_unused import UNUSED
 from cogfast.core.files import read_limited
 from cogfast.extensions.sample.flags import INPUTS, SamplingFlags
@@ -45,6 +45,7 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
+_OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
 
@@ -131,7 +132,7 @@ def _parse_run(
             raise ValueError(f"args.resume={run} is not a run or checkpoint; set it to its folder")
         # It continues in its folder, wherever that is now, and changes are accepted once.
         own = {"args.run_folder": (None, "--resume"), "args.accept_changes": (False, "--resume")}
-        settings = stored | own | settings
+        settings = stored | own | _without_base(stored) | settings
     elif model is None and not base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
@@ -444,6 +445,15 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     # Both keep their order: a later override of one key wins.
     names = [item for item, is_one in zip(items, is_override, strict=True) if not is_one]
     return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]
+
+
+def _without_base(stored: start.Settings) -> start.Settings:
+    """Unset the addresses of weights that a run which is resumed does not read: its file starts no download."""
+    args, model = (stored.get(name, ({}, ""))[0] for name in ("args", "model"))
+    part = {*(select(model, "not_trainable_prefixes") or ())} - {"first_stage_model", "conditioner"}
+    is_part = part or any(select(model, key) for key in _OF_PARTS)
+    names = ["load_lora"] if is_part else ["load_lora", "load"]
+    return {f"args.{n}": (None, "--resume") for n in names if "://" in str(select(args, n))}
 
 
 def _run_config(folder: Path) -> Path | None:

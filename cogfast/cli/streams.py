@@ -17,6 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, TextIO
 
 from cogfast.config.values import printable
+from cogfast.core.addresses import shown
 from cogfast.extensions.stores.mirror import named_by_urls
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class _Stream(io.FileIO):
         return written
 
 
+class _ShownText(io.TextIOWrapper):
+    """A standard stream that shows no secret, such as in a traceback."""
+
+    def write(self, text: str) -> int:
+        return super().write(shown(text))
+
+
 def keep_streams() -> None:
     """Make stdout and stderr drop what they cannot write, and reopen closed standard streams.
 
@@ -103,7 +111,7 @@ def _kept(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
         with contextlib.suppress(OSError):
             stream.flush()
     # Over the same descriptor, so that child processes and C++ libraries write to the same place.
-    return io.TextIOWrapper(
+    return _ShownText(
         io.BufferedWriter(_Stream(descriptor, "w", closefd=False)),
         encoding="utf-8" if stream is None else stream.encoding,
         errors="backslashreplace" if descriptor == 2 or stream is None else stream.errors,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from cogfast.core.addresses import shown
 from cogfast.extensions.stores.mirror import with_urls
 
 SECTIONS = ("model", "data", "args", "deepspeed")
@@ -39,16 +40,16 @@ class Config:
 
     def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
         """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
-        shown = replace(self, origins=dict(self.origins))
+        whole = replace(self, origins=dict(self.origins))
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = with_urls(complete(to_dict(section), name, shown.origins))
-            rows += [("  " + text, origin) for text, origin in shown._rows(plain, (name,))]
+            plain = with_urls(complete(to_dict(section), name, whole.origins))
+            rows += [("  " + text, origin) for text, origin in whole._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
         lines += [f"# {key} is accepted and not used: {why}" for key, why in self.unused.items()]
-        return "\n".join(lines) + "\n"
+        return shown("\n".join(lines) + "\n")
 
     def _rows(self, node: Mapping, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Yield the YAML lines of a mapping, each with the origin of its value."""

@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, Vali
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import SchemaError
 
+from cogfast.core.addresses import shown
+
 # Strict: text is no number and true is no 1. A string below a field is its description.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _WORDS = {
@@ -63,8 +65,8 @@ class Problems(ValueError):
 
 
 def cut(text: str, most: int = _MOST_SHOWN) -> str:
-    """Replace the middle of `text` by `...` if it has more than `most` characters."""
-    half = (most - 3) // 2
+    """Return `text` as it is shown, with `...` for its middle if it has more than `most` characters."""
+    text, half = shown(text[: 10**6]), (most - 3) // 2  # first, so that no secret is cut in two
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
@@ -121,24 +123,23 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        shown = [show(item) for item in value[:_MOST_LISTED]]
-        return cut(f"[{', '.join(shown + ['...'] * (len(value) > _MOST_LISTED))}]")
+        items = [show(item) for item in value[:_MOST_LISTED]]
+        return cut(f"[{', '.join(items + ['...'] * (len(value) > _MOST_LISTED))}]")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
     if isinstance(value, str):
         return repr(cut(value))
     try:
-        return cut(repr(value) if isinstance(value, int | float) else _brief.repr(value))
+        return cut(repr(value) if isinstance(value, int | float) else _brief.repr(shown(value)))
     except ValueError:  # Python refuses to print an integer of thousands of digits
         return f"a {type(value).__name__}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape the characters that a terminal would interpret (control and direction characters).
-
-    keep: characters that are left as they are.
+    """Return a text as it is shown, with escapes for characters that a terminal would interpret (control and
+    direction characters). keep: characters that are left as they are.
     """
-    if text.isprintable():
+    if (text := shown(text)).isprintable():
         return text
     escaped = (c.encode("unicode_escape").decode() for c in text)
     return "".join(

@@ -250,9 +250,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise WriteError(path, error) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8."""
-    write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file atomically, in UTF-8. mode: without the bits of the umask."""
+    write = lambda draft: draft.write_text(text, encoding="utf-8")
+    write_whole(path, lambda draft: (draft.touch(mode), write(draft)))
 
 
 def wait_until(is_there: Callable[[], bool]) -> bool:

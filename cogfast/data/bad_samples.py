@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from cogfast.config.values import printable
+from cogfast.core.addresses import distinct, shown
 from cogfast.core.files import lines_of, open_own
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class BadSampleLog:
 
         Returns False if this or another rank has listed it already.
         """
+        path, reason = distinct(path), shown(reason)
         if path in self.reasons:
             return False
         is_new = path not in self._listed_before
@@ -82,7 +83,7 @@ class BadSampleLog:
         # A sample listed by the resumed run counts again only if it is still bad.
         self.reasons[path] = reason
         if is_new and is_logged:
-            logger.warning("skipped %s: %s", printable(path), printable(reason))
+            logger.warning("skipped %s: %s", path, reason)
         return is_new
 
     def _list(self, file: Path, path: str, reason: str) -> bool:
@@ -115,7 +116,7 @@ class BadSampleLog:
                 self._num_read += len(line) * line.endswith(b"\n")
                 with suppress(ValueError, KeyError, TypeError, RecursionError):
                     entry = json.loads(line)
-                    reasons[str(entry["path"])] = str(entry["reason"])
+                    reasons[distinct(str(entry["path"]))] = shown(str(entry["reason"]))
         return reasons
 
     def check(self, own: tuple[int, int] = (0, 0)) -> None:

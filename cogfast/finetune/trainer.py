@@ -23,6 +23,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.config.json_files import read_json
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.config.values import cut
+from cogfast.core.addresses import shown
 from cogfast.core.files import write_text
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TokenGrid, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
@@ -429,6 +430,6 @@ class Trainer:
             self.state.total_batch_size_count = run.parts.global_batch
             # For the user: nothing reads this file.
             if run.groups.is_main:
-                text = json.dumps(self.args.model_dump(), indent=2, default=str)
+                text = json.dumps(shown(self.args.model_dump(mode="json")), indent=2, default=str)
                 write_text(run.folder / "args.json", text + "\n")
         return self._run

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cogfast.extensions.stores.store as store
+from cogfast.core.addresses import distinct
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import NOTES
 from cogfast.data.sources.clip_list import ClipList
@@ -89,13 +90,14 @@ class _Scan:
         # On hf:// each write is a commit in the data set's history.
         can_be_written = store.is_url(folder) and not folder.startswith(("hf:", "http"))
         self.shared = store.join(folder, _INDEX) if can_be_written else None
-        self._known_as = slice(len(folder), None)  # of a name, in the index: the data may move
+        # The name in the index: the data may move, and an address may be signed.
+        self._known_as = partial(distinct, start=len(folder))
         deque(store.in_threads(self._look_up, self._samples), maxlen=0)
         return len(self._left)
 
     def _look_up(self, sample: int) -> None:
         name, place = self._clips.files[sample], _place(self._clips, sample)
-        known_as = name[self._known_as]
+        known_as = self._known_as(name)
         if not name or (self._trusts and self._take(name, self.index.last(known_as))):
             return
         shard = self._version(name.partition(MEMBER)[0]) if place else None
@@ -133,7 +135,7 @@ class _Scan:
                     self._found[name] = header
                     # Files that failed are tried again: a change of permissions keeps the stamp.
                     if not header.reason:
-                        rows.append((name[self._known_as], stamp, *header))
+                        rows.append((self._known_as(name), stamp, *header))
         return rows, len(self._left)
 
     @property

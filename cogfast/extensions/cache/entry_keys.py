@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cogfast.core.addresses import distinct
 from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.file_index import FileIndex, to_lines
@@ -212,7 +213,7 @@ def hash_file(path: str, *part: int, version: str | None = None) -> str:
 
 
 def _absolute(name: str) -> str:
-    return name if is_url(name) else os.path.abspath(name)
+    return distinct(name) if is_url(name) else os.path.abspath(name)
 
 
 def _copy_or_none(url: str) -> Path | None:

@@ -26,6 +26,7 @@ from cogfast.config.arguments import conditions_of_run
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.values import printable
+from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
@@ -118,7 +119,7 @@ def write_facts(
     allowed = list(config.allow_import)
     facts = Facts(origins=origins, allow_import=allowed, effective=effective, **numbers)
     try:
-        write_text(folder / FACTS, json.dumps(asdict(facts), indent=1, default=str) + "\n")
+        write_text(folder / FACTS, json.dumps(shown(asdict(facts)), indent=1, default=str) + "\n")
     except WriteError as error:
         logger.warning("%s; training continues", error)
 

@@ -16,6 +16,7 @@ from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_
 from cogfast.config.json_files import brief
 from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.values import counted, show
+from cogfast.core.addresses import shown
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.distributed.parallelize import run_without_dynamo
@@ -156,7 +157,7 @@ def sample(
         of_prompt = prompt.index // num_copies
         given = {name: of_name[of_prompt] for name, of_name in files.items()}
         rows.append(row | {name: str(path) for name, path in given.items() if path is not None})
-    text = json.dumps(settings | {"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(shown(settings | {"prompts": rows}), indent=2, ensure_ascii=False) + "\n"
     try:
         # Before the first video, so that a run that fails has its settings, too.
         groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))

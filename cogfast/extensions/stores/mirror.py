@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from cogfast.core.addresses import each_text
 from cogfast.core.files import UNFINISHED
 from cogfast.extensions.stores import store
 from cogfast.extensions.stores.store import Stat, StoreError
@@ -51,11 +52,7 @@ def name_of(path: Path | str) -> str:
 
 def with_urls(node: Any) -> Any:
     """Return plain values with URLs in place of the folders that stand for them, for files and other machines."""
-    if isinstance(node, dict):
-        return {key: with_urls(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [with_urls(value) for value in node]
-    return name_of(node) if isinstance(node, str) else node
+    return each_text(node, name_of)
 
 
 def named_by_urls(message: str) -> str:

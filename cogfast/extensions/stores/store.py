@@ -324,7 +324,7 @@ def local_copy(
         found = stat(name)
         version, num_bytes = found.version, found.num_bytes
     key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
-    copy = folder / key[:2] / (key + os.path.splitext(name)[1][:16])
+    copy = folder / key[:2] / (key + os.path.splitext(re.split("[?#]", name)[0])[1][:16])
     start, size = part or (0, num_bytes)
     if files.is_kept(copy, size):
         return copy

@@ -23,6 +23,7 @@ import cogfast.extensions.stores.mirror as mirror
 from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_json
 from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
+from cogfast.core.addresses import each_text, shown
 from cogfast.core.files import (
     DamageError,
     check_checksum,
@@ -188,7 +189,9 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     # The text ends before the closing brace: its checksum follows as the last entry.
     text = json.dumps(manifest)[:-1]
     checksum = checksum_of_bytes(text.encode())
-    (folder / "manifest.json").write_text(f'{text}, "checksum": "{checksum}"}}')
+    file, config = folder / "manifest.json", manifest.get("config")
+    file.touch(0o666 if shown(config) == config else 0o600)
+    file.write_text(f'{text}, "checksum": "{checksum}"}}')
 
 
 def read_manifest(path: Path, schema: dict = MANIFEST) -> dict:
@@ -229,11 +232,7 @@ def _from_start(run: Path, path: str) -> str:
 
 def _with_infinities(node: Any) -> Any:
     """Return a stored value with the numbers that JSON has not, which are stored as text."""
-    if isinstance(node, dict):
-        return {key: _with_infinities(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_with_infinities(value) for value in node]
-    return float(node) if node in ("Infinity", "-Infinity") else node
+    return each_text(node, lambda text: float(text) if text in ("Infinity", "-Infinity") else text)
 
 
 def trained_settings(path: Path) -> dict[str, tuple[object, str]]:

@@ -296,14 +296,11 @@ def _require_sections(config: Config, *names: str) -> None:
 
 
 def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _strings(value, f"{key}.{name}")
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from _strings(value, f"{key}.{i}")
-    elif isinstance(node, str):
+    if isinstance(node, str):
         yield key, node
+    items = enumerate(node) if isinstance(node, list) else ()
+    for name, value in node.items() if isinstance(node, dict) else items:
+        yield from _strings(value, f"{key}.{name}")
 
 
 def _placeholders(config: Config) -> Iterator[tuple[str, str]]:

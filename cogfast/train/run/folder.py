@@ -32,6 +32,7 @@ from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArgument
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves, to_dicts
 from cogfast.config.values import counted, cut, printable
+from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
 from cogfast.distributed.process_groups import ProcessGroups
@@ -512,11 +513,12 @@ def describe_run(
         text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
         logger.warning(text, key, classes[key]["name"])
     shutil.rmtree(folder / "hang", ignore_errors=True)  # stacks of an earlier start
-    changes_of_code = git("diff", "HEAD")
+    changes_of_code = shown(git("diff", "HEAD"))
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
         if changed or not (folder / _CONFIG).is_file():
-            write_text(folder / f"training_config{mark if changed else ''}.yaml", config.to_yaml())
+            name, text = f"training_config{mark if changed else ''}.yaml", config.to_yaml()
+            write_text(folder / name, text, 0o666 if shown(text) == text else 0o600)
         write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
         if changes_of_code:
             write_text(folder / f"changes{mark}.diff", changes_of_code + "\n")

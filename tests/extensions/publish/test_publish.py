@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from cogfast.__main__ import main
+from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from tests.support.runs import Run
 from tests.support.tiny_run import read_run_weights
 
@@ -203,6 +204,23 @@ def test_nothing_of_the_data_is_published(
     # The trainers' scale of the first frame is not the pipeline's.
     assert "pipe.vae.register_to_config(invert_scale_latents=False)" in body
     assert 'subfolder="transformer"' in body
+
+
+ODD = "<img src=x onerror=a()> | \u202ex\x1b[31m\n# b"  # of HTML, Markdown, direction and terminals
+
+
+def test_the_card_of_a_received_run_is_plain(run: Run) -> None:
+    done = run.with_args(save_interval=1).train(steps=1)
+    manifest = read_manifest(done.checkpoint)
+    keys = ("lr", "lr_schedule", "seed")
+    manifest["config"]["args"] |= dict.fromkeys(keys, ODD)
+    manifest["config"]["data"]["params"] |= {"video_size": [ODD, ODD], "fps": ODD}
+    write_manifest(done.checkpoint, manifest)
+    assert main(["publish", str(done.path), REPO, "--dry-run"]) == 0
+    text = (done.path / "hub" / "README.md").read_text()
+    assert all(c.isprintable() or c == "\n" for c in text) and "<img" not in text
+    rows = [line for line in text.splitlines() if "&lt;img src=x onerror=a()&gt; &#124;" in line]
+    assert len(rows) == 5 and all(row.count("|") == 3 for row in rows)
 
 
 def test_only_files_of_the_run_are_published(

@@ -1,0 +1,50 @@
+"""Texts as they are shown: addresses without user, password, query and fragment, and no tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+# A quote, the scheme, and the rest up to that quote, a blank or the next address. Paths have one slash.
+_SCHEME = r"(?<![a-z0-9+.-])[a-z0-9+.-]{2,}+:/"
+_ADDRESS = re.compile(rf"(?i)([\"'])?({_SCHEME}/?)((?:(?!{_SCHEME}/)(?(1)(?!\1))[^\s<>])*)")
+_HAS_PASSWORD = re.compile(r"(?!\[)[^/@:]*:(?!\d{1,5}(?:[/?#]|$))")  # behind the colon is no port
+_USER = re.compile(r"(?i)^(?!abfss?:|az:|wasbs?:)([^/]*/{1,2}+)[^/?#]*@")  # Azure: a container
+_TIMES = r"#t=[\d.,e+-]*(?:~[0-9a-f]{16})?$"  # of a part of a video
+_REST = re.compile(rf"(?!{_TIMES})[?#].*?(?={_TIMES}|$)")
+_NAMES = r"(?i:bearer |(?:token|secret|password|signature|api_?key)=[\"']?)|\b(?:hf|gh[a-z])_(?=[^\W_]{16})"
+_TOKEN = re.compile(rf"({_NAMES})[^\s\"'&<>,;()\\]{{8,}}")
+
+
+def each_text(node: Any, change: Callable[[str], Any]) -> Any:
+    """Return plain values with change(text) in place of each text but the keys of mappings."""
+    if isinstance(node, dict):
+        return {key: each_text(value, change) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [each_text(value, change) for value in node]
+    return change(node) if isinstance(node, str) else node
+
+
+def shown(node: Any) -> Any:
+    """Return a text, or plain values with texts, without what may be secret in it."""
+    hide = lambda text: _ADDRESS.sub(_short, text) if ":/" in text else text
+    return each_text(node, lambda text: _TOKEN.sub(r"\1...", hide(text)))
+
+
+def distinct(name: str, start: int = 0) -> str:
+    """Return a name from `start` on, or the whole as it is shown, with a hash, if that leaves out something."""
+    if ":/" not in name or (text := shown(name)) == name:
+        return name[start:]
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{text}~{digest}"
+
+
+def _short(found: re.Match) -> str:
+    quote, scheme, whole = found.groups("")
+    place = whole.rstrip("\\\"',;:.)]}")
+    end = whole[len(place) :]  # of a sentence or a list around the address
+    if _HAS_PASSWORD.match(place):  # a / or @ may be in it
+        place = place.rpartition("@")[2] * ("@" in place)
+    return quote + _REST.sub("", _USER.sub(r"\1", scheme + place), count=1) + end

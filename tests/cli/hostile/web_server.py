@@ -1,0 +1,64 @@
+"""A web server on the loopback that serves a folder under any query, and keeps the requests."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class WebServer(ThreadingHTTPServer):
+    """requests: "METHOD path?query" of each. address: without a slash at the end."""
+
+    daemon_threads = True
+    requests: list[str]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, has_body: bool) -> None:
+        assert isinstance(self.server, WebServer), "web_server makes one"
+        self.server.requests.append(f"{self.command} {self.path}")
+        file = Path(self.translate_path(self.path))
+        if not file.is_file():
+            self.send_error(404)
+            return
+        data = file.read_bytes()
+        start, end = 0, len(data)
+        if given := self.headers["Range"]:
+            first, _, last = given.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(end, int(last) + 1) if last else end
+        self.send_response(206 if given else 200)
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{len(data)}"')
+        if given:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.end_headers()
+        if has_body:
+            self.wfile.write(data[start:end])
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[WebServer]:
+    server = WebServer(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+    server.requests = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
