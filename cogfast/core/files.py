@@ -11,14 +11,12 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +25,6 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".incomplete"  # suffix of files that are being written
-CHECKSUM = ".xxh3"  # suffix of a file that has the checksum of the one beside it
 # Between two lines about the lock of another process; until one that does not move is removed
 SECONDS_OF_LINE, SECONDS_OF_LOCK = 60.0, 600.0
 SECONDS_OF_NFS = 60.0  # for which it may answer from what it knew before another machine wrote
@@ -136,12 +133,6 @@ def refuse_links(run: Path) -> None:
                     raise ValueError(text + "replace it by a file or a folder, or remove it")
 
 
-def refuse_link(*folders: Path) -> None:
-    """Raise OSError if a link is in the place of a folder that several users may write to."""
-    for folder in filter(Path.is_symlink, folders):
-        raise OSError(errno.ELOOP, "it is a link", str(folder))
-
-
 @contextmanager
 def locked(path: Path, notice: str = "") -> Iterator[tuple[Any, str, bool]]:
     """Hold the lock of a file between the processes and threads of this machine.
@@ -182,14 +173,6 @@ def locked(path: Path, notice: str = "") -> Iterator[tuple[Any, str, bool]]:
         if is_lost:
             path.unlink(missing_ok=True)
         time.sleep(0.02)
-
-
-def remove_abandoned(folders: Path) -> None:
-    """Remove the folders in which no process holds the lock of the file `lock` any more."""
-    for folder in folders.glob("*"):
-        with suppress(OSError), open_own(folder / "lock", "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
 
 
 def is_private(path: Path) -> bool:
@@ -360,32 +343,3 @@ def check_checksum(path: Path, checksum: str, name: str | None = None) -> None:
         raise DamageError(
             f"{name} is damaged: its checksum is {found}, it was written with {checksum}"
         )
-
-
-def keep(draft: Path, path: Path) -> None:
-    """Give a draft its name, once it is on the disk and its checksum lies beside it."""
-    sync(draft)
-    with open_own(Path(f"{path}{CHECKSUM}"), "w") as file:
-        file.write(checksum_of(draft))
-    draft.replace(path)
-
-
-def is_kept(path: Path, num_bytes: int | None) -> bool:
-    """Return whether a file that `keep` has named is there and whole, and note its use."""
-    try:
-        with open_own(path, "rb", buffering=0) as file:
-            about = os.fstat(file.fileno())
-            with suppress(PermissionError):  # it is another user's
-                os.utime(file.fileno())
-        _check_kept(path, about.st_ino)
-        return num_bytes is None or about.st_size == num_bytes
-    except (OSError, DamageError) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.warning("%s: %s; it is copied again", path, getattr(error, "strerror", error))
-        return False
-
-
-@lru_cache(1 << 16)  # a process reads each file once for this
-def _check_kept(path: Path, inode: int) -> None:
-    with open_own(Path(f"{path}{CHECKSUM}"), "r") as file:
-        check_checksum(path, file.read(16))

@@ -16,11 +16,10 @@ from cogfast.core.files import (
     checksum_of,
     checksum_of_bytes,
     is_disk_full,
-    is_kept,
-    keep,
     write_text,
     write_whole,
 )
+from cogfast.extensions.stores.copies import is_kept, keep
 from tests.support.refusals import assert_refused
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cogfast.core import files
+from cogfast.extensions.stores import copies
 from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
 from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
 
@@ -326,16 +327,16 @@ def local_copy(
     key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
     copy = folder / key[:2] / (key + os.path.splitext(re.split("[?#]", name)[0])[1][:16])
     start, size = part or (0, num_bytes)
-    if files.is_kept(copy, size):
+    if copies.is_kept(copy, size):
         return copy
     # One process downloads, while the others of this machine wait for it.
     with writing_cache(folder), files.locked(folder / f"locks/{int(key, 16) % _NUM_LOCKS}") as lock:
-        if files.is_kept(copy, size):
+        if copies.is_kept(copy, size):
             return copy
         whole = stat(name).num_bytes if num_bytes is None else num_bytes
         size = max(0, min(whole if size is None else size, whole - start))
         copy.parent.mkdir(parents=True, exist_ok=True)
-        files.refuse_link(copy.parent)
+        copies.refuse_link(copy.parent)
         draft = copy.with_name(f"{copy.name}.{os.urandom(6).hex()}{files.UNFINISHED}")
         try:
             for is_full in (False, True):
@@ -351,7 +352,7 @@ def local_copy(
             if version != _UNCHANGING and stat(name).version != version:
                 text = "changed since it was listed; start again, with files that stay as they are"
                 raise StoreError(f"{name}: {text}")
-            files.keep(draft, copy)
+            copies.keep(draft, copy)
         finally:
             draft.unlink(missing_ok=True)
     return copy
@@ -362,7 +363,7 @@ def local_cache() -> tuple[Path, int]:
     folder, limit = parse_cache(os.environ.get(CACHE_VARIABLE) or f"{files.user_cache()}/objects")
     with writing_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        files.refuse_link(folder / "locks", folder / "folders")
+        copies.refuse_link(folder / "locks", folder / "folders")
         return folder, limit or shutil.disk_usage(folder).total // 2
 
 
@@ -427,7 +428,7 @@ def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
 def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> int:
     """Remove the copies that were used least recently to have `num_bytes` free; return what is left."""
     found, in_use = [], 0
-    files.remove_abandoned(folder / "folders")
+    copies.remove_abandoned(folder / "folders")
     for part in folder.glob("[0-9a-f][0-9a-f]"):
         for entry in [] if part.is_symlink() else os.scandir(part):
             with suppress(FileNotFoundError):
@@ -435,7 +436,7 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> i
                 # mirror.copy_of has linked it, so that to remove it would free nothing.
                 if about.st_nlink > 1:
                     in_use += about.st_size
-                elif not entry.name.endswith(files.CHECKSUM):
+                elif not entry.name.endswith(copies.CHECKSUM):
                     found.append((about.st_mtime, about.st_size, entry.path))
     _check_fits(folder, limit, num_bytes, in_use * (not is_full))
     used = in_use + sum(size for _, size, _ in found)
@@ -449,7 +450,7 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> i
             if age < (_IN_WORK if path.endswith(files.UNFINISHED) else _IN_USE):
                 continue
             os.unlink(path)
-            os.unlink(path + files.CHECKSUM)
+            os.unlink(path + copies.CHECKSUM)
         used -= size
     return used
 

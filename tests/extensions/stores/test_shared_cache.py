@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cogfast.core import files
-from cogfast.core.files import CHECKSUM, checksum_of
-from cogfast.extensions.stores import mirror, store
+from cogfast.core.files import checksum_of
+from cogfast.extensions.stores import copies, mirror, store
+from cogfast.extensions.stores.copies import CHECKSUM
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.extensions.stores.store import StoreError, local_copy
 from tests.support.refusals import assert_refused
@@ -50,7 +51,7 @@ def state(folder: Path) -> dict[str, str | None]:
 
 def as_another_process() -> None:
     """Forget what this process has found whole, and its folders of copies."""
-    files._check_kept.cache_clear()
+    copies._check_kept.cache_clear()
     mirror._local_folder.cache_clear()
 
 
@@ -153,8 +154,8 @@ def test_a_copy_without_its_checksum_is_made_again(server, url: str, left: str |
 
 
 def test_a_copy_is_read_once_for_its_checksum(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, sums = [], files.check_checksum
-    monkeypatch.setattr(files, "check_checksum", lambda *given: read.append(given) or sums(*given))
+    read, sums = [], copies.check_checksum
+    monkeypatch.setattr(copies, "check_checksum", lambda *given: read.append(given) or sums(*given))
     as_another_process()
     for _ in range(3):
         local_copy(url)
