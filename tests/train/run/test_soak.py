@@ -51,7 +51,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"SEED": "1"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=7200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     untrained, trained = re.findall(
