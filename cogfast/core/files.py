@@ -74,14 +74,17 @@ def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1, flags:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
                 raise OSError(errno.EISDIR, "")
-            if not about.st_size and of_mode & os.O_ACCMODE == os.O_RDONLY:
-                os.pread(descriptor, 1, 0)  # ESPIPE of /proc/kmsg, which would wait
+            # /proc/kmsg counts as a file without bytes, and a read of it would wait.
+            is_read = of_mode & os.O_ACCMODE == os.O_RDONLY
+            if is_read and not about.st_size and os.pread(descriptor, 1, 0):
+                raise OSError(errno.ESPIPE, "")
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            kinds = {errno.ELOOP: "it is a link", errno.ESPIPE: "it has no content yet"}
-            kinds[errno.EISDIR] = "it is not a regular file"
-            why = kinds.get(error.errno or 0, error.strerror)
+            kinds = dict.fromkeys(
+                (errno.EISDIR, errno.ESPIPE, errno.EAGAIN), "it is not a regular file"
+            )
+            why = (kinds | {errno.ELOOP: "it is a link"}).get(error.errno or 0, error.strerror)
             raise OSError(error.errno, why, name) from None
         return descriptor
 

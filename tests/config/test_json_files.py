@@ -81,7 +81,7 @@ def test_a_file_that_would_wait_is_refused(tmp_path: Path, monkeypatch: pytest.M
     os.mkfifo(file)
     writer = os.open(file, os.O_RDWR)  # the pipe has a writer, which writes nothing
     monkeypatch.setattr(stat, "S_ISREG", lambda mode: True)
-    line = "training_config.yaml: cannot be read (it has no content yet); give a YAML"
+    line = "training_config.yaml: cannot be read (it is not a regular file); give a YAML"
     assert_refused(lambda: read_yaml(file, "training_config.yaml"), line)
     os.close(writer)
 

@@ -229,7 +229,7 @@ def test_data_without_a_common_folder_leave_none_in_the_current_one(names, tmp_p
         planted.write_text('["planted", "version", 1]')
         monkeypatch.chdir(planted.parent)
         packed = PackedStrings(names)
-        index, common = video_headers._index_of(ClipList(files=packed, captions=packed))
+        index, common = video_headers.index_of(ClipList(files=packed, captions=packed))
         assert index.last("planted") is None
         index.add([("name", "version", 1)])
         assert not names[0].startswith("/") or common == ""

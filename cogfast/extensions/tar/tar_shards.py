@@ -78,7 +78,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         names = (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
     if number < 2:
         raise SourceError(
-            f"{pattern[:80]}: {found[0][:40]} is not a range or list; use {{000..099}} or {{a,b}}"
+            f"{pattern[:200]}: {found[0][:40]} is not a range or list; use {{000..099}} or {{a,b}}"
         )
     for name in names:
         yield from _expanded(pattern[: found.start()] + name + pattern[found.end() :])

@@ -428,7 +428,7 @@ def test_a_file_that_is_no_page_is_kept(tmp_path: Path) -> None:
     assert path.read_text() == "<h1>mine</h1>"
     path.unlink()
     os.mkfifo(path)  # a run that opened it would wait for ever
-    line = "index.html: not a regular file; move it, or use --out"
+    line = "index.html: cannot be read (it is not a regular file); move it, or use --out"
     assert_refused(lambda: write_page(path, "<html>"), line)
 
 
