@@ -282,7 +282,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
     sys.exit(main(["train", "--base", "missing.yaml"]))
 groups = start_processes()
 # One write, since both ranks print at the same time.
-os.write(1, f"started {groups.gather(groups.rank)}\n".encode())
+os.write(1, f"started {groups.gather(groups.rank)}\\n".encode())
 groups.close()
 """
 
