@@ -25,14 +25,15 @@ def _of_others() -> set[str]:
     """Return the top-level modules of Python and of the distributions that cogfast depends on."""
     needed, waiting = set[str](), ["cogfast"]
     while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name not in needed:
+        if (name := _plain(waiting.pop())) not in needed:
             needed.add(name)
             with suppress(metadata.PackageNotFoundError):
                 lines = [n for n in metadata.requires(name) or () if "extra ==" not in n]
                 waiting += [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
-    modules = metadata.packages_distributions().items()
-    of_others = {
-        m for m, found in modules if needed & {re.sub(r"[-_.]+", "-", n).lower() for n in found}
-    }
+    found = metadata.packages_distributions().items()
+    of_others = {module for module, names in found if needed & {*map(_plain, names)}}
     return {*sys.stdlib_module_names, *of_others, "cogfast"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

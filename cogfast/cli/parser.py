@@ -131,10 +131,8 @@ def check_run(prog: str, argv: Sequence[str], given: Sequence[str]) -> None:
     elif path.is_file() or (path / RUN_CONFIG).is_file():
         return
     elif path.is_dir():
-        text, files = (
-            f"{name_of(path)} is a folder of runs, and no run",
-            [*path.glob(f"*/{RUN_CONFIG}")],
-        )
+        text = f"{name_of(path)} is a folder of runs, and no run"
+        files = [*path.glob(f"*/{RUN_CONFIG}")]
     else:
         # A name without a folder may be that of a run in the default of args.save.
         folders = [path.parent, *([Path("runs")] if path.parent == Path() else [])]

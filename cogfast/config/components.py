@@ -340,9 +340,8 @@ def _arguments(
         arguments[name] = Argument(_fit(value, hints.get(name, Any), key), key)
     if given is not None:
         for name in given:
-            if name not in parameters and not any(
-                p.kind is p.VAR_KEYWORD for p in parameters.values()
-            ):
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            if name not in parameters and not takes_all:
                 key = join(where, "target")
                 raise KeyProblem(key, f"{key}={path} must accept the argument {name}")
         _require(target, parameters, {*arguments, *given}, where_params)

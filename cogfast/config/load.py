@@ -197,11 +197,9 @@ def _locate(path: str | Path) -> Path:
     """Return `path`, or cogfast's own file for a missing `sft.yaml`, `control.yaml` or `configs/sft.yaml`."""
     path = Path(path)
     file = next(CONFIGS.rglob(path.name), None) if path.suffix == ".yaml" else None
-    is_named = file is not None and path in (
-        Path(file.name),
-        Path("configs", file.relative_to(CONFIGS)),
-    )
-    return file if file is not None and is_named and not path.exists() else path
+    if file is None or path.exists():
+        return path
+    return file if path in (Path(file.name), "configs" / file.relative_to(CONFIGS)) else path
 
 
 def _near(path: str | Path) -> str:

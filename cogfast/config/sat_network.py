@@ -452,18 +452,15 @@ def autoencoder_arguments(params: Mapping, where: str, unused: dict[str, str]) -
     arguments = _read(own, AutoencoderParams, where, unused, "VideoAutoencoderInferenceWrapper")
     _require(params, nested[:2], where)
     for name, target in zip(nested[:2], ("Encoder3D", "Decoder3D"), strict=True):
-        paths = [
-            f"{home}.cp_enc_dec.ContextParallel{target}" for home in ("vae_modules", "sgm.modules")
-        ]
+        homes = "vae_modules", "sgm.modules"
+        paths = [f"{home}.cp_enc_dec.ContextParallel{target}" for home in homes]
         coder = _module(params, name, paths, where)
         where_coder = join(where, f"{name}.params")
         arguments[name] = _read(coder, CoderParams, where_coder, unused, "encoder_config")
     autoencoder_sizes(arguments["encoder_config"], arguments["decoder_config"])
     if params.get("regularizer_config") is not None:
-        regularizers = [
-            REGULARIZER,
-            "sgm.modules.autoencoding.regularizers." + REGULARIZER.split(".")[-1],
-        ]
+        last = REGULARIZER.rpartition(".")[2]
+        regularizers = [REGULARIZER, f"sgm.modules.autoencoding.regularizers.{last}"]
         chosen = _module(params, "regularizer_config", regularizers, where)
         _read(chosen, _RegularizerParams, join(where, "regularizer_config.params"), unused)
     return arguments

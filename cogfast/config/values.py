@@ -141,10 +141,8 @@ def printable(text: str, keep: str = "") -> str:
     """
     if (text := shown(text)).isprintable():
         return text
-    escaped = (c.encode("unicode_escape").decode() for c in text)
-    return "".join(
-        c if c.isprintable() or c in keep else e for c, e in zip(text, escaped, strict=True)
-    )
+    escaped = lambda c: c.encode("unicode_escape").decode()
+    return "".join(c if c.isprintable() or c in keep else escaped(c) for c in text)
 
 
 @dataclass(frozen=True, slots=True)

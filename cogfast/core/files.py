@@ -81,10 +81,9 @@ def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1, flags:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            kinds = dict.fromkeys(
-                (errno.EISDIR, errno.ESPIPE, errno.EAGAIN), "it is not a regular file"
-            )
-            why = (kinds | {errno.ELOOP: "it is a link"}).get(error.errno or 0, error.strerror)
+            odd = errno.EISDIR, errno.ESPIPE, errno.EAGAIN
+            kinds = dict.fromkeys(odd, "it is not a regular file") | {errno.ELOOP: "it is a link"}
+            why = kinds.get(error.errno or 0, error.strerror)
             raise OSError(error.errno, why, name) from None
         return descriptor
 
@@ -187,9 +186,8 @@ def is_private(path: Path) -> bool:
     for each in {real, here, *real.parents, *here.parents}:
         with suppress(FileNotFoundError):
             about = os.stat(each)
-            is_shared = (
-                about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX
-            )
+            others = stat.S_IWGRP | stat.S_IWOTH
+            is_shared = about.st_mode & others and not about.st_mode & stat.S_ISVTX
             if is_shared or about.st_uid not in (0, os.geteuid()):
                 return False
     return True

@@ -223,11 +223,7 @@ def choose(
             return "a picture, of which start and end select nothing; leave them out"
         kept = lambda pair: round(kept_share(header.height, header.width, pair[1]), 9)
         best = max(pictures, key=kept, default=None)  # the smallest of equals
-        return (
-            f"a picture, not a video; to train on pictures, {ADD_BUCKET}"
-            if best is None
-            else best[0]
-        )
+        return best[0] if best else f"a picture, not a video; to train on pictures, {ADD_BUCKET}"
     try:
         times = _times(header, span)
     except ValueError as error:

@@ -532,12 +532,8 @@ class VideoList(ListedVideos):
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
-        for key, name in (
-            ("control_column", self.control_column),
-            ("mask_column", self.mask_column),
-        ):
-            if store.exists(store.join(folder, name)):
-                columns[key] = name
+        others = {"control_column": self.control_column, "mask_column": self.mask_column}
+        columns |= {k: name for k, name in others.items() if store.exists(store.join(folder, name))}
         files = {key: store.join(folder, name) for key, name in columns.items()}
         return read_lists(files, allow_empty_captions)
 

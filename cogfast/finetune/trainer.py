@@ -142,11 +142,8 @@ class _Run(cogfast.train.trainer.Trainer):
         loss: Any = self.owner.compute_loss(batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        what = (
-            f"tensor of shape {list(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
+        is_tensor = isinstance(loss, Tensor)
+        what = f"tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
         raise ValueError(
             f"{type(self.owner).__name__}.compute_loss returned a {what}; return the loss "
             "alone, a tensor of one number"

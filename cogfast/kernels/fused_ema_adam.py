@@ -275,9 +275,8 @@ class FusedEmaAdam(torch.optim.Optimizer):
             self.update(params, group)
             # Lets autograd refuse a backward through the weights before the update.
             copies = self.low_precision_copies
-            torch.autograd.graph.increment_version(
-                [*params, *(copies[p] for p in params if p in copies)]
-            )
+            changed = [*params, *(copies[p] for p in params if p in copies)]
+            torch.autograd.graph.increment_version(changed)
             if self.other_ema is not None:
                 for p in params:
                     state = self.state_of(p)

@@ -55,13 +55,12 @@ class LoraLinear(nn.Module):
         super().__init__()
         out_features, in_features = original.weight.shape
         names = [str(i) for i in (range(num_parts) if parts is None else sorted(parts))]
-        make = lambda rows, columns: nn.Parameter(original.weight.new_zeros(rows, columns))
+        make = lambda *shape: nn.Parameter(original.weight.new_zeros(shape))
         self.original, self.num_parts, self.kernels = original, num_parts, kernels
+        rows = out_features // num_parts
         # The names are SAT's, so that its checkpoints map one to one.
         self.matrix_A = nn.ParameterDict({name: make(rank, in_features) for name in names})
-        self.matrix_B = nn.ParameterDict(
-            {name: make(out_features // num_parts, rank) for name in names}
-        )
+        self.matrix_B = nn.ParameterDict({name: make(rows, rank) for name in names})
         self.scaling = alpha / rank
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
 

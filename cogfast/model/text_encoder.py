@@ -465,9 +465,8 @@ def _check_vocabulary(tokenizer, folder: Path) -> None:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     odd = [token for token in added if not _ADDED_TOKEN.fullmatch(token)]
     if odd or ended != [*ids, _END]:
-        wrong = (
-            f"added tokens such as {brief(odd[0])!r}" if odd else f"{ended} for a caption of {ids}"
-        )
+        of_text = f"{ended} for a caption of {ids}"
+        wrong = f"added tokens such as {brief(odd[0])!r}" if odd else of_text
         raise ValueError(
             f"model_dir={folder}: its tokenizer has {wrong}; T5's appends </s> = {_END}; copy the "
             "tokenizer's files of the T5 download again"

@@ -315,12 +315,8 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     # Rotary and table exclude each other, except in 5B-I2V, which adds a learned table.
     size = (config.grid, config.text_length, config.hidden_size)
     if config.position == "sincos":
-        scales = (
-            config.time_interpolation,
-            config.height_interpolation,
-            config.width_interpolation,
-        )
-        table = PositionTable(*size, interpolation=scales)
+        of_sides = config.height_interpolation, config.width_interpolation
+        table = PositionTable(*size, interpolation=(config.time_interpolation, *of_sides))
     elif config.learnable_position:
         table = PositionTable(*size, interpolation=None)
     return table, rotary

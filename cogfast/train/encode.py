@@ -154,14 +154,8 @@ class Encoder(FrozenEncoders):
             encoded["given_frames"] = self._given_pixels(batch, pixels)
         if "masked_video" in self.conditions:
             encoded["masked_video_latents"] = self._masked_video(batch, pixels, rng)
-        replaced = (
-            "mp4",
-            "latent_mean",
-            "latent_logvar",
-            "control",
-            "control_mean",
-            "control_logvar",
-        )
+        kinds = ("latent_mean", "latent_logvar", "control_mean", "control_logvar")
+        replaced = ("mp4", "control", *kinds)
         return {key: value for key, value in batch.items() if key not in replaced} | encoded
 
     def num_frames(self, batch: dict) -> int:
@@ -169,9 +163,8 @@ class Encoder(FrozenEncoders):
         for key in ("encoded_videos", "latent_mean"):
             if key in batch:
                 return num_pixel_frames(batch[key].shape[2])
-        return (
-            num_pixel_frames(batch["mp4"].shape[1]) if self.latent_input else batch["mp4"].shape[1]
-        )
+        frames = batch["mp4"].shape[1]
+        return num_pixel_frames(frames) if self.latent_input else frames
 
     def _latents(self, batch: dict, rng: SlotRandom) -> tuple[Tensor | None, Tensor]:
         pixels, latents = self._unpadded_latents(batch, rng)
@@ -310,9 +303,7 @@ class Encoder(FrozenEncoders):
         assert self.given_frames is not None, "the model has the condition frames"
         # Pictures one after the other, which takes the memory of one.
         parts = [frames] if self.given_frames.is_clip else frames.split(1, dim=2)
-        moments = join_moments(
-            [self.encode_moments(part) for part in parts], partial(torch.cat, dim=2)
-        )
+        moments = join_moments([*map(self.encode_moments, parts)], partial(torch.cat, dim=2))
         latents = self._sample(moments, rng, "image_first_stage", self.image_scale)
         if is_given is not None:
             is_given = is_given.to(latents.device, non_blocking=True)

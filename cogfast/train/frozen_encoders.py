@@ -202,9 +202,8 @@ class FrozenEncoders:
                 self._before_clips(self.first_stage, pixels)
             # Smaller calls need less memory. They do not change how a clip is encoded.
             parts = pixels.split(self.samples_at_a_time or len(pixels))
-            return join_moments(
-                [self.first_stage.encode(part.to(dtype)) for part in parts], torch.cat
-            )
+            moments = [self.first_stage.encode(part.to(dtype)) for part in parts]
+            return join_moments(moments, torch.cat)
 
     def _sample(self, moments: Moments, rng: SlotRandom, purpose: str, scale: float) -> Tensor:
         """Sample latents * scale [B, C, T, h, w] in float32, with new noise for each slot and step."""

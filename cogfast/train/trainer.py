@@ -242,9 +242,8 @@ class Trainer:
         """
         if alpha_sqrt is None:
             alpha_sqrt = self.loss.sigma_sampler.alpha_sqrt(timesteps)
-        return self.diffusion.denoiser.denoise(
-            self.engine, latents, alpha_sqrt, conditioning, timesteps
-        )
+        denoise = self.diffusion.denoiser.denoise
+        return denoise(self.engine, latents, alpha_sqrt, conditioning, timesteps)
 
     def _is_prior(self, batch: dict) -> Tensor | None:
         """Return which samples [B] have the base model's own estimate as target; None if it is not needed.
@@ -397,9 +396,8 @@ class Trainer:
             log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
             warn_of_image_scale(self.config, is_end=True)
             return
-        reason = (
-            stop.reason if stop.is_stopping else f"args.exit_interval={self.args.exit_interval}"
-        )
+        interval = self.args.exit_interval
+        reason = stop.reason if stop.is_stopping else f"args.exit_interval={interval}"
         logger.info(
             "stopped at step %d of %d by %s; %s",
             self.step,

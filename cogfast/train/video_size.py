@@ -112,9 +112,7 @@ def warn_of_pipeline_positions(config: Config) -> None:
     sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
     if model.learnable_position:
         held = model.grid.t
-        few = sorted(
-            {size.num_frames for size in sizes if size.num_frames > 1 and size.frames < held}
-        )
+        few = sorted({s.num_frames for s in sizes if s.num_frames > 1 and s.frames < held})
         if few:
             logger.warning(
                 "videos of %s frames use a part of the learned position table, which has %d latent "

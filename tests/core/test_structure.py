@@ -302,8 +302,8 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47866,
-    "lines of the core": 26290,
+    "lines of the package": 47758,
+    "lines of the core": 26243,
     "the core's share in percent": 54,
     "imports of extensions by the core": 103,
     "files of the core that import extensions": 48,
@@ -313,9 +313,9 @@ CEILINGS = {
     "dotted keys": 144,
     "sections that are parsed again": 29,
     "files that import stores": 39,
-    "lines of trainer.py": 411,
+    "lines of trainer.py": 409,
     "imports of trainer.py": 22,
-    "lines of the longest function": 144,
+    "lines of the longest function": 143,
     "attributes of a class": 27,
 }
 # {file of the core: modules of extensions that it still imports}. Rows and words may go, none may come.

@@ -174,10 +174,9 @@ def read_labels(
 ) -> Iterator[tuple[str | None, str, bool]]:
     """Yield the label file of each video (None: there is none), its first line, and whether more text follows."""
     if store.is_url(folder):
-        beside = {store.parent(sat_label(f"{folder}/x")), folder}
-        beside |= (
-            {store.join(store.parent(folder), "labels")} if folder.endswith("/videos") else set()
-        )
+        beside = {store.parent(sat_label(f"{folder}/x"))}
+        if folder.endswith("/videos"):
+            beside.add(store.join(store.parent(folder), "labels"))
         for other in beside - {folder}:
             files = {**files, **store.find(other)}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-import itertools
 import json
 import logging
 import math
@@ -193,9 +192,7 @@ def read_manifest(
     if not texts["path"]:
         raise ValueError(f"{file}: no sample in it; add rows with a video and a caption")
     try:
-        found = store.stats(
-            itertools.chain.from_iterable(texts[n] for n in texts if n != "caption")
-        )
+        found = store.stats(name for n in texts if n != "caption" for name in texts[n])
     except store.StoreError as error:
         raise ValueError(f"{file}: {error}") from None
     is_gone = find_missing(texts["path"], found)
@@ -235,9 +232,8 @@ def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
         yield from _csv_rows(file, tensors)
         return
     others = tensors
-    for place, row in (
-        _list_entries(file) if file.lower().endswith(".json") else _line_entries(file)
-    ):
+    entries = _list_entries if file.lower().endswith(".json") else _line_entries
+    for place, row in entries(file):
         if not isinstance(row, dict):
             raise ValueError(
                 f"{file}: {place} must be an object with path and caption, {{...}}; correct it"

@@ -106,10 +106,8 @@ def contact_sheet(
     strips = [_frames_of(video) for video in videos]
     width = max(map(len, strips)) * (_FRAME_WIDTH + _GAP) + _GAP  # of a column
     letters = round((width - 2 * _GAP) / font.getlength("x"))  # in a line
-    texts = [
-        textwrap.wrap(caption, letters, max_lines=3, placeholder="…") or [""]
-        for caption in captions
-    ]
+    wrap = lambda text: textwrap.wrap(text, letters, max_lines=3, placeholder="…")
+    texts = [wrap(caption) or [""] for caption in captions]
     heights = [
         len(lines) * _LINE + strip[0].height + 2 * _GAP
         for lines, strip in zip(texts, strips, strict=True)

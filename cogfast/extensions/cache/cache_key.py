@@ -63,10 +63,8 @@ def cache_specs(
     if codes := _codes(config.data, config.allow_import):
         video["code of data.target"] = " ".join(codes)
     node, _ = text_entry(config)
-    specs = {
-        "video": video,
-        "text": {"text encoder": _identity("text encoder", node, config), **common},
-    }
+    text = {"text encoder": _identity("text encoder", node, config), **common}
+    specs = {"video": video, "text": text}
     for name, value in overrides.identity.items():  # encode_video, encode_text
         specs[name.removeprefix("encode_")][name] = value
     return specs

@@ -44,9 +44,8 @@ def encode_clips(
                 [s["video"][frames] for s in together]
             ).cpu()  # sync: into a file
         if has_frames and encoder.image_input:
-            images = torch.stack(
-                [s["images"] if "images" in s else s["video"][0] for s in together]
-            )
+            each = [s["images"] if "images" in s else s["video"][0] for s in together]
+            images = torch.stack(each)
             if num_noised_images:
                 moments = encoder.encode_noised(images.to(device), own_keys, num_noised_images)
                 parts |= _tensors("noised_image_", moments)

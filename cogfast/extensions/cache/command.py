@@ -201,9 +201,8 @@ class _CacheRun:
             files |= source_files(videos, used_samples(videos))
         # Rank 0's list: with own copies of the files, each rank would take part in other rounds.
         trusts = self.datasets[0].settings.trust_index
-        stale = self.groups.on_main(
-            lambda: [*sources.changed(files, trusts), *sources.unreadable(files)]
-        )
+        of_files = lambda: [*sources.changed(files, trusts), *sources.unreadable(files)]
+        stale = self.groups.on_main(of_files)
         random.Random(turn).shuffle(stale)
         if stale:
             logger.info("hashing %s", counted(len(stale), "new or changed video"))

@@ -105,9 +105,8 @@ def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, 
     at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
     # The batch with most pixels decides. Pictures are encoded one by one.
     volume = lambda each: each.num_frames * math.prod(each.pixels)
-    clips = [
-        times * volume(each) for times, each in batch_sizes(config, model) if each.num_frames > 1
-    ]
+    sizes = batch_sizes(config, model)
+    clips = [times * volume(each) for times, each in sizes if each.num_frames > 1]
     most = math.ceil(max(clips, default=0) / volume(size))
     batch = max(args.batch_size, args.eval_batch_size or 1) * max(1, most)
     rows, columns = (side * SPATIAL_COMPRESSION for side in (size.height, size.width))

@@ -330,9 +330,8 @@ class CachedVideos(CaptionedVideos):
     def _entry(self, kind: str, key: str, index: int) -> dict[str, Tensor]:
         try:
             entry = self.entries[kind].read(key)
-            if (
-                "logvar" in entry
-            ):  # one number for all of an entry that has one sample of the latents
+            # One number for all of an entry that has one sample of the latents
+            if "logvar" in entry:
                 entry["logvar"] = entry["logvar"].expand(entry["mean"].shape)
             return entry
         except FileNotFoundError:

@@ -86,11 +86,8 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
     sizes = f"in_channels={given} and out_channels={made}"
     if model.conditions is not None:
         fix = f"set {NETWORK_KEY}.in_channels={needed}, or the conditions that the model has"
-        refuse(
-            config,
-            key,
-            f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}",
-        )
+        text = f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}"
+        refuse(config, key, text)
     key = _IMAGE
     text = f"{key}={show(model.noised_image_input)} does not fit {sizes}"
     if given == made:

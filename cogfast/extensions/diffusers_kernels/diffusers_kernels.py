@@ -69,11 +69,8 @@ def _product(
     a, b, scalings = map(list, zip(*adapters.values(), strict=True)) if adapters else ([], [], [])
     # One call adds the adapters of q, k and v, if they are alike.
     is_one_call = len({(len(m), scaling) for m, scaling in zip(a, scalings, strict=True)}) <= 1
-    if (
-        len(apart) < len(layers)
-        or len({each[0].bias is None for each in apart}) > 1
-        or not is_one_call
-    ):
+    are_alike = len(apart) == len(layers) and len({one.bias is None for one, _ in apart}) == 1
+    if not are_alike or not is_one_call:
         return join([layer(x) for layer in layers], -1), None
     # The weights of q, k and v side by side: to copy them takes less than to copy their products.
     weight = join([linear.weight for linear, _ in apart])

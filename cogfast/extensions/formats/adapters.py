@@ -351,9 +351,8 @@ def merge_lora(base: WeightSource, adapter: WeightSource, scale: float = 1.0) ->
         check_finite(f"{adapter.description} with scale {scale:g}", name, merged)
         return merged if shard is None else shard.of(merged)
 
-    return replace(
-        base, description=f"{base.description} with {adapter.description} merged", read=read
-    )
+    merged = f"{base.description} with {adapter.description} merged"
+    return replace(base, description=merged, read=read)
 
 
 def _deltas(adapter: WeightSource, module: str, shape: tuple[int, ...]) -> list[Tensor]:

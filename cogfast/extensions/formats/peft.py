@@ -176,9 +176,8 @@ def peft_tensors(
         for n in names
         for shape in [source.convolutions.get(n, source.shapes[n])]  # the values' order is the same
     ]
-    return tensors, _member_header(source) | {
-        _HEADER_KEYS[0]: json.dumps(_header(source.shapes, names))
-    }
+    header = json.dumps(_header(source.shapes, names))
+    return tensors, _member_header(source) | {_HEADER_KEYS[0]: header}
 
 
 def kohya_tensors(

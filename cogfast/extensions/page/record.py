@@ -247,9 +247,8 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
     for step in [None, *steps]:
         inner, start, names = places[step]
         listing = f"{start}prompts.json"
-        listed = (
-            _read(folder / inner / listing, dict[str, str], problems) if listing in names else {}
-        )
+        path = folder / inner / listing
+        listed = _read(path, dict[str, str], problems) if listing in names else None
         for name, text in (listed or {}).items():
             if not name.startswith(start) or "/" in name or "\0" in name:
                 problems.append(f"{inner}/{listing}: {brief(name)} is no name of a sample")

@@ -195,9 +195,8 @@ def fill_from_pipeline(
     found: list[str] = []
     origins = dict(config.origins)
     stage = model.get("first_stage_config")
-    is_left_out = (
-        is_none(stage) or _is_placeholder(stage, "path") or _is_placeholder(stage, "ckpt_path")
-    )
+    keys = "path", "ckpt_path"
+    is_left_out = is_none(stage) or any(_is_placeholder(stage, key) for key in keys)
     if has_vae and is_left_out:
         # Chunks and tiles are choices of the user, whichever file the weights come from.
         own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}

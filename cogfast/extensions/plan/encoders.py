@@ -82,10 +82,8 @@ class Encoders:
         one = int(frames * area * _WHOLE * scale)
         ways = [("whole", batch * one), ("whole, one by one", one + pixels)]
         few = int(area * _IN_FRAMES * scale) + pixels
-        ways += [
-            ("frames", min(few, one)),
-            ("tiles", min(int(tile * _IN_TILES * scale) + pixels, one)),
-        ]
+        of_tiles = int(tile * _IN_TILES * scale) + pixels
+        ways += [("frames", min(few, one)), ("tiles", min(of_tiles, one))]
         if self.mode != "auto":
             ways = [way for way in ways if way[0].split(",")[0] == self.mode]
         return ways[:1] + ways[2:] if batch == 1 and self.mode in ("auto", "whole") else ways

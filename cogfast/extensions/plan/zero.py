@@ -111,9 +111,9 @@ def lasting_state(transformer: DiffusionTransformer, rules: ZeroRules) -> State:
         parameters = rules.partition(parameters)
     # Position tables, and weights of 8 bits; those in host memory have slots on the device.
     buffers, source = sum(b.nbytes for b in transformer.buffers()), transformer.block_source
-    slots, waiting = (
-        (source.slot_bytes, source.host_bytes) if isinstance(source, HostBlocks) else (0, 0)
-    )
+    slots = waiting = 0
+    if isinstance(source, HostBlocks):
+        slots, waiting = source.slot_bytes, source.host_bytes
     return State(
         weights=parameters * rules.weight_bytes + buffers + slots,
         slots=slots,

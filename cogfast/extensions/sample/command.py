@@ -124,9 +124,8 @@ def sample(
     encoder = assemble_encoder(config, args, transformer, groups)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
-    num_copies, at_a_time = (
-        (args.batch_size, 1) if args.mode == "inference" else (1, args.batch_size)
-    )
+    pair = args.batch_size, 1
+    num_copies, at_a_time = pair if args.mode == "inference" else pair[::-1]
     wanted = []
     for i in range(len(prompts) * num_copies):
         n = i // num_copies
@@ -239,9 +238,8 @@ def _limit_memory(
     The limit is args.vae_memory_gib, else all devices' least free memory. All ranks use the same tiles.
     """
     asked = args.vae_memory_gib
-    budget = (
-        min(groups.gather(free_memory(groups.device)[0])) if asked is None else int(asked * _GIB)
-    )
+    least = lambda: min(groups.gather(free_memory(groups.device)[0]))
+    budget = least() if asked is None else int(asked * _GIB)
     # One plan for all videos, since a plan decides the numbers that come out.
     largest = max(sizes, key=lambda size: size.height * size.width)
     shape = largest.num_frames, *largest.pixels

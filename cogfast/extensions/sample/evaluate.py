@@ -245,9 +245,8 @@ class Evaluator:
         is_strict, step = self.args.strict_eval, batch["step"]
         is_counted = [not is_strict or order.is_in_first_epoch(step, s) for s in batch["slots"]]
         # Held-out data need not have masks.
-        mask = mask_weights(
-            self.diffusion.loss if "mask" in batch else None, batch, self.encoder.patch
-        )
+        loss = self.diffusion.loss if "mask" in batch else None
+        mask = mask_weights(loss, batch, self.encoder.patch)
         return latents, conditioning, rng, torch.tensor(is_counted).to(latents.device), mask
 
     def _band_losses(

@@ -53,11 +53,8 @@ def split_prompts(lines: Sequence[str], name: str) -> list[tuple[str, str]]:
         text = prompt.strip()
         if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
             raise ValueError(f"{name}: {text[:80]!r} is not valid text; write it in UTF-8")
-        if (
-            name == "--prompt"
-            and text.endswith((".txt", ".csv", ".jsonl"))
-            and os.path.isfile(text)
-        ):
+        is_list = text.endswith((".txt", ".csv", ".jsonl"))
+        if name == "--prompt" and is_list and os.path.isfile(text):
             raise ValueError(f"--prompt {text}: is a file; give it with --prompt-file")
     return [(prompt.strip(), image.strip()) for prompt, image in pairs]
 

@@ -45,16 +45,8 @@ _BETWEEN_LOOKS = 0.1  # seconds, after the last step
 _TIE = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 _TIED = [sys.executable, "-I", "-c", _TIE] if sys.platform == "linux" else []
 # Variables of this rank: with them, a command that uses torch.distributed would wait for other ranks.
-_OF_RANK = (
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "OMPI_COMM",
-)
+_OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "OMPI_COMM")
+_OF_RANK += ("LOCAL_", "GROUP_", "ROLE_")
 
 
 class Scores(Watcher):

@@ -38,10 +38,9 @@ def follow_weights(config: Config, loras: Iterable[str] = ()) -> Config:
     loras: adapters beside args.load and args.load_lora.
     """
     args = config.args
-    paths = (
-        [args.get("load"), args.get("load_lora"), *loras] if args.get("attention") is None else []
-    )
-    for path in filter(None, paths):
+    if args.get("attention") is not None:
+        return config
+    for path in filter(None, (args.get("load"), args.get("load_lora"), *loras)):
         stored = _stored_attention(Path(path))
         if stored not in (None, "dense"):
             logger.info(

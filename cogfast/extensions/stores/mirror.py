@@ -121,9 +121,8 @@ def _local_folder(url: str, *found: tuple[str, Stat]) -> Path:
     for name, about in found:
         copy = store.local_copy(name, about.version, num_bytes=about.num_bytes)
         with store.writing_cache(cache, name):
-            os.link(
-                copy, _inside(place, url, name)
-            )  # stays when the copy is removed from the cache
+            # It stays when the copy is removed from the cache.
+            os.link(copy, _inside(place, url, name))
     return place
 
 

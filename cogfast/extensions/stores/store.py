@@ -267,10 +267,8 @@ def create(name: str, data: bytes) -> bool:
         try:
             fs.pipe_file(path, data, mode="create")
         except OSError as error:
-            is_there = isinstance(error, FileExistsError) or "PreconditionFailed" in repr(
-                error.__cause__
-            )
-            if not is_there:
+            is_refused = "PreconditionFailed" in repr(error.__cause__)
+            if not isinstance(error, FileExistsError) and not is_refused:
                 raise
 
     _call(name, put)

@@ -275,10 +275,7 @@ class BackwardLaunch:
 
 
 def choose_launch(
-    width: int,
-    itemsize: int,
-    has_sums: bool,
-    shared_bytes: int = _SHARED_BYTES_PER_MULTIPROCESSOR,
+    width: int, itemsize: int, has_sums: bool, shared_bytes: int = _SHARED_BYTES_PER_MULTIPROCESSOR
 ) -> BackwardLaunch:
     """Choose 8 columns a thread and as many rows in flight as shared memory holds.
 

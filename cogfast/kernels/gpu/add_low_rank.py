@@ -102,12 +102,7 @@ _LEAST = 16  # tl.dot's smallest inner dimension
 
 
 def launch(
-    x: Tensor,
-    low: Tensor,
-    matrices: list[Tensor],
-    parts: list[int],
-    num_parts: int,
-    scaling: float,
+    x: Tensor, low: Tensor, matrices: list[Tensor], parts: list[int], num_parts: int, scaling: float
 ) -> Tensor:
     """Return y [.., N] from x [.., N], low [.., P r] and the P matrices [N / num_parts, r]."""
     launch = LAUNCH_FP32 if x.dtype == torch.float32 else LAUNCH

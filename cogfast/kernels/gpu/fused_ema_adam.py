@@ -470,8 +470,4 @@ def launch_average(shadow: Tensor, p: Tensor, weight: Tensor) -> None:
 
 
 def _triton_type(dtype: torch.dtype) -> object:
-    return {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-    }[dtype]
+    return getattr(tl, str(dtype).removeprefix("torch."))

@@ -210,12 +210,6 @@ def launch_backward(
     )
     if needs_dbias:
         gelu_dbias_kernel[(cdiv(n, 64),)](
-            partial,
-            dbias,
-            num_programs,
-            N=n,
-            BLOCK_PARTIALS=32,
-            BLOCK_COLUMNS=64,
-            num_warps=4,
+            partial, dbias, num_programs, N=n, BLOCK_PARTIALS=32, BLOCK_COLUMNS=64, num_warps=4
         )
     return dx, dbias

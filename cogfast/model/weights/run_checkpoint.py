@@ -73,9 +73,8 @@ class RunFiles:
         count = max((count for _, count in self._pieces.get((name, kind), {})), default=1)
         wanted = (0, 1) if shard is None else (shard.index, shard.count)
         cut = self._cuts.get(name) or (0, 1)
-        if wanted[1] == count and (
-            count == 1 or shard is None or (shard.dim, shard.num_parts) == cut
-        ):
+        is_cut_so = count == 1 or shard is None or (shard.dim, shard.num_parts) == cut
+        if wanted[1] == count and is_cut_so:
             self._read(out, start, name, kind, wanted)
             return
         # The run had another number of shards: join all of its own, then cut as the caller does.

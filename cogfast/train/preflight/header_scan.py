@@ -44,9 +44,8 @@ def survey_datasets(
         groups.on_all(lambda: _check_copies(train, valid))
     if not any(_needs_scan(dataset, args) for dataset in (train, valid)):
         return datasets, {}
-    found = [
-        _survey_on_all(each, groups) if _needs_scan(each, args) else None for each in (train, valid)
-    ]
+    survey = lambda each: _survey_on_all(each, groups) if _needs_scan(each, args) else None
+    found = [survey(train), survey(valid)]
     bad: dict[str, str] = {}
     if found[0] is not None:
         assert isinstance(train, CaptionedVideos), "only these are scanned"

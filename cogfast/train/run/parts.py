@@ -167,9 +167,8 @@ class Parts:
                 text = "the checkpoint is at step %d, and the run ends at step %d: nothing is left to train; "
                 logger.warning(text + "set args.train_iters above %d", step, num_steps, step)
         # One rank of each machine uploads what its ranks write.
-        self.uploads = Uploads(
-            folder if groups.local_rank == 0 else Path(), check_owner, groups.is_main
-        )
+        local = folder if groups.local_rank == 0 else Path()
+        self.uploads = Uploads(local, check_owner, groups.is_main)
         held.callback(self.uploads.close)
         about = (checkpoint, manifest, config, groups.world_size, own)
         groups.on_main(partial(describe_run, folder, *about))

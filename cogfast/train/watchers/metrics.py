@@ -282,9 +282,8 @@ class Metrics(Watcher):
             return
         self.history.append(line)
         # JSON has no NaN and no infinities.
-        plain = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
-        }
+        is_odd = lambda value: isinstance(value, float) and not math.isfinite(value)
+        plain = {key: None if is_odd(value) else value for key, value in line.items()}
         is_written = self.lines.append(json.dumps(plain).encode() + b"\n")
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
         assert self.tensorboard is not None, "rank 0 opens the writers"
