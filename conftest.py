@@ -25,6 +25,7 @@ if os.environ.get("COGFAST_TEST_ON_GPU") != "1":
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from cogfast.kernels.cpu.library import compile_library, library_file, missing_compiler  # noqa: E402
 from tests.support.s3_server import S3Server, s3_server  # noqa: E402
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # beside each other do not fight for them.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+
+def _compile_cpu_kernels() -> None:
+    """Compile the C++ kernels where `make setup` has not: else their tests are skipped, and forks compile them."""
+    try:
+        library_file()
+    except RuntimeError:
+        return  # this machine has none
+    if not missing_compiler():
+        compile_library()
+
+
+_compile_cpu_kernels()
 
 
 # Files that take longest although none of their tests is slow.

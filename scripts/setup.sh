@@ -26,16 +26,15 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         pip install "$torch"
     fi
 fi
-pip install --quiet setuptools wheel ninja numpy
-# The CPU kernels compile while pip installs the rest. If that fails, the last lines say so.
+pip install --quiet setuptools wheel ninja numpy xxhash
+# The CPU kernels compile while pip installs the rest.
 .venv/bin/python -c 'from cogfast.kernels.cpu.library import compile_library; compile_library()' &
 # DeepSpeed is built from source against the installed torch, without its compiled ops.
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 wait
 pip install --quiet --no-build-isolation --editable '.[test]'
-.venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import HAS_CPU_KERNELS as has; sys.exit(not has)' || {
+.venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import compile_cpu_kernels; sys.exit(compile_cpu_kernels())' || {
     echo "setup: the CPU kernels are not compiled, so that training on a CPU runs PyTorch's ops instead, which"
-    echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2;"
-    echo "setup: '.venv/bin/cogfast doctor --build-kernels' says what fails."
+    echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2."
 } >&2
 echo "setup: .venv is ready; put cogfast on the path: source .venv/bin/activate"

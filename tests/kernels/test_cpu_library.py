@@ -3,12 +3,16 @@
 import fcntl
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -217,6 +221,31 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     shutil.copy(compiled, own)
     own.chmod(0o755)
     return cache / "cogfast" / "kernels" / compiled.name, own
+
+
+def test_make_setup_compiles_beside_pip() -> None:
+    """What the library's module imports is installed when scripts/setup.sh starts to compile it."""
+    setup = Path("scripts/setup.sh").read_text()
+    before, compiling, _ = setup.partition("import compile_library; compile_library()")
+    assert compiling
+    there, waiting = set[str](), re.findall(r"pip install --quiet ([\w ]+)\n", before)[-1].split()
+    waiting.append("torch")
+    while waiting:
+        name = re.split(r"[^\w.-]", waiting.pop())[0].lower().replace("_", "-")
+        if name not in there:
+            there.add(name)
+            with suppress(metadata.PackageNotFoundError):
+                waiting += [n for n in metadata.requires(name) or () if "extra ==" not in n]
+    packages = metadata.packages_distributions()
+    absent = {
+        n for n, of in packages.items() if not there & {d.lower().replace("_", "-") for d in of}
+    }
+    absent -= {"cogfast", "setuptools"}
+    assert {"pydantic", "xxhash"} & absent == {"pydantic"}
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({absent}); import cogfast.kernels.cpu.library"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 OTHERS = {  # what others can do to: the cache's folder, one above it, the file
