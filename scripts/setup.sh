@@ -33,7 +33,7 @@ pip install --quiet setuptools wheel ninja numpy xxhash
 DS_BUILD_OPS=0 pip install --quiet --no-build-isolation deepspeed
 wait
 pip install --quiet --no-build-isolation --editable '.[test]'
-.venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import compile_cpu_kernels; sys.exit(compile_cpu_kernels())' || {
+.venv/bin/python -c 'import sys; from cogfast.kernels.torch_library import compile_cpu_kernels; sys.exit(compile_cpu_kernels() or None)' || {
     echo "setup: the CPU kernels are not compiled, so that training on a CPU runs PyTorch's ops instead, which"
     echo "setup: take longer. They need g++ (Debian: apt install build-essential) on an x86-64 with AVX2."
 } >&2
