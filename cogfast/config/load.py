@@ -87,7 +87,7 @@ def load_config(
         loaded = _without_empty_sections(read_yaml(Path(path), name, is_plain=is_of_run), name)
         _set_origins(origins, dict(_leaves(loaded)), name)
         try:
-            whole = OmegaConf.merge(merged, loaded)
+            whole = OmegaConf.merge(merged, loaded) if merged else loaded
             assert isinstance(whole, DictConfig), "two mappings merge to a mapping"
             merged = whole
             check_interpolations(merged)

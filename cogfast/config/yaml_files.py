@@ -88,7 +88,9 @@ def check_nesting(text: str) -> None:
         try:
             root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except yaml.YAMLError:
-            root = yaml.compose(text, Loader=yaml.SafeLoader)  # 15 times as slow; its errors say more
+            root = yaml.compose(
+                text, Loader=yaml.SafeLoader
+            )  # 15 times as slow; its errors say more
         if root is not None:
             count(root, ())
     except RecursionError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 from scripts.behaviour.difference import FIXTURES
@@ -21,7 +22,9 @@ def unpack(work: Path) -> Path:
     folder = work / "inputs"
     folder.mkdir(parents=True)
     with tarfile.open(FIXTURES / "inputs" / "data.tar.xz") as tar:
-        tar.extractall(folder, filter="data")
+        with suppress(AttributeError):  # Python 3.11.3 and earlier have none
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
     models = json.loads((FIXTURES / "inputs" / "models.json").read_text())
     for name, sections in models.items():
         (folder / f"{name}.yaml").write_text(json.dumps(sections, indent=1))  # JSON is YAML

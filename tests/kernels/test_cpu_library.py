@@ -224,7 +224,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 def test_make_setup_compiles_beside_pip() -> None:
-    """What the library's module imports is installed when scripts/setup.sh starts to compile it."""
+    """scripts/setup.sh starts to compile with few packages; all others are hidden from the import here."""
     setup = Path("scripts/setup.sh").read_text()
     before, compiling, _ = setup.partition("import compile_library; compile_library()")
     assert compiling

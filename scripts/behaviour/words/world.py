@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 from scripts.behaviour.difference import ROOT
@@ -139,7 +140,9 @@ def pack(folder: Path, archive: Path) -> None:
 def unpack(archive: Path, folder: Path) -> Path:
     """Unpack an archive of `pack` with its times and modes."""
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        with suppress(AttributeError):  # Python 3.11.3 and earlier have none
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
     return folder
 
 

@@ -221,7 +221,6 @@ HEADERS = {
     "a link": _header("a.mp4", 0, tarfile.SYMTYPE),
     "a hard link": _header("a.mp4", 0, tarfile.LNKTYPE),
     "a sparse member": _header("a.mp4", 0, tarfile.GNUTYPE_SPARSE),
-    "a header that leads back": _header("././@PaxHeader", -1024, tarfile.XHDTYPE),
     "a header of a terabyte": _header("././@PaxHeader", 2**40, tarfile.XHDTYPE),
     "a long name of a terabyte": _header("././@LongLink", 2**40, tarfile.GNUTYPE_LONGNAME),
     "headers of headers": _header("././@PaxHeader", 0, tarfile.XHDTYPE) * 3000,
@@ -246,11 +245,12 @@ def test_hostile_headers(refusal, tmp_path):
     after_a_good_one(header, file)
 
 
-def test_a_negative_size(tmp_path):
-    """Which of the two it is depends on the version of tarfile."""
-    header, file = _header("a.mp4", -1024), tmp_path / "x.tar"
+@pytest.mark.parametrize("name, kind", [("a.mp4", tarfile.REGTYPE), ("x", tarfile.XHDTYPE)])
+def test_a_negative_size(tmp_path, name, kind):
+    """Which fault it is depends on the version of tarfile."""
+    header, file = _header(name, -1024, kind), tmp_path / "x.tar"
     file.write_bytes(header + bytes(4096))
-    with pytest.raises(ValueError, match=r"damaged|a member of -1024 bytes"):
+    with pytest.raises(ValueError, match=r"damaged|of -1024 bytes|invalid offset"):
         VideoShards([str(file)], **CLIP)
     after_a_good_one(header, file)
 
