@@ -12,6 +12,7 @@ class must be defined in a package that --allow-import names on the same command
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -320,7 +321,7 @@ def _arguments(
     if sat:
         params = _translate(sat, params, where_params, path, unused)
     parameters = _parameters(target)
-    hints = _hints(target)
+    hints = hints_of(target)
     arguments: dict[str, Argument] = {}
     for given_name, value in params.items():
         name, key = given_name, join(where_params, given_name)
@@ -375,7 +376,7 @@ def _fit(value: object, annotation: object, key: str) -> object:
             and dataclasses.is_dataclass(option)
             and isinstance(value, Mapping)
         ):
-            hints = typing.get_type_hints(option, include_extras=True)
+            hints = hints_of(option)
             check_keys(value, [one.name for one in dataclasses.fields(option)], key)
             fields = {k: _fit(v, hints[k], join(key, k)) for k, v in value.items()}
             try:
@@ -432,7 +433,9 @@ def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
         return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _hints(target: Callable) -> dict[str, object]:
+@functools.cache
+def hints_of(target: Callable) -> Mapping[str, Any]:
+    """Return the types of a callable's parameters, which take a millisecond to find; {} if they cannot be found."""
     try:
         # A dataclass itself, whose hints are found in the modules of its base classes, too.
         is_plain_class = inspect.isclass(target) and "__dataclass_fields__" not in vars(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from cogfast.config.components import (
     OWN_OPTIMIZERS,
     check_component,
     data_set_with,
+    hints_of,
     import_target,
     is_component,
     own_targets,
@@ -262,7 +262,7 @@ def _check_deepspeed(
             key = join(where, name)
             raise KeyProblem(key, f"{key}: {REFUSED_DEEPSPEED[name]}")
     # A key of args has the type and the range of both.
-    kinds = typing.get_type_hints(TrainArguments, include_extras=True)
+    kinds = hints_of(TrainArguments)
     for inner, name in FOLDED.items():
         value = select(section, inner)
         if value is not None:

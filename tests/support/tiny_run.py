@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 from cogfast.data.video.writer import write_video
 from cogfast.model.weights.run_checkpoint import open_run
@@ -140,6 +140,11 @@ def model_section(family: str, data: Path, lora_rank: int | None = None) -> dict
     return section
 
 
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def write_config(
     path: Path,
     data: Path,
@@ -193,7 +198,7 @@ def write_config(
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(sections))
+    text = yaml.dump(sections, Dumper=_Dumper, sort_keys=False)
     if not path.is_file() or path.read_text() != text:  # a process may be reading it
         path.write_text(text)
     return path

@@ -231,14 +231,14 @@ def fill_from_pipeline(
 
 def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
     """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
-    names = ("model", "args")
-    sections = {name: OmegaConf.create(to_dict(config.sections()[name])) for name in names}
+    plain = {name: to_dict(config.sections()[name]) for name in ("model", "args")}
     given = {
         key: value
-        for key, value in leaves({name: to_dict(sections[name]) for name in names}).items()
+        for key, value in leaves(plain).items()
         if isinstance(value, str) and is_url(value)
         if key.startswith("model.") or key in ("args.load", "args.load_lora")
     }
+    sections = {name: OmegaConf.create(plain[name]) for name in plain if given}
     for key, value in given.items():
         if is_of_run and config.origins.get(key) != COMMAND_LINE:
             text = f"{key}={value}: the file of a run starts no download; give this word on the command line"
@@ -251,8 +251,7 @@ def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
             refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}")
         name, _, inner = key.partition(".")
         OmegaConf.update(sections[name], inner, path)
-    model, args = sections["model"], sections["args"]
-    return dataclasses.replace(config, model=model, args=args) if given else config
+    return dataclasses.replace(config, **sections)
 
 
 def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:
