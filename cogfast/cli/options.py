@@ -45,6 +45,8 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
+# Keys of args that count only if the command line of a resume gives them
+_OF_CALLER = ("eval_command", "push_to_hub", "local_cache")
 _OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
@@ -448,12 +450,17 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _without_base(stored: start.Settings) -> start.Settings:
-    """Unset the addresses of weights that a run which is resumed does not read: its file starts no download."""
+    """Unset what the file of a run that is resumed, which may come from elsewhere, must not decide.
+
+    It runs no command, publishes nothing, names no folder in which old copies are removed, and starts no download.
+    """
     args, model = (stored.get(name, ({}, ""))[0] for name in ("args", "model"))
     part = {*(select(model, "not_trainable_prefixes") or ())} - {"first_stage_model", "conditioner"}
     is_part = part or any(select(model, key) for key in _OF_PARTS)
     names = ["load_lora"] if is_part else ["load_lora", "load"]
-    return {f"args.{n}": (None, "--resume") for n in names if "://" in str(select(args, n))}
+    unset = [name for name in names if "://" in str(select(args, name))]
+    unset += [name for name in _OF_CALLER if select(args, name) is not None]
+    return {f"args.{name}": (None, "--resume") for name in unset}
 
 
 def _run_config(folder: Path) -> Path | None:

@@ -282,3 +282,24 @@ def test_a_resume_of_adapters_downloads_no_base(
     given = f"args.load={full.checkpoint}"
     assert main(["train", "--resume", str(folder), "args.train_iters=2", given]) == 0
     assert not served.requests
+
+
+def test_a_resume_runs_publishes_and_removes_nothing_of_the_runs_choice(
+    received_run: Run, served: WebServer, tmp_path: Path, capsys
+) -> None:
+    own, canary = tmp_path / "objects", tmp_path / "canary"
+    values = {
+        "args__eval_command": f"touch {canary} {{samples}}",
+        "args__push_to_hub": "me/leaked",
+        "args__local_cache": f"{own}:4KB",
+    }
+    folder = received(received_run, served, args__eval_interval=1, **values)
+    words = ["args.train_iters=2", "args.eval_num_samples=1", "args.eval_sampling_steps=1"]
+    words.append(f"args.valid_data=[{received_run.data}]")
+    status = main(["train", "--resume", str(folder), *words])
+    printed = capsys.readouterr().err
+    assert status == 0, printed
+    assert not canary.exists() and not own.exists() and "huggingface" not in printed
+    for key, value in values.items():
+        name = key.replace("__", ".")
+        assert f"{name}: {value} -> None" in printed, printed
