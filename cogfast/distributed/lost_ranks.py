@@ -169,7 +169,8 @@ def tell_ranks(text: str) -> None:
     num_ranks, groups = int(os.environ.get("WORLD_SIZE", "1")), sys.modules.get("torch.distributed")
     if num_ranks == 1 or _has_met or _outlives_ranks() or (groups and groups.is_initialized()):
         return
-    with contextlib.suppress(RuntimeError):  # they have ended
+    # They have ended, or a signal came within the import of torch.
+    with contextlib.suppress(Exception):
         store = join_store(_SILENCE)
         store.compare_set(_ANSWER, "", f"rank {os.environ['RANK']} failed: {text}")
         _leave(store, num_ranks)
