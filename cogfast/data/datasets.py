@@ -47,7 +47,7 @@ from cogfast.data.sources.folders import (
     sat_label,
 )
 from cogfast.data.sources.lists import read_lists
-from cogfast.data.sources.manifest import TABLE_ENDINGS, manifest_of, read_manifest, table_hint
+from cogfast.data.sources.manifest import is_manifest, manifest_of, read_manifest, table_hint
 from cogfast.data.video.clip import (
     Bucket,
     ClipSettings,
@@ -401,7 +401,7 @@ class ListedVideos(CaptionedVideos, ABC):
 
 
 def _missing_folder(key: str, source: str) -> str | None:
-    is_table = source.lower().endswith(TABLE_ENDINGS)
+    is_table = is_manifest(source)
     if source.startswith("http") and not is_table:
         return no_source(key, "folder", source)
     if store.is_url(source) and not is_table:
@@ -412,7 +412,7 @@ def _missing_folder(key: str, source: str) -> str | None:
         is_folder = bool(source) and Path(source).is_dir()
     if is_file:
         fix = "set data.target=cogfast.data.datasets.VideoManifest, which reads it"
-        fix = fix if is_table else f"a manifest ({', '.join(TABLE_ENDINGS)})"
+        fix = fix if is_table else "a manifest (.csv, .jsonl or .json)"
         return f"{key}: {cut(source, 160)} is a file; give folders of videos, or {fix}"
     return None if is_folder else no_source(key, "file" if is_table else "folder", source)
 

@@ -26,7 +26,8 @@ _MAX_CAPTION_BYTES = 2**20  # a tokenizer would take minutes for more
 _LINE_END = re.compile(r"\r\n|\r|\n")
 VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _RUN = "/training_config.yaml"  # marks the folder of a run
-_STORES = ("s3", "gs", "hf", "http", "https", "az", "abfs")  # that a table in a store may name
+# Schemes that a table in a store may name
+_STORES = ("s3", "s3a", "gs", "gcs", "hf", "http", "https", "az", "abfs", "abfss")
 _NO_DATA = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
 NO_WORDS = "nan", "NaN", "None", "NULL", "null", "<NA>"  # what pandas writes for a missing value
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -274,11 +275,12 @@ def placed(folder: str, name: str, where: str) -> str:
     """Return the path that a table names: relative to its folder; ~ and $NAME are as in a shell. ValueError if
     a table in a store names a file of this machine. where: file and line of the name."""
     own, kind = (x.partition("://")[0] if store.is_url(x) else "" for x in (folder, name))
-    if own not in ("", "file") and (name[0] in "~$/" or kind not in ("", own, *_STORES)):
+    if own in ("", "file"):
+        if name[:1] in ("~", "$"):
+            name = os.path.expandvars(os.path.expanduser(name))
+    elif re.match(r"/|~/|\$\w+/", name) or kind not in ("", own, *_STORES):
         fix = "name it relative to the table, or by s3://, gs://, hf:// or https://"
         raise ValueError(f"{where}: {name[:80]} is in no store, but the table is; {fix}")
-    if name[:1] in ("~", "$"):
-        name = os.path.expandvars(os.path.expanduser(name))
     return store.join(folder, name)
 
 

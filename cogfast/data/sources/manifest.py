@@ -100,10 +100,15 @@ def table_in(folder: str) -> str | None:
     return store.join(folder, found[0]) if found else None
 
 
+def is_manifest(source: str) -> bool:
+    """Return whether a source has the name of a table."""
+    return store.without_query(source).lower().endswith(TABLE_ENDINGS)
+
+
 def manifest_of(source: str) -> str:
     """Return a file as it is, and of a folder its metadata file or the one of its train/."""
     is_url = store.is_url(source)
-    if source.lower().endswith(TABLE_ENDINGS) if is_url else not os.path.isdir(source):
+    if is_manifest(source) if is_url else not os.path.isdir(source):
         return source
     found = table_in(source) or table_in(store.join(source, "train"))
     if found is None:
@@ -123,7 +128,7 @@ def read_manifest(
     """Read the samples of a manifest, in its order; ValueError with file and line of a fault.
     has_pictures: rows of type image are samples. tensors: {column of .npy files: their shape}."""
     file = manifest_of(str(source))
-    if not store.exists(file) or not file.lower().endswith(TABLE_ENDINGS):
+    if not store.exists(file) or not is_manifest(file):
         is_there = not store.is_url(file) and os.path.exists(file)
         problem = "not a manifest" if is_there else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
@@ -228,11 +233,12 @@ def read_manifest(
 
 def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
     """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. tensors: further known columns."""
-    if file.lower().endswith(".csv"):
+    ending = os.path.splitext(store.without_query(file))[1].lower()
+    if ending == ".csv":
         yield from _csv_rows(file, tensors)
         return
     others = tensors
-    entries = _list_entries if file.lower().endswith(".json") else _line_entries
+    entries = _list_entries if ending == ".json" else _line_entries
     for place, row in entries(file):
         if not isinstance(row, dict):
             raise ValueError(

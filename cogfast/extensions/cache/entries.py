@@ -178,11 +178,17 @@ class Entries:
         from safetensors import SafetensorError, safe_open
 
         def remove(key: str) -> str | None:
-            try:
-                safe_open(self.path(key), framework="pt")  # reads the header, and compares
-            except SafetensorError:
-                store.remove([self.path(key)])
-                return key
+            path = self.path(key)
+            with suppress(FileNotFoundError):  # another launch removes them, too
+                with suppress(SafetensorError):
+                    safe_open(path, framework="np")  # reads the header, and compares; "pt" maps the rest
+                    return None
+                os.rename(path, aside := f"{path}.{os.urandom(6).hex()}{UNFINISHED}")
+                with suppress(SafetensorError):
+                    safe_open(aside, framework="np")
+                    os.rename(aside, path)  # another launch has written it again since
+                os.unlink(aside)
+            return key
 
         return [*filter(None, store.in_threads(remove, [] if is_url(self.folder) else keys))]
 

@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import io
 import logging
-from collections.abc import Callable, Coroutine, Sized
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +21,30 @@ logger = logging.getLogger(__name__)
 WEB = ("http://", "https://")  # servers without listings
 _SILENCE, _NOTED = 60.0, 10.0  # seconds without progress that end a request, and that are logged
 _PROGRESS = 1 << 12  # bytes that count as such: a byte now and then is none
+_came: Counter[Any] = Counter()  # bytes that the requests of a file system have read
 
 
-def waited(url: str, fs: Any, request: Coroutine, came: Sized = ()) -> Any:
-    """Run a request in the thread of its file system. TimeoutError if `came`, what it has read, does not grow."""
+def waited(url: str, fs: Any, request: Coroutine) -> Any:
+    """Run a request in the thread of its file system. TimeoutError if it and those beside it, for which it may
+    have to wait, read nothing."""
     future = asyncio.run_coroutine_threadsafe(request, fs.loop)
-    silence, size = 0.0, 0
+    silence, before = 0.0, _came[fs]
     try:
         while not concurrent.futures.wait([future], _NOTED).done:
-            if len(came) - size >= _PROGRESS:
-                silence, size = 0.0, len(came)
+            if _came[fs] - before >= _PROGRESS:
+                silence, before = 0.0, _came[fs]
                 continue
             silence += _NOTED
             if silence >= _SILENCE:
                 raise TimeoutError(f"nothing came for {silence:.0f} s")
             logger.warning("%s: nothing came for %.0f s of %.0f", url, silence, _SILENCE)
         return future.result()
+    except FileNotFoundError as error:
+        # fsspec says "not found" of all errors of web servers.
+        cause, error.__cause__ = error.__cause__, None
+        if url.startswith(WEB) and cause and getattr(cause, "status", None) != 404:
+            raise cause from None
+        raise
     finally:
         future.cancel()
 
@@ -53,6 +62,7 @@ def read_range(url: str, fs: Any, path: str, start: int, end: int, is_whole: boo
         # A store without ranges answers with the whole object.
         while (is_part or not start) and (piece := await content.read(end - start - len(data))):
             data.extend(piece)
+            _came[fs] += len(piece)
 
     async def request() -> None:
         if not url.startswith(WEB):
@@ -69,7 +79,7 @@ def read_range(url: str, fs: Any, path: str, start: int, end: int, is_whole: boo
                 raise StoreError(f"{url}: its server compresses it; use one that does not")
             await take(answer.content, answer.status == 206)
 
-    waited(url, fs, request(), data)
+    waited(url, fs, request())
     return bytes(data)
 
 

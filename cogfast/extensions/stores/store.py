@@ -45,6 +45,7 @@ _READ_AHEAD = 1 << 18  # bytes of the least request of a file that is read in pa
 _THREADS = 8  # requests of one object at once
 _TRIAL, _BRIEF = 0.05, 2e-4  # seconds: of all calls in one thread before several, and of one
 _MANY_THREADS = 32  # requests of small objects at once
+_ONCE = {"retries": {"total_max_attempts": 1}}  # of botocore
 _FEW = 8  # objects of a folder from which on a listing is fewer requests
 _PART_TRIES = 5  # of each part of a long upload
 _NUM_LOCKS = 4096
@@ -82,9 +83,14 @@ def join(folder: str, name: str) -> str:
     return f"{scheme}{separator}{posixpath.normpath(f'{place}/{name}')}"
 
 
+def without_query(name: str) -> str:
+    """Return a path or URL whose end is that of the file's name: that of a web server may have a signature."""
+    return re.split("[?#]", name)[0] if name.startswith(WEB) else name
+
+
 def parent(name: str) -> str:
     """Return the folder of a file."""
-    return name.rpartition("/")[0] if is_url(name) else str(Path(name).parent)
+    return without_query(name).rpartition("/")[0] if is_url(name) else str(Path(name).parent)
 
 
 def stat(name: str) -> Stat:
@@ -323,7 +329,7 @@ def local_copy(
         found = stat(name)
         version, num_bytes = found.version, found.num_bytes
     key = hashlib.blake2b(f"{name}\0{version}\0{part}".encode(), digest_size=16).hexdigest()
-    copy = folder / key[:2] / (key + os.path.splitext(re.split("[?#]", name)[0])[1][:16])
+    copy = folder / key[:2] / (key + os.path.splitext(without_query(name))[1][:16])
     start, size = part or (0, num_bytes)
     if copies.is_kept(copy, size):
         return copy
@@ -528,7 +534,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     if url.startswith("s3"):
         # `_call` alone repeats: three loops within each other would take minutes.
         kept = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-        given["config_kwargs"] = {**kept, "retries": {"total_max_attempts": 1}}
+        given["config_kwargs"] = {"max_pool_connections": _MANY_THREADS, **kept} | _ONCE
         if is_long:  # fsspec has a file system for each set of options, here with repeated parts
             given["max_concurrency"] = _THREADS
     try:
@@ -549,8 +555,8 @@ def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
     if about["size"] is None or found is None:
         raise StoreError(
-            f"{url}: its server does not tell its size or version (Content-Length, ETag or Last-Modified); use "
-            "another server, or name the files of a folder in a manifest"
+            f"{url}: its server does not tell its size (Content-Length, without compression) or version (ETag, "
+            "Last-Modified); use another server; of a folder, name the files in a manifest"
         )
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
     return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

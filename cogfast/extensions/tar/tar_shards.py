@@ -87,7 +87,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 def shards_of(source: str) -> list[str]:
     """List the .tar files below a folder, or those that a pattern names."""
     is_url = store.is_url(source)
-    is_file = source.endswith(".tar") or "{" in source or MEMBER in source
+    is_file = store.without_query(source).endswith(".tar") or "{" in source or MEMBER in source
     if not is_file if is_url else Path(source).is_dir():
         names = list(store.find(source)) if is_url else map(str, Path(source).rglob("*.t*"))
         folder = source.rstrip("/") if is_url else str(Path(source))  # without ./, as names

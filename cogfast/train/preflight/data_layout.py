@@ -12,7 +12,7 @@ import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
 from cogfast.config.merged_config import COMMAND_LINE, refuse
 from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
-from cogfast.data.sources.manifest import TABLE_ENDINGS, tables_in
+from cogfast.data.sources.manifest import is_manifest, tables_in
 from cogfast.extensions.stores.store import StoreError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def infer_layout(config: Config, reads_stores: bool = True) -> Config:
 
 def _layouts_of(source: str) -> list[str]:
     """Return the names of the data sets that can read a source; [] if there is none."""
-    is_table = source.lower().endswith(TABLE_ENDINGS)
+    is_table = is_manifest(source)
     # Shards as webdataset names them: shards-{000..010}.tar
     if ".tar" in source:
         return ["VideoShards"]

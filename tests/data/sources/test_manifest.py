@@ -16,6 +16,9 @@ from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.extensions.stores import store
+from cogfast.extensions.tar.tar_shards import shards_of
+from cogfast.train.preflight.data_layout import _layouts_of
+from tests.cli.hostile.web_server import web_server
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.video_files import constant_rate, decode_all, sat_folder, write_clip
 
@@ -55,7 +58,29 @@ def test_a_table_in_a_store_names_files_of_stores():
     ):
         assert placed("s3://bucket/data", name, "") == name
     assert placed("s3://bucket/data", "a/x.mp4", "") == "s3://bucket/data/a/x.mp4"
-    assert placed("abfss://c/data", "abfss://d/x.mp4", "") == "abfss://d/x.mp4"
+    for scheme in ("abfss", "s3a", "gcs"):
+        assert placed(f"{scheme}://c/data", f"{scheme}://d/x.mp4", "") == f"{scheme}://d/x.mp4"
+        assert placed("s3://bucket/data", f"{scheme}://d/x.mp4", "") == f"{scheme}://d/x.mp4"
+    for name in ("~a/x.mp4", "$x.mp4", "a$b/~x.mp4"):
+        assert placed("s3://bucket/data", name, "") == f"s3://bucket/data/{name}"
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.CSV", "data.json"])
+def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(name, tmp_path):
+    write_clip(tmp_path / "a/1.mp4", constant_rate(9, 8))
+    row = {"path": "1.mp4", "caption": "a"}
+    texts = {
+        "data.jsonl": json.dumps(row),
+        "data.CSV": "path,caption\n1.mp4,a",
+        "data.json": f"[{json.dumps(row)}]",
+    }
+    (tmp_path / "a" / name).write_text(texts[name])
+    (tmp_path / "s.tar").write_bytes(bytes(1024))
+    with web_server(tmp_path) as web:
+        signed = f"{web.address}/a/{name}?sig=x/y.z#q"
+        assert [*read_manifest(signed).files] == [f"{web.address}/a/1.mp4"]
+        assert _layouts_of(signed) == ["VideoManifest"]
+        assert shards_of(f"{web.address}/s.tar?sig=x/y") == [f"{web.address}/s.tar?sig=x/y"]
 
 
 @pytest.mark.parametrize("column", ["path", "image", "control", "mask", "flow"])

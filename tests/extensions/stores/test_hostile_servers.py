@@ -4,12 +4,14 @@ import gzip
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from fsspec.config import conf
 
 from cogfast.core import files
 from cogfast.core.run_lock import check_object
@@ -58,6 +60,9 @@ class _Hostile(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         if self.kind == "no answer to HEAD":
             time.sleep(5)
+        if self.kind.startswith("status"):
+            self.head(int(self.kind[7:]), Content_Length=0)
+            return
         size = {"states 1 TiB": 2**40, "states less": SIZE - 1000}.get(self.kind, SIZE)
         self.head(200, Content_Length=size, ETag='"1"')
 
@@ -85,6 +90,9 @@ class _Hostile(BaseHTTPRequestHandler):
         self.write(data)
 
     do_ignores = do_states = do_no = do_good
+
+    def do_status(self) -> None:
+        self.head(int(self.kind[7:]), Content_Length=0)
 
     def do_endless(self) -> None:
         status, data = self.part()
@@ -198,6 +206,32 @@ def test_a_server_that_does_not_answer(web: str, call: str) -> None:
         assert_refused(lambda: CALLS[call][0](web), line, StoreError)
 
 
+@pytest.mark.parametrize("read", [store.stat, store.read])
+@pytest.mark.parametrize(
+    ("web", "line", "kind"),
+    [
+        ("status 404", "x.mp4: no such object", FileNotFoundError),
+        ("status 410", "its server refuses it (410", StoreError),
+        ("status 401", "its server refuses it (401", StoreError),
+        ("status 403", "its server refuses it (403", StoreError),
+        ("status 500", "500<...>the store does not answer", StoreError),
+        ("status 503", "the store asks for fewer requests or is not available", StoreError),
+    ],
+    indirect=["web"],
+)
+def test_only_an_object_that_is_not_there_is_missing(web: str, read, line: str, kind) -> None:
+    assert_refused(lambda: read(web), line, kind)
+    if kind is FileNotFoundError:
+        assert store.stats([web]) == {}
+    else:
+        assert_refused(lambda: store.stats([web]), line, kind)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/x", "http://no.such.host.invalid/x"])
+def test_no_web_server_is_there(url: str) -> None:
+    assert_refused(lambda: store.stats([url]), "Cannot connect to host<...>network", StoreError)
+
+
 @pytest.mark.parametrize("web", ["states 1 TiB", "states less"], indirect=True)
 def test_a_wrong_size(web: str, request, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, f"{tmp_path / 'local'}:1GB")
@@ -243,6 +277,15 @@ def test_a_bucket_that_ignores_ranges(server: S3Server) -> None:
     server.faults = [Fault("no ranges", method="GET")]
     assert local_copy(url).read_bytes() == CONTENT
     assert_refused(lambda: store.read(url, 5, 10), "must support HTTP ranges", StoreError)
+
+
+def test_a_request_that_waits_for_a_connection_is_not_silent(server: S3Server, monkeypatch) -> None:
+    urls = [f"{_written(server, **{f'x{i}': bytes(8192)})}/x{i}" for i in range(8)]
+    monkeypatch.setattr(ranges, "_SILENCE", 3.0)
+    monkeypatch.setitem(conf, "s3", {"config_kwargs": {"max_pool_connections": 1}})
+    server.faults = [Fault("slow", method="GET")]  # 0.5 s each
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(store.read, urls)] == [bytes(8192)] * 8
 
 
 def test_the_lock_of_a_run_is_read_to_its_limit(server: S3Server) -> None:
