@@ -48,6 +48,7 @@ _MOST_SHOWN = 100  # characters of a key or a value in a message
 _MOST_COMPARED = 200  # characters of a name; difflib takes quadratic time
 _MOST_IN_LINE = 380  # characters of a message
 _MOST_BITS = 256  # of an integer that is printed in full
+OF_TEXTS = "\n\t\u00a0\u202f\u3000\u200c\u200d"  # blanks and joiners in captions of many languages
 _brief = reprlib.Repr()  # prints at most six levels with four keys or six items each
 
 

@@ -181,7 +181,9 @@ class Entries:
             path = self.path(key)
             with suppress(FileNotFoundError):  # another launch removes them, too
                 with suppress(SafetensorError):
-                    safe_open(path, framework="np")  # reads the header, and compares; "pt" maps the rest
+                    safe_open(
+                        path, framework="np"
+                    )  # reads the header, and compares; "pt" maps the rest
                     return None
                 os.rename(path, aside := f"{path}.{os.urandom(6).hex()}{UNFINISHED}")
                 with suppress(SafetensorError):

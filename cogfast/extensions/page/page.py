@@ -25,7 +25,7 @@ from cogfast import __version__
 from cogfast.config.arguments import conditions_of_run
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.values import printable
+from cogfast.config.values import OF_TEXTS, printable
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
@@ -173,7 +173,7 @@ def page_of(records: Sequence[RunRecord], page: Path, is_active: bool = False) -
 @cache
 def _template() -> Template:
     # Control and direction characters are shown as escapes.
-    finalize = lambda v: v if isinstance(v, Markup) else printable(str(v), keep="\n\t")
+    finalize = lambda v: v if isinstance(v, Markup) else printable(str(v), OF_TEXTS)
     environment = Environment(
         loader=FileSystemLoader(_STATIC),
         autoescape=True,

@@ -22,7 +22,7 @@ from jinja2 import StrictUndefined, Template
 from cogfast.config.arguments import TrainArguments, conditions_of_run
 from cogfast.config.components import own_objective
 from cogfast.config.json_files import brief, read_limited
-from cogfast.config.values import counted, printable
+from cogfast.config.values import OF_TEXTS, counted, printable
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
@@ -162,7 +162,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     }
     prompts = [item["text"] for item in widget if item["text"] != "-"]
     numbers = {"num_frames": frames, **dict(zip(("height", "width"), shape, strict=False))}
-    source, plain = _CARD.read_text(encoding="utf-8"), lambda v: printable(str(v), keep="\n")
+    source, plain = _CARD.read_text(encoding="utf-8"), lambda v: printable(str(v), OF_TEXTS)
     card = Template(source, trim_blocks=True, undefined=StrictUndefined, finalize=plain)
     text = card.render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),

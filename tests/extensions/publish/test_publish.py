@@ -206,7 +206,9 @@ def test_nothing_of_the_data_is_published(
     assert 'subfolder="transformer"' in body
 
 
-ODD = "<img src=x onerror=a()> | \u202ex\x1b[31m\n# b"  # of HTML, Markdown, direction and terminals
+PLAIN = "\u3000\u0915\u094d\u200d\u0937"  # a blank and a joiner of other languages
+# Of HTML, Markdown, direction and terminals
+ODD = f"<img src=x onerror=a()> | \u202ex\x1b[31m{PLAIN}\n# b"
 
 
 def test_the_card_of_a_received_run_is_plain(run: Run) -> None:
@@ -218,7 +220,8 @@ def test_the_card_of_a_received_run_is_plain(run: Run) -> None:
     write_manifest(done.checkpoint, manifest)
     assert main(["publish", str(done.path), REPO, "--dry-run"]) == 0
     text = (done.path / "hub" / "README.md").read_text()
-    assert all(c.isprintable() or c == "\n" for c in text) and "<img" not in text
+    assert all(c.isprintable() or c in f"\n{PLAIN}" for c in text) and "<img" not in text
+    assert PLAIN in text
     rows = [line for line in text.splitlines() if "&lt;img src=x onerror=a()&gt; &#124;" in line]
     assert len(rows) == 5 and all(row.count("|") == 3 for row in rows)
 
