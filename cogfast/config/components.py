@@ -59,9 +59,7 @@ class Place:
 # torch's optimizers for dense gradients that step without a closure
 _OPTIMIZERS = "AdamW Adam Adafactor Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 # type of deepspeed.optimizer in any case -> cogfast's class
-OWN_OPTIMIZERS = {
-    name.lower(): f"cogfast.distributed.optimizers.{name}" for name in ("Prodigy", "Muon")
-}
+OWN_OPTIMIZERS = {n.lower(): f"cogfast.distributed.optimizers.{n}" for n in ("Prodigy", "Muon")}
 PLACES: dict[str, Place] = {
     "network": Place("network", "cogfast.model.transformer", ("assemble_transformer",)),
     "denoiser": Place("denoiser", "cogfast.diffusion.denoiser", ("DiscreteDenoiser",)),

@@ -59,10 +59,7 @@ _DENOISER = SatClass(
     path="cogfast.diffusion.denoiser.DiscreteDenoiser", only={**_TABLE, "quantize_c_noise": False}
 )
 # Both names of the network take SAT's params.
-NETWORKS = (
-    "dit_video_concat.DiffusionTransformer",
-    "cogfast.model.transformer.DiffusionTransformer",
-)
+NETWORKS = "dit_video_concat.DiffusionTransformer", "cogfast.model.transformer.DiffusionTransformer"
 _AUTOENCODER = SatClass(
     path="cogfast.model.autoencoder.video_autoencoder_from_sat", arguments=autoencoder_arguments
 )

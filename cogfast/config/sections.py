@@ -65,10 +65,7 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "args.trusted_cache": ((None,), "caches of other trainers are not read; use cogfast cache"),
     "args.deepspeed_config": ((None,), "put its contents into the deepspeed section of a file"),
 }
-_RECOMPUTE = (
-    "args.checkpoint_activations",
-    f"{NETWORK_KEY}.transformer_args.checkpoint_activations",
-)
+_RECOMPUTE = "args.checkpoint_activations", f"{NETWORK_KEY}.transformer_args.checkpoint_activations"
 _SAMPLES = ("batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 # Key that counts in place of others wherever it is set -> the others. FOLDED and LoRA's short names, which
 # set the same value, have rules of their own.

@@ -454,9 +454,7 @@ def _with_shared_models(
     # With one axis, its group is that of the model.
     model = group_of(models) if tensor and context else tensor or context
     replicas, _ = split([ranks[i::tensor_size] for i in range(tensor_size)])
-    control, _ = dist.new_subgroups_by_enumeration(
-        models, timeout=_DECISION_TIMEOUT, backend="gloo"
-    )
+    control, _ = dist.new_subgroups_by_enumeration(models, _DECISION_TIMEOUT, backend="gloo")
     return dataclasses.replace(
         groups,
         tensor=tensor,

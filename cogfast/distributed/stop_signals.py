@@ -69,9 +69,7 @@ class StopSignals:
         # Python writes each signal's number from its handler, which must not block.
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        threading.Thread(
-            target=self._watch, args=(reader,), name="stop signals", daemon=True
-        ).start()
+        threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)

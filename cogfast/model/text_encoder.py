@@ -38,9 +38,7 @@ _TABLES = ("shared.weight", "encoder.embed_tokens.weight")
 _PADDING_ID, _END = 0, 1  # of T5's tokens and of ByT5's
 # ByT5: three special tokens, the 256 bytes, 125 tokens that nothing uses
 _FIRST_BYTE, _NUM_IDS = 3, 384
-_Tokenizer = Literal[
-    "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
-]
+_Class = Literal["T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"]
 
 
 class TextEncoder(Protocol):
@@ -398,7 +396,7 @@ class _T5Config:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerConfig:
-    tokenizer_class: _Tokenizer | None = None
+    tokenizer_class: _Class | None = None
     extra_ids: Annotated[int, Range(0, 100)] = 100
 
 

@@ -188,9 +188,7 @@ def header_of(path: str, container: InputContainer) -> VideoHeader:
     except decode_errors() as error:
         raise BadSample(path, f"not a readable video ({one_line(error)})") from None
     # Packets come in decoding order; frames are numbered by their times, as in decord.
-    shown = sorted(
-        (p.pts, i) for i, p in enumerate(packets) if p.pts is not None and not p.is_discard
-    )
+    shown = sorted((p.pts, i) for i, p in enumerate(packets) if not (p.pts is None or p.is_discard))
     base, rate = stream.time_base, stream.average_rate
     if not shown or base is None:
         raise BadSample(path, "no frame in it")

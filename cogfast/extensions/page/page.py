@@ -221,11 +221,8 @@ def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]
                 for i, (name, record) in enumerate(zip(names, records, strict=True))
                 if key in record.columns
             ]
-            yield {
-                **plot,
-                "title": f"{title}: {label}" if len(found) > 1 else title,
-                "lines": lines,
-            }
+            whole = f"{title}: {label}" if len(found) > 1 else title
+            yield {**plot, "title": whole, "lines": lines}
 
 
 def _label(key: str, num_bands: int, num_timesteps: object) -> str:

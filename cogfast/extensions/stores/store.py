@@ -469,9 +469,8 @@ def download(url: str, file: Path, start: int, size: int, is_whole: bool, lock: 
                 os.utime(lock.fileno())  # for those who wait
 
         if is_whole and size <= _PIECE:
-            out.write(
-                _call(url, lambda fs, path: read_range(url, fs, path, 0, size, is_whole=True))
-            )
+            whole = lambda fs, path: read_range(url, fs, path, 0, size, is_whole=True)
+            out.write(_call(url, whole))
         else:
             list(pool.map(copy, range(0, size, _PIECE)))  # after an error, it begins no other piece
 

@@ -166,9 +166,7 @@ class WandbRun(_Tracker):
 
         def log() -> None:
             # fps is left out: W&B warns that the file decides it.
-            files = [
-                self._wandb.Video(str(path), caption=text, format="mp4") for path, text in videos
-            ]
+            files = [self._wandb.Video(str(p), caption=text, format="mp4") for p, text in videos]
             self._run.log({"samples": files, "step": step})
 
         self._attempt(f"the videos of step {step}", log)
