@@ -10,12 +10,18 @@ from typing import Any
 # A quote, the scheme, and the rest up to that quote, a blank or the next address. Paths have one slash.
 _SCHEME = r"(?<![a-z0-9+.-])[a-z0-9+.-]{2,}+:/"
 _ADDRESS = re.compile(rf"(?i)([\"'])?({_SCHEME}/?)((?:(?!{_SCHEME}/)(?(1)(?!\1))[^\s<>])*)")
-_HAS_PASSWORD = re.compile(r"(?!\[)[^/@:]*:(?!\d{1,5}(?:[/?#]|$))")  # behind the colon is no port
+# The colon is of no port and no ARN. A / or @ may be in a password; behind :// its end may be cut off.
+_LOGIN = re.compile(r"^([^/]*/(/)?+)(?!arn:)[^/@:[]*:(?!\d{1,5}(?!\w|[^/?#]*@))(?:.*@|(?(2).*|@))")
 _USER = re.compile(r"(?i)^(?!abfss?:|az:|wasbs?:)([^/]*/{1,2}+)[^/?#]*@")  # Azure: a container
 _TIMES = r"#t=[\d.,e+-]*(?:~[0-9a-f]{16})?$"  # of a part of a video
-_REST = re.compile(rf"(?!{_TIMES})[?#].*?(?={_TIMES}|$)")
-_NAMES = r"(?i:bearer |(?:token|secret|password|signature|api_?key)=[\"']?)|\b(?:hf|gh[a-z])_(?=[^\W_]{16})"
-_TOKEN = re.compile(rf"({_NAMES})[^\s\"'&<>,;()\\]{{8,}}")
+# Names in stores may have ? and #. There only ?key= starts a query.
+_REST = re.compile(rf"(?i)^((?=[^/]*http)[^?#]*|.*?(?=\?[\w.%-]+=))(?!{_TIMES})[?#].*?({_TIMES}|$)")
+_LONG = r"[\"']?(?=[^\s\"'(]{16})(?=[^\s\"']*\d)"  # a token, not a word of a sentence
+_KEYS = r"secret|passw(?:or)?d|signature|sig(?<!\wsig)|(?:api|access|account|secret)[_-]?key"
+_NAMES = rf"(?:{_KEYS}|token(?<!(?:pad|eos|bos|unk|sep|cls|ask)_token))(?:=[\"']?|[\"']?: *{_LONG})"
+_NAMES += rf"|bearer +{_LONG}|authorization[\"']?[:=] *[\"']?(?:basic|bearer|token) +"
+_NAMES = rf"(?i:(?=[abpst])(?:{_NAMES}))|\b(?:hf|gh[a-z]|github_pat)_(?=[^\W_]{{16}})"
+_TOKEN = re.compile(rf"({_NAMES})(?:(?<=[\"'])[^\"'\s][^\"'\n]{{7,}}|[^\s\"'&<>,;()\\]{{8,}})")
 
 
 def each_text(node: Any, change: Callable[[str], Any]) -> Any:
@@ -45,6 +51,5 @@ def _short(found: re.Match) -> str:
     quote, scheme, whole = found.groups("")
     place = whole.rstrip("\\\"',;:.)]}")
     end = whole[len(place) :]  # of a sentence or a list around the address
-    if _HAS_PASSWORD.match(place):  # a / or @ may be in it
-        place = place.rpartition("@")[2] * ("@" in place)
-    return quote + _REST.sub("", _USER.sub(r"\1", scheme + place), count=1) + end
+    text = _USER.sub(r"\1", _LOGIN.sub(r"\1", scheme + place))
+    return quote + _REST.sub(r"\1\2", text) + end

@@ -23,7 +23,10 @@ CASES = {
         f"{WEB}host:80/a.mp4?X-Amz-Signature={SECRET}&x=1",
         f"{WEB}host:80/a.mp4",
     ),
-    "a query of one word": (f"gs://bucket/a.mp4?{SECRET}", "gs://bucket/a.mp4"),
+    "a query of one word": (f"{WEB}host/a.mp4?{SECRET}", f"{WEB}host/a.mp4"),
+    "a signed object": (f"gs://b/Who?#1.mp4?x=1&sig={SECRET}#t=1", "gs://b/Who?#1.mp4#t=1"),
+    "one number in six": (f"{WEB}me:{SECRET}@[2001:db8::1]:80/a", f"{WEB}[2001:db8::1]:80/a"),
+    "a number as a password": (f"{WEB}{SECRET}:123@host:80/a", f"{WEB}host:80/a"),
     "a fragment": (f"{WEB}host/a#{SECRET}", f"{WEB}host/a"),
     "a part of a signed video": (f"{WEB}host/a?{SECRET}#t=0,5.5", f"{WEB}host/a#t=0,5.5"),
     "the path of a copy": (
@@ -31,13 +34,19 @@ CASES = {
         "/c/folders/1-a/https:/host/a",
     ),
     "a path of Python": (f"s3:/me:{SECRET}@bucket/a", "s3:/bucket/a"),
-    "a list": (f"[s3://b/x,s3://me:{SECRET}@b/y?{SECRET}]", "[s3://b/x,s3://b/y]"),
+    "a list": (f"[s3://b/x,s3://me:{SECRET}@b/y?sig={SECRET}]", "[s3://b/x,s3://b/y]"),
     "two in one": (f"{WEB}p/?url={WEB}u:{SECRET}@h/", f"{WEB}p/{WEB}h/"),
     "a sentence": (f"({WEB}host/a?{SECRET}): denied", f"({WEB}host/a): denied"),
     "a word of a shell": (f"'args.load={WEB}h/a?{SECRET}' b", f"'args.load={WEB}h/a' b"),
     "JSON": (json.dumps({"a": f"{WEB}h?{SECRET}", "b": 1}), f'{{"a": "{WEB}h", "b": 1}}'),
     "a key and a value": (f"password={SECRET}; x", "password=...; x"),
+    "a key of a store": (f"AWS_SECRET_ACCESS_KEY={SECRET} x", "AWS_SECRET_ACCESS_KEY=... x"),
+    "a line of YAML": (f"+  api_key: {SECRET}", "+  api_key: ..."),
+    "words in quotes": (f'password="a b, {SECRET}" x', 'password="..." x'),
+    "a mapping": (f"{{'auth_token': '{SECRET}', 'b': 1}}", "{'auth_token': '...', 'b': 1}"),
     "a header": (f"Authorization: Bearer {SECRET}", "Authorization: Bearer ..."),
+    "a header of a name": (f"authorization: Basic {SECRET}", "authorization: Basic ..."),
+    "a bearer": (f"the bearer {SECRET}", "the bearer ..."),
     "a token of the hub": (f"hf_{SECRET}", "hf_..."),
     "a token of a forge": (f"ghp_{SECRET}, x", "ghp_..., x"),
 }
@@ -50,6 +59,13 @@ PLAIN = [
     "s3://bucket/a.mp4#t=1,2.5",
     "set HF_HUB_OFFLINE or HF_TOKEN: docs/data.md",
     "/data/clip#1?.mp4",
+    "s3://bucket/Episode#3.mp4",
+    "gs://bucket/What?.mp4 and hf://datasets/me/data/Who? #1.mp4",
+    "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/x/a@2x.mp4",
+    "http://127.0.0.1:80|http://[::1]:8080) tcp://[::1]:29500, file:///data/12:30#1.mp4",
+    "PYTHONPATH=/a/lib:/x:/y docker run -v /data:/mnt:ro",
+    "a standard bearer sprinting-through the crowd of 1789",
+    "pad_token=[PADDING], eos_token=endoftext, mask_token: '<a-long-mask-token-1>'",
     "a: b/c, 12:30",
 ]
 
@@ -76,6 +92,8 @@ def test_files_with_one_shown_address_have_several_names() -> None:
     found = [distinct(name) for name in names]
     assert len({*found}) == 100 and not any(SECRET in name for name in found)
     assert [distinct(name) for name in found] == found == [shown(name) for name in found]
+    # The name of entries of caches that are there
+    assert distinct(f"{WEB}host/get?id=1") == f"{WEB}host/get~96042ab5cdc38920"
 
 
 @pytest.mark.soak
