@@ -43,13 +43,15 @@ def distinct(name: str, start: int = 0) -> str:
     """Return a name from `start` on, or the whole as it is shown, with a hash, if that leaves out something."""
     if ":/" not in name or (text := shown(name)) == name:
         return name[start:]
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return f"{text}~{digest}"
+    # A user and a password select no file, and their hash would tell whether a guess of them is right.
+    whole = _ADDRESS.sub(lambda found: _short(found, has_query=True), name)
+    digest = hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return text if text == whole else f"{text}~{digest}"
 
 
-def _short(found: re.Match) -> str:
+def _short(found: re.Match, has_query: bool = False) -> str:
     quote, scheme, whole = found.groups("")
     place = whole.rstrip("\\\"',;:.)]}")
     end = whole[len(place) :]  # of a sentence or a list around the address
     text = _USER.sub(r"\1", _LOGIN.sub(r"\1", scheme + place))
-    return quote + _REST.sub(r"\1\2", text) + end
+    return quote + (text if has_query else _REST.sub(r"\1\2", text)) + end

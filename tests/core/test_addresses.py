@@ -96,6 +96,12 @@ def test_files_with_one_shown_address_have_several_names() -> None:
     assert distinct(f"{WEB}host/get?id=1") == f"{WEB}host/get~96042ab5cdc38920"
 
 
+@pytest.mark.parametrize("user", [f"me:{SECRET}@", f"{SECRET}@"])
+def test_a_name_does_not_depend_on_the_password(user: str) -> None:
+    for name in ("https://{}host/get?id=1", "s3://{}bucket/a.mp4"):
+        assert distinct(name.format(user)) == distinct(name.format(""))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 @pytest.mark.parametrize("behind", ["", ":", ")", ",", "; x", "]", "\n"])
