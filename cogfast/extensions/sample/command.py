@@ -143,8 +143,6 @@ def sample(
         ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
-    if args.negative_prompt is not None:
-        settings["negative_prompt"] = args.negative_prompt
     if tensors:
         settings["tensors"] = list(tensors)
     settings |= _settings(config, args, maker, plan)
@@ -156,7 +154,8 @@ def sample(
         of_prompt = prompt.index // num_copies
         given = {name: of_name[of_prompt] for name, of_name in files.items()}
         rows.append(row | {name: str(path) for name, path in given.items() if path is not None})
-    text = json.dumps(shown(settings | {"prompts": rows}), indent=2, ensure_ascii=False) + "\n"
+    own = {"negative_prompt": args.negative_prompt, "prompts": rows}  # written as they were given
+    text = json.dumps(shown(settings) | own, indent=2, ensure_ascii=False) + "\n"
     try:
         # Before the first video, so that a run that fails has its settings, too.
         groups.on_main(lambda: out.mkdir(parents=True, exist_ok=True))

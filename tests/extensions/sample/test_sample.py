@@ -60,14 +60,16 @@ def latents(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["5b_i2v", "1.5_5b"])
 def test_videos_of_a_run(tmp_path: Path, runs: dict[str, Path], picture: Path, family: str) -> None:
     image = ["--image", str(picture)] if family.endswith("i2v") else []
-    arguments = ["--prompt", "a bar", "--prompt", "two bars", *image]
+    prompts = ["a bar", "password=12345678 on a bar"]
+    arguments = ["--prompt", prompts[0], "--prompt", prompts[1], *image]
     found = sample(runs[family], tmp_path / "out", *arguments)
-    assert list(found.values()) == ["a bar", "two bars"]
+    assert list(found.values()) == prompts
     for name in found:
         shape = (17 if family.startswith("1.5") else 9, 32, 32, 3)
         assert decode_all(tmp_path / "out" / name).shape == shape
     assert (tmp_path / "out" / "contact_sheet.png").is_file()
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert [row["text"] for row in settings["prompts"]] == prompts  # as they were given
     assert settings["ema"] is True
     assert settings["num_steps"] == 4
     assert settings["frames"] == (6 if family.startswith("1.5") else 3)
