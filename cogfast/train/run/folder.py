@@ -513,7 +513,9 @@ def describe_run(
         text = "%s: the code of %s is in no file, so that a resumed run does not notice its changes"
         logger.warning(text, key, classes[key]["name"])
     shutil.rmtree(folder / "hang", ignore_errors=True)  # stacks of an earlier start
-    changes_of_code = shown(git("diff", "HEAD"))
+    changes_of_code = shown(diff := git("diff", "HEAD"))
+    if changes_of_code != diff:
+        logger.info("changes%s.diff does not restore the code: ... is in place of secrets", mark)
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
         if changed or not (folder / _CONFIG).is_file():
@@ -588,4 +590,4 @@ def git(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace").strip()
+    return done.stdout.decode(errors="replace").strip("\n")  # a blank may be a diff's last line

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -226,6 +227,31 @@ def test_another_projects_git_is_not_asked(
     for package in (cogfast, deepspeed, diffusers, transformers):
         assert environment[package.__name__] == package.__version__
     assert not (tmp_path / "changes.diff").exists()
+
+
+@pytest.mark.parametrize("text", ["1", "password=12345678"])
+def test_the_changes_of_the_code(
+    run: Run, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch, text: str
+) -> None:
+    from cogfast.train.run import folder as module
+
+    def git(*words: str) -> int:
+        who = ("-c", "user.name=me", "-c", "user.email=me@localhost")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True).returncode
+
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "cogfast" / "train" / "run" / "x.py"))
+    file = tmp_path / "a.py"
+    file.write_text("one\ntwo\n\n")
+    assert not git("init", "-q") and not git("add", ".") and not git("commit", "-qm", "a")
+    file.write_text(f"{text}\ntwo\n\n")
+    describe_run(tmp_path, None, {}, run.config(), 1, {})
+    # The last line of the changes is a blank: the empty line of the file.
+    assert not git("checkout", "a.py") and not git("apply", "changes.diff")
+    is_whole = text == "1"
+    assert (file.read_text() == f"{text}\ntwo\n\n") == is_whole
+    assert (
+        "changes.diff does not restore the code: ... is in place of secrets" in log.text
+    ) != is_whole
 
 
 def test_a_description_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
