@@ -16,6 +16,8 @@ def check_packages(packages: Sequence[str]) -> None:
     """
     theirs = _of_others() if packages else set()
     for package in packages:
+        if "," in package:
+            raise ValueError(f"--allow-import {package}: repeat the option for each package")
         if package.partition(".")[0] in theirs:
             text = f"--allow-import {package} is not a package that you wrote: it is part of Python, or cogfast needs it"
             raise ValueError(f"{text}; name your own, and derive your class there")

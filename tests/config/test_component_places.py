@@ -167,6 +167,8 @@ def test_packages_of_others_are_not_allowed(run: Run, name: str, capsys) -> None
         f"--allow-import {name} is not a package that you wrote: it is part of Python, or cogfast"
     )
     assert line in capsys.readouterr().err
+    assert main(["train", *run.command("--allow-import", f"mine,{name}")[1:]]) == 2
+    assert "repeat the option for each package" in capsys.readouterr().err
 
 
 def test_no_message_names_the_package_of_a_file(run: Run) -> None:
