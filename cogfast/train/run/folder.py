@@ -301,13 +301,17 @@ def create_folder(args: TrainArguments) -> None:
 
 def _given_folder(args: TrainArguments) -> tuple[str, Path]:
     """Return the key that sets where the run is written, and its absolute path."""
+    is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
+    if is_path and (own := find_run_checkpoint(place_of(args.resume or "").absolute())):
+        return "resume", run_of(own)
     key = "run_folder" if args.run_folder is not None else "save"
     return key, place_of(getattr(args, key) or "runs").absolute()
 
 
 def _not_creatable(args: TrainArguments, key: str, reason: str) -> ValueError:
-    shown = cut(str(getattr(args, key) or "runs"))
-    return ValueError(f"args.{key}={shown}: cannot be created ({reason}); set it to another folder")
+    name = cut(str(getattr(args, key) or "runs"))
+    what, fix = ("written", "set args.run_folder") if key == "resume" else ("created", "set it")
+    return ValueError(f"args.{key}={name}: cannot be {what} ({reason}); {fix} to another folder")
 
 
 def adapters_to_resume(checkpoint: Path) -> Path | None:
@@ -501,7 +505,7 @@ def describe_run(
     """
     # A resumed run keeps the files of the first start: both may be needed to explain it.
     mark = "" if checkpoint is None else f"-from-{checkpoint.name}"
-    of_resume = ("args.resume", "args.accept_changes")
+    of_resume = ("args.resume", "args.accept_changes", "args.run_folder")
     changes = _changes_since(manifest, config, classes)
     changed = [text for key, text in changes.items() if key not in of_resume]
     if TENTH in config.origins.values():

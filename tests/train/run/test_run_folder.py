@@ -25,6 +25,7 @@ from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, newest_checkpoint
 from cogfast.train.run.folder import (
     check_changes,
+    check_creatable,
     describe_run,
     open_run_folder,
     plain_sections,
@@ -158,6 +159,18 @@ def test_folders_that_cannot_be_found_or_created_are_refused(tmp_path: Path) -> 
     assert_refused(lambda: opened("", empty), "it has no checkpoint of cogfast")
     line = "args.save=<...>file: cannot create a run's folder there"
     assert_refused(lambda: opened(file, None), line)
+
+
+def test_a_run_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
+    """The run's own folder, whatever args.save is on the machine from which it comes."""
+    run = make_run(tmp_path, "run", 1)
+    args = TrainArguments(save="/dev/null/runs", resume=str(run))
+    check_creatable(args)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    line = (
+        "args.resume=<...>run: cannot be written (<...>run is not writable); set args.run_folder to"
+    )
+    assert_refused(lambda: check_creatable(args), line)
 
 
 def test_a_run_writes_down_what_it_is(
