@@ -146,7 +146,8 @@ def test_a_run_alone_continues_where_it_is(
     assert alone("run", "args.train_iters=2", "--lr", "1e-3", "--accept-changes") == 0
     assert alone("run", "args.train_iters=3", "--lr", "2e-3") == 2
     line = "args.lr: 0.001 -> 0.002; change it back, or resume anyway with args.accept_changes=true"
-    assert line in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert line in printed and "run_folder: " not in printed
     Path("run").rename("moved")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir("other")
@@ -158,6 +159,10 @@ def test_a_run_alone_continues_where_it_is(
     lines = capsys.readouterr().err.splitlines()
     text = "cogfast: args.resume=../%s is not a run or checkpoint; set it to its folder"
     assert lines == [text % "other", text % "none"]
+    gone = "../moved/checkpoints/00000001"
+    assert alone(gone) == main(["sample", gone, "--prompt", "a"]) == 2
+    line = f"cogfast: {gone}: cannot be read: no such folder; the last good one is that of step 3: give"
+    assert capsys.readouterr().err.count(f"{line} ../moved/checkpoints/00000003") == 2
 
 
 def test_a_file_of_ones_own_counts_more_than_the_folders(

@@ -238,7 +238,8 @@ def _with_infinities(node: Any) -> Any:
 def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
     """Return {section: (values, file)} with which a checkpoint, or the newest one of a run, was trained;
     {} if `path` is neither."""
-    checkpoint = find_run_checkpoint(path)
+    is_gone = is_in_run(path) and _complete(path.parent)  # the error names one that is left
+    checkpoint = find_run_checkpoint(path) or (path if is_gone else None)
     if checkpoint is None:
         return {}
     file, sections = checkpoint / "manifest.json", config_of(checkpoint, read_manifest(checkpoint))
