@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.core.addresses import shown
+from cogfast.core.addresses import hint, shown
 from cogfast.extensions.stores.mirror import with_urls
 
 SECTIONS = ("model", "data", "args", "deepspeed")
@@ -49,6 +49,7 @@ class Config:
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
         lines += [f"# {key} is accepted and not used: {why}" for key, why in self.unused.items()]
+        lines += [f"#{note}" for note in [hint("\n".join(lines))] if note]
         return shown("\n".join(lines) + "\n")
 
     def _rows(self, node: Mapping, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,11 @@ def shown(node: Any) -> Any:
     return each_text(node, lambda text: _TOKEN.sub(r"\1...", hide(text)))
 
 
+def hint(text: str) -> str:
+    """Return what the reader of shown(text) must know, "" if it has all of `text`."""
+    return "" if shown(text) == text else " (write what is hidden: passwords, queries, tokens)"
+
+
 def distinct(name: str, start: int = 0) -> str:
     """Return a name from `start` on, or the whole as it is shown, with a hash, if that leaves out something."""
     if ":/" not in name or (text := shown(name)) == name:
