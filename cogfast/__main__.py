@@ -24,7 +24,7 @@ import gc
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -85,8 +85,6 @@ _KEPT = {
     "convert": "; the target was not written, and partly written files were removed",
 }
 _ON_RANKS = ("train", "finetune", "cache", "sample")
-# Keys of args that `cogfast sample RUN` does not take from the run's file: what it reads and writes.
-_OF_CALLER = ("input_type", "input_file", "output_dir", "local_cache")
 _LONGEST_CAUSE = 200  # characters of a library's message
 _OF_GLOO = re.compile(r"\[\S*gloo/\S+\] |\. This is typically caused.*")  # around what happened
 _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
@@ -94,10 +92,8 @@ _UNWIND_SECONDS = 5.0  # time for a command to remove partly written files
 _GRACE_SECONDS = 3
 
 
-def _load(
-    request: Request, is_of_run: bool = False, own: Mapping[str, tuple[object, str]] | None = None
-) -> Config:
-    """Start logging, and read the configuration of a command. own: settings of the command itself."""
+def _load(request: Request, is_of_run: bool = False) -> Config:
+    """Start logging, and read the configuration of a command."""
     start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
     from cogfast.cli.packages import check_packages
@@ -108,13 +104,10 @@ def _load(
     # takes a tenth of a start.
     gc.disable()
     try:
-        settings = {**request.settings, **(own or {})}
-        config = load_config(
-            request.base, request.overrides, request.allow_import, is_of_run, settings
-        )
+        given = request.overrides, request.allow_import, is_of_run, request.settings
+        return load_config(request.base, *given)
     finally:
         gc.enable()
-    return config
 
 
 def _print(text: str) -> None:
@@ -188,15 +181,10 @@ def sample(argv: Sequence[str]) -> None:
 
     request = parse_sample(argv)
     from cogfast.cli.foreign_keys import refuse_training_keys
-    from cogfast.config.arguments import TrainArguments
-    from cogfast.config.merged_config import DEFAULT
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
 
     is_of_run = request.weights is not None
-    # A run may have been downloaded: its file must not say what is read as prompts or where to write.
-    defaults = TrainArguments()
-    own = {f"args.{key}": (getattr(defaults, key), DEFAULT) for key in _OF_CALLER if is_of_run}
-    config = _load(request, is_of_run, own)
+    config = _load(request, is_of_run)
     refuse_training_keys(config.origins)
     if not request.dry_run:
         check_ranks()

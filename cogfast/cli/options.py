@@ -17,10 +17,11 @@ from pathlib import Path
 
 from cogfast.cli import start
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
-from cogfast.config.arguments import TrainArguments, select
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_unused import UNUSED
 from cogfast.core.files import read_limited
-from cogfast.extensions.sample.flags import INPUTS, SamplingFlags
+from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
@@ -45,9 +46,10 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 
 
 _MOST_COLUMNS = 135
-# Keys of args that count only if the command line of a resume gives them
-_OF_CALLER = ("eval_command", "push_to_hub", "local_cache")
-_OF_PARTS = ("trainable_modules", "network_config.params.modules.lora_config")
+# Keys of args that the file of a run to resume or sample does not set: what is run, published, written and
+# removed elsewhere, read as prompts, and of one start. The run continues in its folder, wherever that is now.
+_OF_CALLER = ("eval_command", "push_to_hub", "wandb", "encode_first", "local_cache", "output_dir")
+_OF_CALLER += ("input_type", "input_file", "run_folder", "accept_changes")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 
 
@@ -132,9 +134,7 @@ def _parse_run(
     if model is None and not base and is_run:  # the run has its configuration
         if not (stored := trained_settings(Path(run))):
             raise ValueError(f"args.resume={run} is not a run or checkpoint; set it to its folder")
-        # It continues in its folder, wherever that is now, and changes are accepted once.
-        own = {"args.run_folder": (None, "--resume"), "args.accept_changes": (False, "--resume")}
-        settings = stored | own | _without_base(stored) | settings
+        settings = stored | _of_caller(stored, parser.prog.endswith("cache")) | settings
     elif model is None and not base:
         raise ValueError(
             "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
@@ -151,17 +151,14 @@ def _parse_run(
             model, settings, has_data, may_download, is_read=not (is_plan or has_cache)
         )
         base = [*files, *base]  # the user's own files count more
-    request = Request(
-        base=base, overrides=overrides, allow_import=found.allow_import, settings=settings
-    )
-    return found, request
+    allowed = found.allow_import
+    return found, Request(base=base, overrides=overrides, allow_import=allowed, settings=settings)
 
 
 def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
     """Return the run whose data is encoded, and the price of a GPU hour."""
-    parser = _new_parser(
-        "cache", "Encode a run's videos and captions once, into args.latent_cache."
-    )
+    text = "Encode a run's videos and captions once, into args.latent_cache."
+    parser = _new_parser("cache", text)
     text = "price of an hour of one GPU; the log then has the costs"
     parser.add_argument(
         "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000, 0.001), help=text
@@ -192,9 +189,8 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser = _new_parser("sample", text)
     text = "prompt of a video; may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
-    parser.add_argument(
-        "--prompt-file", type=local_path, metavar="FILE", help="text file with a prompt per line"
-    )
+    text = "text file with a prompt per line"
+    parser.add_argument("--prompt-file", type=local_path, metavar="FILE", help=text)
     for name, (text, _) in INPUTS.items():
         text += "; once for all prompts, or once per prompt"
         parser.add_argument(
@@ -250,7 +246,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
         fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     return Request(
         base=base or ([] if settings else [str(run_config)]),
-        settings=settings,
+        settings=settings | (_of_caller(settings) if sources else {}),
         overrides=[*fitting, *_all_overrides(found, [*moved, *overrides])],
         allow_import=found.allow_import,
         dry_run=found.dry_run,
@@ -449,18 +445,12 @@ def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]
 
 
-def _without_base(stored: start.Settings) -> start.Settings:
-    """Unset what the file of a run that is resumed, which may come from elsewhere, must not decide.
-
-    It runs no command, publishes nothing, names no folder in which old copies are removed, and starts no download.
-    """
-    args, model = (stored.get(name, ({}, ""))[0] for name in ("args", "model"))
-    part = {*(select(model, "not_trainable_prefixes") or ())} - {"first_stage_model", "conditioner"}
-    is_part = part or any(select(model, key) for key in _OF_PARTS)
-    names = ["load_lora"] if is_part else ["load_lora", "load"]
-    unset = [name for name in names if "://" in str(select(args, name))]
-    unset += [name for name in _OF_CALLER if select(args, name) is not None]
-    return {f"args.{name}": (None, "--resume") for name in unset}
+def _of_caller(stored: start.Settings, writes_cache: bool = False) -> start.Settings:
+    """Unset what a run's file, which may come from elsewhere, must not decide, and weights that it need not read."""
+    sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainArguments()
+    unset = {*addresses(sections)} - {*addresses(sections, is_of_run=True)}
+    unset |= {f"args.{name}" for name in (*_OF_CALLER, *["latent_cache"] * writes_cache)}
+    return {key: (getattr(defaults, key.removeprefix("args.")), DEFAULT) for key in unset}
 
 
 def _run_config(folder: Path) -> Path | None:

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import logging
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -23,14 +24,15 @@ from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, leaves, refuse, to_dict
+from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
-from cogfast.config.values import Range, nearest_folder
+from cogfast.config.values import Problems, Range, nearest_folder
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
 from cogfast.extensions.formats.vae import read_vae_config
+from cogfast.extensions.sample.flags import addresses, as_words
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.extensions.stores.store import is_url
 from cogfast.model.autoencoder import VideoAutoencoder
@@ -124,11 +126,7 @@ def hub_folder(name: str, key: str = "args.load", may_download: bool = True) -> 
         if not missing:
             return Path(found)
         why = f" ({found} has no {missing[0]})"
-    download = (
-        ""
-        if may_download
-        else "; --dry-run and a run's configuration download nothing, nor does cogfast plan"
-    )
+    download = "; --dry-run and a run's file download nothing, nor does plan" * (not may_download)
     fix = "correct it (a relative path starts at the current folder)"
     # Beside other folders, a wrong path is more likely than a model that was not downloaded.
     if not Path(name).parent.is_dir():
@@ -182,7 +180,8 @@ def fill_from_pipeline(
         return config
     if is_hub_id(load):
         origins = config.origins | {"args.load": f"hub model {load}"}
-        load = str(hub_folder(load, may_download=may_download and not is_of_run))
+        is_given = not is_of_run or find_origin(config.origins, "args.load") == COMMAND_LINE
+        load = str(hub_folder(load, may_download=may_download and is_given))
         args = OmegaConf.merge(config.args, {"load": load})
         config = dataclasses.replace(config, args=args, origins=origins)
     folder = Path(load)
@@ -231,27 +230,22 @@ def fill_from_pipeline(
 
 def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
     """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
-    plain = {name: to_dict(config.sections()[name]) for name in ("model", "args")}
-    given = {
-        key: value
-        for key, value in leaves(plain).items()
-        if isinstance(value, str) and is_url(value)
-        if key.startswith("model.") or key in ("args.load", "args.load_lora")
-    }
-    sections = {name: OmegaConf.create(plain[name]) for name in plain if given}
-    for key, value in given.items():
-        if is_of_run and config.origins.get(key) != COMMAND_LINE:
-            text = f"{key}={value}: the file of a run starts no download; give this word on the command line"
-            refuse(config, key, f"{text}, or a folder of this machine")
-        if not may_download:
-            continue
+    plain = {name: to_dict(section) for name, section in config.sections().items()}
+    given = addresses(plain)
+    whole = OmegaConf.create(plain if given else {})
+    theirs = {k: v for k, v in given.items() if find_origin(config.origins, k) != COMMAND_LINE}
+    if is_of_run and theirs:
+        words, note = as_words(theirs)
+        text = f"{find_origin(config.origins, min(theirs))}: the file of a run starts no download; add to the"
+        text += f" command, with these addresses or your folders{note}:"
+        lines = textwrap.wrap(words, 360, break_long_words=False, break_on_hyphens=False)
+        raise Problems("\n".join([text, *lines]))
+    for key, value in given.items() if may_download else ():
         try:
-            path = copy_of(value)
+            OmegaConf.update(whole, key, copy_of(value))
         except OSError as error:
             refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}")
-        name, _, inner = key.partition(".")
-        OmegaConf.update(sections[name], inner, path)
-    return dataclasses.replace(config, **sections)
+    return dataclasses.replace(config, **{str(name): whole[name] for name in whole})
 
 
 def _is_placeholder(node: dict[str, Any] | None, key: str) -> bool:

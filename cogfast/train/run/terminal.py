@@ -13,8 +13,9 @@ from pathlib import Path
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.extensions.sample.flags import input_words, sampled_tensors
+from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
+from cogfast.train.run.folder import plain_sections
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,11 @@ def log_commands(
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
     is_own = config.model.network_config.target not in NETWORKS
-    more_words = (
-        " --ema" * shows_ema + " --allow-unexpected" * is_own
-    )  # no other format has added modules
+    # No other format has added modules.
+    more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
+    words, hint = as_words(addresses(plain_sections(config), is_of_run=True))
     commands = {
-        "to sample": f"cogfast sample {run}{own} --prompt TEXT{files} --out DIR",
+        "to sample": f"cogfast sample {run}{own}{words} --prompt TEXT{files} --out DIR{hint}",
         "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
         "to train on": f"the same command with {resume_words(config, folder)} {more}",
     }

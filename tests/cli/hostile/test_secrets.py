@@ -131,6 +131,7 @@ def test_commands_on_such_a_run(
     more = [f"args.load={SIGNED}", f"args.train_data=[{SIGNED}]"] if name == "dry run" else []
     status, printed = call([*words, *more])
     assert status == 0 and SECRET not in printed, printed
+    assert ("write what is hidden" in printed) == (name == "dry run")
     assert not leaks(run.path, home, tmp_path)
 
 
@@ -240,29 +241,30 @@ def test_a_resume_needs_no_first_weights(received_run: Run, served: WebServer, c
     assert not served.requests
 
 
-ENCODERS = {
-    "model__first_stage_config": (
-        "first_stage_config.params.path",
-        lambda url: part("cogfast.model.autoencoder.VideoAutoencoder", path=url),
-    ),
-    "model__conditioner_config__params__emb_models__0": (
-        "params.model_dir",
-        lambda url: part("sgm.modules.encoders.modules.FrozenT5Embedder", model_dir=url),
-    ),
-}
-
-
-@pytest.mark.parametrize("key", ENCODERS)
-def test_a_resume_downloads_no_encoder(
-    received_run: Run, served: WebServer, capsys, key: str
+def test_a_run_names_all_addresses_that_it_needs(
+    received_run: Run, served: WebServer, capsys
 ) -> None:
-    address = f"{served.address}/encoder?{SECRET}"
-    folder = received(received_run, served, **{key: ENCODERS[key][1](address)})
-    for more in ([], ["--dry-run"]):
-        assert main(["train", "--resume", str(folder), "args.train_iters=2", *more]) == 2
-        line = capsys.readouterr().err
-        assert ENCODERS[key][0] in line and "give this word on the command line" in line
-        assert line.count("\n") == 1 and SECRET not in line
+    """The words work as they are printed, but for what is hidden in them."""
+    url = f"{served.address}/encoder?{SECRET}"
+    parts = {
+        "model__first_stage_config": part("cogfast.model.autoencoder.VideoAutoencoder", path=url),
+        "model__conditioner_config__params__emb_models__0": part(
+            "sgm.modules.encoders.modules.FrozenT5Embedder", model_dir=url
+        ),
+    }
+    folder = str(received(received_run, served, args__load=url, args__load_lora=url, **parts))
+    resume = ["train", "--resume", folder, "args.train_iters=2"]
+    for command in (resume, ["sample", folder, "--prompt", "a"]):
+        for more in ([], ["--dry-run"]):
+            assert main([*command, *more]) == 2
+            text, line = capsys.readouterr().err.splitlines()
+            assert SECRET not in text + line and "(write what is hidden: passwords" in text
+            words = line.removeprefix("cogfast: ").split()
+            keys = ["conditioner_config.params.emb_models.0.params.model_dir"]
+            keys.append("first_stage_config.params.path")
+            assert words == [f"model.{key}={served.address}/encoder" for key in keys]
+        assert main([*command, *words, "--dry-run"]) == 0
+        assert "write what is hidden" not in capsys.readouterr().out
     assert not served.requests
 
 
@@ -292,8 +294,11 @@ def test_a_resume_runs_publishes_and_removes_nothing_of_the_runs_choice(
         "args__eval_command": f"touch {canary} {{samples}}",
         "args__push_to_hub": "me/leaked",
         "args__local_cache": f"{own}:4KB",
+        "args__wandb": True,
     }
-    folder = received(received_run, served, args__eval_interval=1, **values)
+    # A folder that cannot be made here: the run continues in its own.
+    save = "/dev/null/runs"
+    folder = received(received_run, served, args__eval_interval=1, args__save=save, **values)
     words = ["args.train_iters=2", "args.eval_num_samples=1", "args.eval_sampling_steps=1"]
     words.append(f"args.valid_data=[{received_run.data}]")
     status = main(["train", "--resume", str(folder), *words])
@@ -302,4 +307,19 @@ def test_a_resume_runs_publishes_and_removes_nothing_of_the_runs_choice(
     assert not canary.exists() and not own.exists() and "huggingface" not in printed
     for key, value in values.items():
         name = key.replace("__", ".")
-        assert f"{name}: {value} -> None" in printed, printed
+        assert f"{name}: {value} -> {False if value is True else None}" in printed, printed
+
+
+def test_a_cache_is_written_only_where_the_command_line_says(
+    received_run: Run, served: WebServer, tmp_path: Path, capsys
+) -> None:
+    cache = tmp_path / "cache"
+    values = {"args__latent_cache": str(cache), "args__encode_first": True}
+    resume = f"--resume={received(received_run, served, **values)}"
+    for command, line in (
+        ("train", "the folder has no cache"),
+        ("cache", "args.latent_cache is missing"),
+    ):
+        assert main([command, resume, "args.train_iters=2"]) == 2
+        assert line in capsys.readouterr().err
+    assert not cache.exists()

@@ -1,6 +1,7 @@
 """The network that a run has trained computes the same by each way out of the run's folder."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -573,6 +574,9 @@ def test_a_base_and_adapters_in_a_store_are_read(
     words = (*SOURCES["part of a model"], f"args.load={url}", "args.train_iters=1")
     run = replace(trained["LoRA"].run, words=words, last=None).into(tmp_path / "run")
     assert main(run.command()) == 0
+    lines = capsys.readouterr().err.splitlines()
+    words = next(shlex.split(line)[3:] for line in lines if line.startswith("to sample"))
+    assert main([*words[:-1], str(tmp_path / "samples")]) == 0
     assert main(["convert", str(run.path), str(out), "--to", "diffusers"]) == 0
     found, start = (load_file(path / "diffusion_pytorch_model.safetensors") for path in (out, base))
     assert torch.equal(found["proj_out.weight"], start["proj_out.weight"])

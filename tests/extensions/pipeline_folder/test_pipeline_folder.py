@@ -348,12 +348,16 @@ def test_a_download_takes_what_is_read_once_for_all_ranks(hub: None) -> None:
     assert len(Hub.requests) == before
 
 
-def test_a_model_that_cannot_be_downloaded(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_downloaded(
+    run: Run, hub: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for although the configuration is a run's, since the command line names it."""
     for name, reason in (("owner/other", "404"), (NAME, "[Cc]onnect")):
         text = (
             rf"args.load={name}: no such folder, and no complete CogVideoX .*{reason}.*; correct it "
             r"\(a relative path starts at the current folder\)"
         )
         with pytest.raises(ValueError, match=rf"{text}, or run hf download {name} on a machine"):
-            hub_folder(name)
+            config = run.of_files().config(f"args.load={name}")
+            fill_from_pipeline(config, is_of_run=True)
         use_hub(monkeypatch, 9)  # where nothing answers

@@ -13,6 +13,7 @@ from cogfast.core.files import open_own, refuse_links
 from cogfast.extensions.stores import store
 from cogfast.model.weights.checkpoint_manifest import read_manifest, write_manifest
 from tests.support.runs import Run
+from tests.support.tiny_run import part
 
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
     "a link": lambda path, victim: path.symlink_to(victim),
@@ -146,12 +147,13 @@ def test_a_received_file_a_dry_run_and_a_plan_reach_no_network(
     monkeypatch.setattr(store, "_call", lambda url, call: asked.append(url) or 1 / 0)
     address = "s3://bucket/weights"
     manifest = read_manifest(done.checkpoint)
-    manifest["config"]["args"]["load"] = address
+    stage = part("cogfast.model.autoencoder.VideoAutoencoder", path=address)
+    manifest["config"]["model"]["first_stage_config"] = stage
     write_manifest(done.checkpoint, manifest)
     sample = ["sample", str(done.path), "--prompt", "a", "--out", str(tmp_path / "out")]
     for words in (sample, [*sample, "--dry-run"]):
         assert main(words) == 2
-        assert "the file of a run starts no download; give this word" in capsys.readouterr().err
+        assert "the file of a run starts no download; add to the" in capsys.readouterr().err
     data = f"args.train_data=[{address}]"
     assert main(["train", *done.command("--dry-run", f"args.load={address}", data)[1:]]) == 0
     assert f"load: {address}" in capsys.readouterr().out
