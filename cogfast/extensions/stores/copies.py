@@ -26,7 +26,7 @@ def refuse_link(*folders: Path) -> None:
 
 def remove_abandoned(folders: Path) -> None:
     """Remove the folders in which no process holds the lock of the file `lock` any more."""
-    for folder in folders.glob("*"):
+    for folder in folders.glob("[0-9]*-" + "[0-9a-f]" * 12):
         with suppress(OSError), open_own(folder / "lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)

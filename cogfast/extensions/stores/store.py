@@ -52,6 +52,7 @@ _NUM_LOCKS = 4096
 _IN_USE = 5.0  # seconds after its last use for which a local copy is not removed
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
+_OURS = re.compile(r"[0-9a-f]{32}(\.[^.]*)?\.(xxh3|[0-9a-f]{12}\.incomplete)")  # checksums, drafts
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
@@ -420,6 +421,7 @@ def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
 
 def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:
     """Count a new copy; remove the least recently used ones if they are too many bytes or the disk is full."""
+    _check_fits(folder, limit, num_bytes)
     with files.locked(folder / "size") as (file, text, _):
         # Killed processes leave the count too low or too high; it is right after each removal.
         used = num_bytes + (int(text) if text.isdigit() else limit + 1)
@@ -434,17 +436,21 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> i
     found, in_use = [], 0
     copies.remove_abandoned(folder / "folders")
     for part in folder.glob("[0-9a-f][0-9a-f]"):
-        for entry in [] if part.is_symlink() else os.scandir(part):
+        there = {} if part.is_symlink() else {entry.name: entry for entry in os.scandir(part)}
+        # The folder may hold files that are not cogfast's: a copy has its checksum beside it.
+        names = {name.removesuffix(copies.CHECKSUM) for name in filter(_OURS.fullmatch, there)}
+        for entry in [there[name] for name in names & there.keys()]:
             with suppress(FileNotFoundError):
                 about = entry.stat(follow_symlinks=False)
                 # mirror.copy_of has linked it, so that to remove it would free nothing.
                 if about.st_nlink > 1:
                     in_use += about.st_size
-                elif not entry.name.endswith(copies.CHECKSUM):
+                else:
                     found.append((about.st_mtime, about.st_size, entry.path))
     _check_fits(folder, limit, num_bytes, in_use * (not is_full))
     used = in_use + sum(size for _, size, _ in found)
-    limit = int(_KEPT * min(limit, used)) - num_bytes
+    # A count that was not known may be below the limit.
+    limit = int(_KEPT * (min(limit, used) if is_full else limit)) - num_bytes
     for _, size, path in sorted(found):
         if used <= max(0, limit):
             break

@@ -105,19 +105,61 @@ def test_links_in_place_of_folders(url: str, cache: Path, victim: Path, name: st
     assert state(victim) == before
 
 
-@pytest.mark.parametrize("name", ["ab", "folders/1-0123456789ab", "ab/file"])
+@pytest.mark.parametrize("name", ["ab", "folders/1-0123456789ab", f"ab/{'ab' * 16}"])
 def test_what_links_lead_to_is_not_removed_when_the_cache_is_full(
     url: str, cache: Path, victim: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, place = state(victim), cache / name
     place.parent.mkdir(exist_ok=True)
     if not place.exists():
-        place.symlink_to(victim / "file" if name == "ab/file" else victim)
+        place.symlink_to(victim / "file" if name.startswith("ab/") else victim)
+        Path(f"{place}{CHECKSUM}").touch()
     monkeypatch.setenv(store.CACHE_VARIABLE, f"{cache}:{len(CONTENT) + 1}")
     monkeypatch.setattr(store, "_IN_USE", -1.0)
     store.write(f"{url}2", CONTENT)
     assert local_copy(f"{url}2").read_bytes() == CONTENT
     assert state(victim) == before
+
+
+def test_other_files_in_the_folder_are_not_removed(
+    url: str, cache: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has copies alone, whose names have a form and a checksum beside them, counted and removed."""
+    names = (
+        "ab/a.mp4",
+        f"ab/{'ab' * 16}.mp4",
+        "ab/a.incomplete",
+        "folders/x/lock",
+        "folders/1-2/lock",
+    )
+    for path in (cache / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (victim / "file").rename(path)
+        (victim / "file").write_bytes(CONTENT)
+        os.utime(victim / "file", (0, 0))
+    copy = local_copy(url)
+    os.utime(copy, (0, 0))
+    monkeypatch.setenv(store.CACHE_VARIABLE, f"{cache}:{len(CONTENT) + 1}")
+    store.write(f"{url}2", CONTENT)
+    assert local_copy(f"{url}2").exists() and not copy.exists()
+    assert all((cache / name).exists() for name in names)
+
+
+@pytest.mark.parametrize("left", ["too large a copy", "a killed process"])
+def test_a_count_that_is_not_known_removes_nothing(
+    url: str, cache: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    monkeypatch.setenv(store.CACHE_VARIABLE, f"{cache}:{4 * len(CONTENT)}")
+    copy = local_copy(url)
+    os.utime(copy, (0, 0))
+    if left == "a killed process":
+        (cache / "size").write_text("process 7 on other")
+    else:
+        store.write(f"{url}2", 5 * CONTENT)
+        assert_refused(lambda: local_copy(f"{url}2"), "the local cache is too small", StoreError)
+    store.write(f"{url}3", CONTENT)
+    assert local_copy(f"{url}3").exists() and copy.exists()
+    assert (cache / "size").read_text() == str(2 * len(CONTENT))
 
 
 DAMAGE = {

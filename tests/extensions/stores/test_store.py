@@ -252,7 +252,8 @@ def test_the_local_cache_is_bounded_and_keeps_what_was_used_last(server, monkeyp
     urls = [_written(server, f"{i}.bin", bytes([i]) * 1000) for i in range(20)]
     copies = lambda: (tmp_path / "small").glob("[0-9a-f][0-9a-f]/*.bin")
     used = lambda: sum(file.stat().st_size for file in copies())
-    draft = tmp_path / "small" / "00" / f"x{UNFINISHED}"  # of a slow download
+    # Of a slow download
+    draft = tmp_path / "small" / "00" / f"{'0' * 32}.bin.{'0' * 12}{UNFINISHED}"
     draft.parent.mkdir(parents=True)
     draft.touch()
     os.utime(draft, (0, time.time() - 60))
@@ -342,7 +343,7 @@ def test_folders_are_whole_and_stay_in_place(server):
 
 def test_a_file_of_weights_stays_and_is_known_by_its_url(server, tmp_path):
     url = _written(server, "m/w.bin")
-    left = tmp_path / "local" / "folders" / "1-killed"
+    left = tmp_path / "local" / "folders" / "1-0123456789ab"
     left.mkdir(parents=True)
     (left / "lock").touch()
     copy = copy_of(url)
