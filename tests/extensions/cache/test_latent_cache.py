@@ -155,6 +155,27 @@ def test_entries_that_are_cut_are_removed(cached: CachedVideos) -> None:
     assert entries.keys() == {KEYS[2]: False, KEYS[3]: True}
 
 
+@pytest.mark.parametrize("then", ["removes", "writes"])
+def test_a_cut_entry_that_another_launch_handles_at_the_same_time(
+    cached: CachedVideos, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """It has removed it, or written it again, once this one has found it cut."""
+    entries, path = cached.entries["video"], path_of(cached, KEYS[0])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    rename = os.rename
+
+    def rename_late(*names: str) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        path.unlink() if then == "removes" else path.write_bytes(whole)
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", rename_late)
+    assert entries.remove_cut(KEYS[:2]) == KEYS[:1]
+    assert [*path.parent.iterdir()] == ([path] if then == "writes" else [])
+    assert entries.remove_cut(KEYS[:2]) == ([] if then == "writes" else KEYS[:1])
+
+
 def test_hashes_in_a_file_of_zeros(tmp_path: Path, caplog) -> None:
     sparse(tmp_path / "sources.jsonl")
     with bounded(2**28):
