@@ -16,6 +16,7 @@ from cogfast.core.files import DamageError, check_checksum, checksum_of, open_ow
 logger = logging.getLogger(__name__)
 
 CHECKSUM = ".xxh3"  # suffix of a file that has the checksum of the one beside it
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def refuse_link(*folders: Path) -> None:
@@ -47,7 +48,7 @@ def is_kept(path: Path, num_bytes: int | None) -> bool:
             about = os.fstat(file.fileno())
             with suppress(PermissionError):  # it is another user's
                 os.utime(file.fileno())
-        _check_kept(path, about.st_ino)
+        _check_kept(path, about.st_ino, about.st_size)
         return num_bytes is None or about.st_size == num_bytes
     except (OSError, DamageError) as error:
         if not isinstance(error, FileNotFoundError):
@@ -55,7 +56,15 @@ def is_kept(path: Path, num_bytes: int | None) -> bool:
         return False
 
 
-@lru_cache(1 << 16)  # a process reads each file once for this
-def _check_kept(path: Path, inode: int) -> None:
-    with open_own(Path(f"{path}{CHECKSUM}"), "r") as file:
-        check_checksum(path, file.read(16))
+@lru_cache(1 << 16)
+def _check_kept(path: Path, inode: int, size: int) -> None:
+    """Compare a file with its checksum once in each boot of the machine: a crash may have cut it."""
+    boot = _BOOT.read_bytes() if _BOOT.exists() else os.urandom(36)
+    # Its time says nothing, since each use sets it. Where the system has no boot_id, each process compares.
+    mark, beside = b"%.36s %20d %20d" % (boot, inode, size), Path(f"{path}{CHECKSUM}")
+    with open_own(beside, "rb") as file:
+        checksum, checked = file.read(16), file.read(len(mark))
+    if checked != mark:
+        check_checksum(path, checksum.decode(errors="replace"))
+        with suppress(OSError), open_own(beside, "r+b") as file:  # it may be another user's
+            file.write(checksum + mark)

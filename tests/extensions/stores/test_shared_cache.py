@@ -1,9 +1,11 @@
 """A local cache into which other users write, whose machine crashed, or whose processes froze or were killed."""
 
+import errno
 import fcntl
 import os
 import subprocess
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,14 @@ def as_another_process() -> None:
     """Forget what this process has found whole, and its folders of copies."""
     copies._check_kept.cache_clear()
     mirror._local_folder.cache_clear()
+
+
+@pytest.fixture
+def restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A call of it is a start of the machine, after which copies are compared with their checksums."""
+    monkeypatch.setattr(copies, "_BOOT", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text(f"{uuid.uuid4()}\n")
+    return lambda: (tmp_path / "boot_id").write_text(f"{uuid.uuid4()}\n")
 
 
 def plant(place: Path, kind: str, victim: Path) -> None:
@@ -172,36 +182,60 @@ DAMAGE = {
 
 @pytest.mark.parametrize("read", [local_copy, copy_of])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_copy_is_made_again(url: str, damage: str, read, caplog) -> None:
+def test_a_damaged_copy_is_made_again(url: str, damage: str, read, restart, caplog) -> None:
     copy = local_copy(url)
     about = copy.stat()
     copy.write_bytes(DAMAGE[damage])
     os.utime(copy, ns=(about.st_atime_ns, about.st_mtime_ns))
     as_another_process()
+    restart()
     assert Path(read(url)).read_bytes() == CONTENT
     assert "is damaged: its checksum is" in caplog.text and "it is copied again" in caplog.text
 
 
-@pytest.mark.parametrize("left", [None, "", "0123456789abcdef"], ids=["none", "empty", "another"])
-def test_a_copy_without_its_checksum_is_made_again(server, url: str, left: str | None) -> None:
+LEFT = {"none": None, "empty": b"", "another": b"0123456789abcdef", "no text": b"\xff" * 32}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+def test_a_copy_without_its_checksum_is_made_again(server, url: str, left: bytes | None) -> None:
     beside = Path(f"{local_copy(url)}{CHECKSUM}")
     beside.unlink()
     if left is not None:
-        beside.write_text(left)
+        beside.write_bytes(left)
     as_another_process()
     server.requests.clear()
     assert local_copy(url).read_bytes() == CONTENT
     assert [method for method, _ in server.requests].count("GET") == 1
-    assert beside.read_text() == checksum_of(local_copy(url))
+    assert beside.read_text()[:16] == checksum_of(local_copy(url))
 
 
-def test_a_copy_is_read_once_for_its_checksum(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, sums = [], copies.check_checksum
+@pytest.mark.parametrize("each", ["boot", "process: no right to note it", "process: no boot_id"])
+def test_how_often_a_copy_is_read_for_its_checksum(
+    url: str, each: str, restart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each boot, or each process, but not each use. Another file in the place of the copy is read, too."""
+    read, sums, opened = [], copies.check_checksum, copies.open_own
     monkeypatch.setattr(copies, "check_checksum", lambda *given: read.append(given) or sums(*given))
-    as_another_process()
-    for _ in range(3):
-        local_copy(url)
-    assert len(read) == 1
+
+    def open_ours(path: Path, mode: str, **options):
+        if "+" in mode and "right" in each:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(copies, "open_own", open_ours)
+    for number in range(1, 4):
+        restart()
+        if "no boot_id" in each:
+            (tmp_path / "boot_id").unlink()
+        for _ in range(2):
+            as_another_process()
+            copy = [local_copy(url) for _ in range(2)][0]
+        assert len(read) == number * (1 if each == "boot" else 2)
+    num_reads = len(read)
+    (tmp_path / "another").write_bytes(CONTENT)
+    (tmp_path / "another").replace(copy)
+    local_copy(url)
+    assert len(read) == num_reads + 1
 
 
 @pytest.fixture
