@@ -1,5 +1,6 @@
 """A rank ends with its torchrun or when another one stops, and knows a connection that a rank has broken."""
 
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,21 @@ def train(arguments):
 command._COMMANDS["train"] = train
 command.main(["train"])
 """
+
+
+PORTS = "from tests.support.tiny_run import *; print([free_port() for _ in range(50)], flush=True); input()"
+
+
+def test_no_two_launches_of_tests_are_given_one_port() -> None:
+    """Processes test at the same time, and none of their launches listens yet. Connections have other ports."""
+    command, pipe = [sys.executable, "-c", PORTS], subprocess.PIPE
+    start = lambda: subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    with start() as one, start() as other:
+        ports = [json.loads(process.stdout.readline()) for process in (one, other)]
+        ports = [*ports[0], *ports[1], *(free_port() for _ in range(50))]
+        one.communicate("\n")
+        other.communicate("\n")
+    assert len({*ports}) == 150 and max(ports) < 32_768
 
 
 def test_a_rank_that_starts_without_its_torchrun_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from tests.support.ranks.forked import ROOT, Forked, run_forked
 CHANNELS = 8  # latent channels of the tiny first stage
 SIDE = 32  # rows and columns of the tiny clips
 Started = subprocess.Popen | Forked
+_PORTS: deque[socket.socket] = deque(maxlen=100)  # that this process holds
 FAMILIES = ("2b", "5b", "5b_i2v", "1.5_5b", "1.5_5b_i2v")
 
 
@@ -205,9 +208,19 @@ def write_config(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that no other launch of any test process on this machine is given, nor a connection.
+
+    It lies below those that the system gives to connections. Its namesake of UDP, which nothing uses, is held
+    until this process ends or has asked for a hundred more.
+    """
+    for port in range(20_000, 30_000):
+        held, probe = socket.socket(type=socket.SOCK_DGRAM), socket.socket()
+        with probe, suppress(OSError):
+            held.bind(("127.0.0.1", port))
+            probe.bind(("", port))
+            _PORTS.append(held)
+            return port
+    raise RuntimeError("no port is free")
 
 
 def torchrun(processes: int) -> list[str]:
