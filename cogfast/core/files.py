@@ -33,8 +33,6 @@ MOST_LINE_BYTES = 8 << 20  # of a line; a caption of the longest kind in JSON ha
 _BLOCK = 1 << 20  # bytes; stays in the processor's cache between the read and the hash
 # EFBIG means RLIMIT_FSIZE, which some clusters set as a quota.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 LFS = "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder"
 
 
@@ -183,12 +181,16 @@ def is_private(path: Path) -> bool:
     In a folder like /tmp, whose sticky bit is set, others cannot replace what is not theirs.
     """
     real, here = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    # In a user namespace all who are outside of it, root among them, have one id. It is taken for root's only
+    # above: another one's folder is there if this user has chosen it, and nobody can place what is this user's.
+    system = os.stat("/proc/sys" if os.path.exists("/proc/sys") else "/").st_uid
+    own = {0, os.geteuid()}
     for each in {real, here, *real.parents, *here.parents}:
         with suppress(FileNotFoundError):
             about = os.stat(each)
             others = stat.S_IWGRP | stat.S_IWOTH
             is_shared = about.st_mode & others and not about.st_mode & stat.S_ISVTX
-            if is_shared or about.st_uid not in (0, os.geteuid()):
+            if is_shared or about.st_uid not in (own if each in (real, here) else {*own, system}):
                 return False
     return True
 

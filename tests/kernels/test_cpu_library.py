@@ -1,5 +1,6 @@
 """Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
 
+import atexit
 import fcntl
 import logging
 import os
@@ -12,6 +13,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -270,6 +272,25 @@ def test_a_library_that_others_may_have_put_there_is_not_loaded(
     assert library.compile_library() == own
 
 
+@pytest.mark.parametrize("of_outside", ["/", "a folder above", "the folder"])
+def test_owners_who_are_outside_of_a_user_namespace(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_outside: str
+) -> None:
+    """They all have one id, which may be root's only for folders above."""
+    (planted, own), stat = places, os.stat
+    planted.parent.mkdir(parents=True)
+    shutil.copy(own, planted)
+    theirs = {"a folder above": planted.parents[1], "the folder": planted.parent}.get(of_outside)
+
+    def stat_inside(path, **options) -> os.stat_result:
+        about, path = stat(path, **options), Path(str(path))
+        is_mine = path.is_relative_to(tmp_path) and path != theirs
+        return about if is_mine else os.stat_result((*about[:4], 65534, 65534, *about[6:]))
+
+    monkeypatch.setattr(os, "stat", stat_inside)
+    assert library.compile_library() == (own if theirs == planted.parent else planted)
+
+
 def test_a_link_that_others_can_change_leads_to_no_library(places: tuple[Path, Path]) -> None:
     planted, own = places
     shared = planted.parents[2].with_name("shared")
@@ -290,13 +311,22 @@ def test_a_library_of_a_file_that_others_can_write_is_compiled_again(
     assert compiler.read_text().split() == ["link", "link"]
 
 
-def test_a_folder_of_temporary_files_that_is_anothers_is_not_taken(places: tuple) -> None:
+def test_a_folder_of_temporary_files_that_is_anothers_is_not_taken(
+    places: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place has one that ends with the process."""
+    ends = []
+    monkeypatch.setattr(
+        atexit, "register", lambda *given, **more: ends.append(partial(*given, **more))
+    )
     planted, own = places
     planted.parent.mkdir(parents=True)
     planted.parent.chmod(0o777)
     own.parent.chmod(0o777)
     folder = library.library_file().parent
     assert folder not in (planted.parent, own.parent) and folder.stat().st_mode & 0o777 == 0o700
+    ends[0]()
+    assert not folder.exists() and own.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ instruction set and the same home folder, have their own.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -48,8 +49,11 @@ def cache_folder() -> Path:
 def _private(folder: Path) -> Path:
     if is_private(folder):
         return folder
-    own = own_temporary()
-    return own if is_private(own) else Path(tempfile.mkdtemp(prefix="cogfast-"))
+    if is_private(own := own_temporary()):
+        return own
+    new = Path(tempfile.mkdtemp(prefix="cogfast-"))
+    atexit.register(shutil.rmtree, new, ignore_errors=True)
+    return new
 
 
 def library_file() -> Path:
