@@ -15,7 +15,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -181,16 +181,16 @@ def is_private(path: Path) -> bool:
     In a folder like /tmp, whose sticky bit is set, others cannot replace what is not theirs.
     """
     real, here = Path(os.path.realpath(path)), Path(os.path.abspath(path))
-    # In a user namespace all who are outside of it, root among them, have one id. It is taken for root's only
-    # above: another one's folder is there if this user has chosen it, and nobody can place what is this user's.
-    system = os.stat("/proc/sys" if os.path.exists("/proc/sys") else "/").st_uid
+    # In a user namespace all who are outside of it, root among them, have one id. It counts as root's for folders
+    # above alone: this user has chosen the path, and no other one can create what belongs to this user.
+    root = os.stat("/proc/sys" if os.path.exists("/proc/sys") else "/").st_uid
     own = {0, os.geteuid()}
     for each in {real, here, *real.parents, *here.parents}:
         with suppress(FileNotFoundError):
             about = os.stat(each)
             others = stat.S_IWGRP | stat.S_IWOTH
             is_shared = about.st_mode & others and not about.st_mode & stat.S_ISVTX
-            if is_shared or about.st_uid not in (own if each in (real, here) else {*own, system}):
+            if is_shared or about.st_uid not in (own if each in (real, here) else {*own, root}):
                 return False
     return True
 
@@ -282,7 +282,7 @@ class ChecksumFile:
     def __init__(self, path: Path) -> None:
         self._path, self._hash = path, xxhash.xxh3_64()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksum")
-        self._hashing: Future | None = None
+        self._hashing = self._pool.submit(self._hash.update, b"")
 
     def __enter__(self) -> ChecksumFile:
         self._file: BinaryIO = open_own(self._path, "wb")  # closed by __exit__
@@ -291,13 +291,9 @@ class ChecksumFile:
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`, which must not change until the next call or the end of the block."""
         # One buffer at a time, in order: the hash depends on it.
-        self._wait()
+        self._hashing.result()
         self._hashing = self._pool.submit(self._hash.update, data)
         self._file.write(data)
-
-    def _wait(self) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -306,7 +302,7 @@ class ChecksumFile:
                 if error is None:
                     self._file.flush()
                     os.fsync(self._file.fileno())
-            self._wait()
+            self._hashing.result()
         finally:
             self._pool.shutdown()
         self.checksum = self._hash.hexdigest()
@@ -343,6 +339,5 @@ def check_checksum(path: Path, checksum: str, name: str | None = None) -> None:
     except OSError as error:
         raise DamageError(f"{name} cannot be read ({error.strerror})") from None
     if found != checksum:
-        raise DamageError(
-            f"{name} is damaged: its checksum is {found}, it was written with {checksum}"
-        )
+        text = f"its checksum is {found}, it was written with {checksum}"
+        raise DamageError(f"{name} is damaged: {text}")

@@ -1,6 +1,5 @@
 """Compiling the library of the CPU kernels at first use, and what happens where that is not possible."""
 
-import atexit
 import fcntl
 import logging
 import os
@@ -13,7 +12,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -311,21 +309,16 @@ def test_a_library_of_a_file_that_others_can_write_is_compiled_again(
     assert compiler.read_text().split() == ["link", "link"]
 
 
-def test_a_folder_of_temporary_files_that_is_anothers_is_not_taken(
-    places: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its place has one that ends with the process."""
-    ends = []
-    monkeypatch.setattr(
-        atexit, "register", lambda *given, **more: ends.append(partial(*given, **more))
-    )
+def test_a_folder_of_temporary_files_that_is_anothers_is_not_taken(places: tuple) -> None:
+    """One that ends with the process is in its place."""
     planted, own = places
     planted.parent.mkdir(parents=True)
     planted.parent.chmod(0o777)
     own.parent.chmod(0o777)
     folder = library.library_file().parent
     assert folder not in (planted.parent, own.parent) and folder.stat().st_mode & 0o777 == 0o700
-    ends[0]()
+    library._temporary().cleanup()  # as Python does at its end
+    library._temporary.cache_clear()
     assert not folder.exists() and own.parent.exists()
 
 

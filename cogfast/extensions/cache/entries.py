@@ -87,10 +87,8 @@ class Entries:
         except StoreError:
             raise
         except OSError as error:
-            raise ValueError(
-                f"args.latent_cache: {error.filename} cannot be read ({error.strerror}); use a readable "
-                "folder"
-            ) from None
+            text = f"args.latent_cache: {error.filename} cannot be read ({error.strerror})"
+            raise ValueError(f"{text}; use a readable folder") from None
         return found
 
     def _parts(self, digits: str = "") -> list[str]:
@@ -102,13 +100,10 @@ class Entries:
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""
         store.write(store.join(self.folder, "spec.json"), json.dumps(self.spec, indent=1).encode())
-        for part in self._parts():
-            for name in os.listdir(part):
-                path = Path(part, name)
-                # Another start may have removed it.
-                with suppress(FileNotFoundError):
-                    if name.endswith(UNFINISHED) and time.time() - path.stat().st_mtime > _STALE:
-                        path.unlink()
+        for path in Path(self.folder).glob(f"*/*{UNFINISHED}"):  # none for a URL
+            with suppress(FileNotFoundError):  # another start removes them, too
+                if time.time() - path.stat().st_mtime > _STALE:
+                    path.unlink()
 
     def has(self, key: str) -> bool:
         """Return whether there is an entry, or was a moment ago.

@@ -78,8 +78,7 @@ def fetch(path: Path) -> Path:
 
 def sizes(folder: Path) -> dict[str, int] | None:
     """Return {name: bytes} of the objects that a folder stands for; None for a folder of this machine."""
-    url = url_of(folder)
-    if url is None:
+    if (url := url_of(folder)) is None:
         return None
     return {name[len(url) + 1 :]: about.num_bytes for name, about in store.find(url).items()}
 
@@ -96,11 +95,9 @@ def copy_of(name: str, is_whole: bool = False, may_download: bool = True) -> str
         return match[1]
     url = name.rstrip("/")
     if not may_download:
-        raise ValueError(
-            f"{url}: --dry-run and cogfast plan reach no network; copy it to this machine"
-        )
-    found = store.find(url)
-    if not found:
+        rule = "--dry-run and cogfast plan reach no network"
+        raise ValueError(f"{url}: {rule}; copy it to this machine")
+    if not (found := store.find(url)):
         raise StoreError(f"{url}: no such folder or file; correct the address")
     if [*found] == [url]:
         folder, _, file = url.rpartition("/")
@@ -233,7 +230,7 @@ class Uploads:
             changed = [name for name, state in now.items() if self._sent.get(name) != state]
             # The objects of other files stay: this machine may have lost those.
             gone = [name for name, (size, _) in self._sent.items() if not size and name not in now]
-            for name in [*gone, *sorted(changed, key=_comes_last)]:
+            for name in [*gone, *sorted(changed, key=lambda name: ("/" in name, name))]:
                 self.check_owner()
                 try:
                     if name not in now:
@@ -261,10 +258,6 @@ class Uploads:
                     if stat.S_ISREG(about.st_mode) and (about.st_size or name in self._sent):
                         found[name] = about.st_size, about.st_mtime_ns
         return found
-
-
-def _comes_last(name: str) -> tuple[bool, str]:
-    return "/" in name, name
 
 
 def _without_checkpoint_files(found: Mapping[str, Stat]) -> dict[str, Stat]:

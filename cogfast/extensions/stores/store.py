@@ -381,10 +381,9 @@ def check_local_cache(num_bytes: int = 0) -> None:
 
 def _check_fits(folder: Path, limit: int, num_bytes: int, in_use: int = 0) -> None:
     if num_bytes + in_use > limit:
-        raise StoreError(
-            f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
-            f"{in_use} are in use; set args.local_cache=FOLDER:SIZE to a folder with more space"
-        )
+        text = f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
+        fix = "set args.local_cache=FOLDER:SIZE to a folder with more space"
+        raise StoreError(f"{text}{in_use} are in use; {fix}")
 
 
 def parse_cache(text: str) -> tuple[Path, int | None]:
@@ -395,10 +394,8 @@ def parse_cache(text: str) -> tuple[Path, int | None]:
     match = _SIZE.fullmatch(size)
     number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if not folder or number <= 0:
-        raise ValueError(
-            f"args.local_cache={text}: must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in "
-            "bytes, K, M, G or T"
-        )
+        rule = "must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in bytes, K, M, G or T"
+        raise ValueError(f"args.local_cache={text}: {rule}")
     return Path(os.path.expanduser(folder)).absolute(), number
 
 
@@ -449,7 +446,7 @@ def _remove_oldest(folder: Path, limit: int, num_bytes: int, is_full: bool) -> i
                     found.append((about.st_mtime, about.st_size, entry.path))
     _check_fits(folder, limit, num_bytes, in_use * (not is_full))
     used = in_use + sum(size for _, size, _ in found)
-    # A count that was not known may be below the limit.
+    # After a process that was killed or refused, the count is not known and may be below the limit.
     limit = int(_KEPT * (min(limit, used) if is_full else limit)) - num_bytes
     for _, size, path in sorted(found):
         if used <= max(0, limit):
@@ -486,10 +483,8 @@ def _range(url: str, start: int, end: int) -> bytes:
         return b""
     data = _call(url, lambda fs, path: read_range(url, fs, path, start, end))
     if len(data) != end - start:
-        raise StoreError(
-            f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store "
-            "ignores ranges; a store must support HTTP ranges"
-        )
+        text = f"{url}: {len(data)} bytes came in place of {end - start}: it was changed just now, or its store"
+        raise StoreError(f"{text} ignores ranges; a store must support HTTP ranges")
     return data
 
 
@@ -547,10 +542,8 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
     # No installed package handles the scheme.
     except (ImportError, ValueError) as error:
         package = "pip install s3fs gcsfs" if url[:5] in _OWN else "docs/data.md"
-        raise StoreError(
-            f"{url}: cannot be opened ({brief(error)}); install the package for its scheme ({package}), or "
-            "correct it"
-        ) from None
+        fix = f"install the package for its scheme ({package}), or correct it"
+        raise StoreError(f"{url}: cannot be opened ({brief(error)}); {fix}") from None
     if url.startswith("s3"):
         file_system.retries = _PART_TRIES if is_long else 1
     return file_system, path
@@ -559,9 +552,7 @@ def _file_system(url: str, is_long: bool) -> tuple[Any, str]:
 def _stat_of(url: str, about: Mapping[str, Any]) -> Stat:
     found = next((str(about[key]) for key in _VERSIONS if about.get(key)), None)
     if about["size"] is None or found is None:
-        raise StoreError(
-            f"{url}: its server does not tell its size (Content-Length, without compression) or version (ETag, "
-            "Last-Modified); use another server; of a folder, name the files in a manifest"
-        )
+        text = f"{url}: its server does not tell its size (Content-Length, without compression) or version (ETag, "
+        raise StoreError(f"{text}Last-Modified); use another server; of a folder, name the files in a manifest")
     version = f"{about['size']}-{found.strip(chr(34))}".encode()
     return Stat(int(about["size"]), hashlib.blake2b(version, digest_size=8).hexdigest())

@@ -6,7 +6,6 @@ instruction set and the same home folder, have their own.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ _VECTORS = {
 }
 # Some compilers link what cannot be loaded: clang++ without libomp leaves symbols undefined.
 _LOAD = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+_temporary = cache(partial(tempfile.TemporaryDirectory, prefix="cogfast-"))  # of this process
 _MOST_SECONDS = 600  # of one command; all of them take half a minute on two cores
 
 
@@ -49,11 +49,8 @@ def cache_folder() -> Path:
 def _private(folder: Path) -> Path:
     if is_private(folder):
         return folder
-    if is_private(own := own_temporary()):
-        return own
-    new = Path(tempfile.mkdtemp(prefix="cogfast-"))
-    atexit.register(shutil.rmtree, new, ignore_errors=True)
-    return new
+    own = own_temporary()
+    return own if is_private(own) else Path(_temporary().name)
 
 
 def library_file() -> Path:

@@ -252,7 +252,7 @@ def test_the_local_cache_is_bounded_and_keeps_what_was_used_last(server, monkeyp
     urls = [_written(server, f"{i}.bin", bytes([i]) * 1000) for i in range(20)]
     copies = lambda: (tmp_path / "small").glob("[0-9a-f][0-9a-f]/*.bin")
     used = lambda: sum(file.stat().st_size for file in copies())
-    # Of a slow download
+    # A slow download writes it.
     draft = tmp_path / "small" / "00" / f"{'0' * 32}.bin.{'0' * 12}{UNFINISHED}"
     draft.parent.mkdir(parents=True)
     draft.touch()
