@@ -410,10 +410,14 @@ def writing_cache(cache: Path, name: str = "") -> Iterator[None]:
         if name and error.errno in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG):
             why = f"no file can have this name here ({error.strerror})"
             raise StoreError(f"{name}: {why}; rename the object") from None
-        raise StoreError(
-            f"{error.filename or cache}: the local cache cannot be written ({error.strerror}); set "
-            "args.local_cache=FOLDER:SIZE to a folder that you may write, with enough space"
-        ) from None
+        fix = "set args.local_cache=FOLDER:SIZE to a folder that you may write, with enough space"
+        if isinstance(error, PermissionError) and os.path.exists(cache):
+            owner = f"user {os.stat(cache).st_uid}"
+            with suppress(KeyError):  # it has no name in this container
+                owner = cache.owner()
+            fix = f"{owner} can share it (chmod -R g+w {cache}, umask 002 in all runs), or {fix}"
+        text = f"{error.filename or cache}: the local cache cannot be written ({error.strerror})"
+        raise StoreError(f"{text}; {fix}") from None
 
 
 def make_place(folder: Path, limit: int, num_bytes: int, is_full: bool) -> None:

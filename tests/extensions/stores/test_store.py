@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import urllib.request
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from s3fs import S3FileSystem
@@ -318,6 +320,24 @@ def test_a_local_cache_that_cannot_be_written_is_named(server, monkeypatch, tmp_
         for call in (store.check_local_cache, lambda: local_copy(url), lambda: copy_of(url)):
             line = f"^{cache}: the local cache cannot <...> set args.local_cache"
             assert_refused(lambda call=call: call(), line, StoreError)
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_a_local_cache_of_another_user_is_named_with_its_owner(tmp_path, monkeypatch, has_name):
+    """It was made with umask 022."""
+    names = {os.stat(tmp_path).st_uid: SimpleNamespace(pw_name="alice")} if has_name else {}
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: names[number])
+    owner = "alice" if has_name else f"user {os.stat(tmp_path).st_uid}"
+    line = f"{tmp_path}/size: the local cache cannot be written (Permission denied); {owner} can share it "
+    line += f"(chmod -R g+w {tmp_path}, umask 002 in all runs), or set args.local_cache=FOLDER:SIZE"
+    for number, cache in (
+        (errno.EACCES, tmp_path),
+        (errno.ENOSPC, tmp_path),
+        (errno.EACCES, tmp_path / "x"),
+    ):
+        with pytest.raises(StoreError) as error, store.writing_cache(cache):
+            raise OSError(number, os.strerror(number), f"{tmp_path}/size")
+        assert str(error.value).startswith(line) == (number == errno.EACCES and cache == tmp_path)
 
 
 def test_sizes_of_local_caches():
