@@ -48,7 +48,7 @@ _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 _MOST_COLUMNS = 135
 # Keys of args that the file of a run to resume or sample does not set: what is run, published, written and
 # removed elsewhere, read as prompts, and of one start. The run continues in its folder, wherever that is now.
-_OF_CALLER = ("eval_command", "push_to_hub", "wandb", "encode_first", "local_cache", "output_dir")
+_OF_CALLER = ("eval_command", "push_to_hub", "encode_first", "local_cache", "output_dir")
 _OF_CALLER += ("input_type", "input_file", "run_folder", "accept_changes")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
 

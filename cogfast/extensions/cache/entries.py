@@ -175,10 +175,9 @@ class Entries:
         def remove(key: str) -> str | None:
             path = self.path(key)
             with suppress(FileNotFoundError):  # another launch removes them, too
+                # This reads the header, and compares; "pt" would map the rest, too.
                 with suppress(SafetensorError):
-                    safe_open(
-                        path, framework="np"
-                    )  # reads the header, and compares; "pt" maps the rest
+                    safe_open(path, framework="np")
                     return None
                 os.rename(path, aside := f"{path}.{os.urandom(6).hex()}{UNFINISHED}")
                 with suppress(SafetensorError):
