@@ -207,7 +207,7 @@ def test_nothing_of_the_data_is_published(
 
 
 PLAIN = "\u3000\u0915\u094d\u200d\u0937"  # a blank and a joiner of other languages
-# Of HTML, Markdown, direction and terminals
+# What HTML, Markdown, text from right to left and terminals take for their own
 ODD = f"<img src=x onerror=a()> | \u202ex\x1b[31m{PLAIN}\n# b"
 
 
