@@ -206,8 +206,8 @@ def test_nothing_of_the_data_is_published(
     assert 'subfolder="transformer"' in body
 
 
-PLAIN = "\u3000\u0915\u094d\u200d\u0937"  # a blank and a joiner of other languages
-# What HTML, Markdown, text from right to left and terminals take for their own
+# HTML, Markdown, text from right to left, terminals; a blank and a joiner of other languages
+PLAIN = "\u3000\u0915\u094d\u200d\u0937"
 ODD = f"<img src=x onerror=a()> | \u202ex\x1b[31m{PLAIN}\n# b"
 
 
