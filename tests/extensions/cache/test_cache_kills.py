@@ -27,7 +27,10 @@ def kill(processes: list[Started], count: Callable[[], int], more: int, delay: f
     is_in_time = all(process.poll() is None for process in processes)
     for process in processes:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has just been forked, and leads no group yet
+                os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     return is_in_time
 
