@@ -16,9 +16,10 @@ _USER = re.compile(r"(?i)^(?!abfss?:|az:|wasbs?:)([^/]*/{1,2}+)[^/?#]*@")  # Azu
 _TIMES = r"#t=[\d.,e+-]*(?:~[0-9a-f]{16})?$"  # of a part of a video
 # Names in stores may have ? and #. There only ?key= starts a query.
 _REST = re.compile(rf"(?i)^((?=[^/]*http)[^?#]*|.*?(?=\?[\w.%-]+=))(?!{_TIMES})[?#].*?({_TIMES}|$)")
-_LONG = r"[\"']?(?=[^\s\"'(]{16})(?=[^\s\"']*\d)"  # a token, not a word of a sentence
+_LONG = r"[\"']?(?=[^\s\"'(]{16})(?=[^\s\"']{0,99}\d)"  # a token, not a word of a sentence
 _KEYS = r"secret|passw(?:or)?d|signature|sig(?<!\wsig)|(?:api|access|account|secret)[_-]?key"
-_NAMES = rf"(?:{_KEYS}|token(?<!(?:pad|eos|bos|unk|sep|cls|ask)_token))(?:=[\"']?|[\"']?: *{_LONG})"
+_NAMES = rf"(?:{_KEYS}|token(?<!(?:pad|eos|bos|unk|sep|cls|ask)_token))"
+_NAMES += rf"(?:=[\"']?|[\"']? *: *{_LONG}| *= *(?=[\"']){_LONG})"
 _NAMES += rf"|bearer +{_LONG}|authorization[\"']?[:=] *[\"']?(?:basic|bearer|token) +"
 _NAMES = rf"(?i:(?=[abpst])(?:{_NAMES}))|\b(?:hf|gh[a-z]|github_pat)_(?=[^\W_]{{16}})"
 _TOKEN = re.compile(rf"({_NAMES})(?:(?<=[\"'])[^\"'\s][^\"'\n]{{7,}}|[^\s\"'&<>,;()\\]{{8,}})")

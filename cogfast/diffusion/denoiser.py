@@ -118,6 +118,5 @@ class DiscreteDenoiser:
             **({"tensors": conditioning.tensors} if conditioning.tensors else {}),
         )
         # v -> x0: a * x_t - sqrt(1 - a^2) * v. In bf16 the two terms would cancel to few bits.
-        return output.float() * broadcast_over(c_out, noised) + noised * broadcast_over(
-            c_skip, noised
-        )
+        c_out, c_skip = broadcast_over(c_out, noised), broadcast_over(c_skip, noised)
+        return output.float() * c_out + noised * c_skip

@@ -290,9 +290,8 @@ def video_autoencoder_from_sat(
         # No initial values are drawn for weights that are replaced.
         with torch.device("meta"):
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
-        names = to_diffusers(
-            read_sat_vae(ckpt_path, ignore_keys), num_levels, sizes["layers_per_block"]
-        )
+        stored = read_sat_vae(ckpt_path, ignore_keys)
+        names = to_diffusers(stored, num_levels, sizes["layers_per_block"])
         fix = (
             "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
             "out in ignore_keys"

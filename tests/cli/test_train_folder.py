@@ -106,7 +106,10 @@ def test_mistakes_end_in_one_line(
     assert main(["train", *refusal.words]) == 2
     *logged, line = capsys.readouterr().err.splitlines()
     assert_line(line, refusal.line)
-    assert not logged or "none.csv: 2 of 2 rows name a file that does not exist" in logged[-1]
+    assert (
+        not logged
+        or "none.csv: 2 of 2 rows name a file that does not exist or is refused" in logged[-1]
+    )
 
 
 def test_a_short_run_has_a_shorter_warmup(

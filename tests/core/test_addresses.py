@@ -43,6 +43,7 @@ CASES = {
     "a key of a store": (f"AWS_SECRET_ACCESS_KEY={SECRET} x", "AWS_SECRET_ACCESS_KEY=... x"),
     "a line of YAML": (f"+  api_key: {SECRET}", "+  api_key: ..."),
     "words in quotes": (f'password="a b, {SECRET}" x', 'password="..." x'),
+    "a line of Python": (f'+API_KEY = "{SECRET}"', '+API_KEY = "..."'),
     "a mapping": (f"{{'auth_token': '{SECRET}', 'b': 1}}", "{'auth_token': '...', 'b': 1}"),
     "a header": (f"Authorization: Bearer {SECRET}", "Authorization: Bearer ..."),
     "a header of a name": (f"authorization: Basic {SECRET}", "authorization: Basic ..."),

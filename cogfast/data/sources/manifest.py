@@ -154,9 +154,8 @@ def read_manifest(
             num_pictures += 1
             continue
         columns = columns_of(tuple(row))
-        path, caption, *others = (
-            _text(row[columns[n]], where, n) if n in columns else "" for n in texts
-        )
+        cells = (_text(row[columns[n]], where, n) if n in columns else "" for n in texts)
+        path, caption, *others = cells
         if not path:
             raise ValueError(
                 f"{where} has no path; write the path of its video into column path (or one of "
@@ -204,7 +203,7 @@ def read_manifest(
     if any(is_gone):
         first = is_gone.index(True)
         first = f"{places[first]}: {texts['path'][first]}"
-        text = "%s: %d of %s name a file that does not exist, first %s; correct the path, which is relative to "
+        text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the path, which is relative to "
         text += "the manifest, or remove the row" + "; write / in place of \\" * ("\\" in first)
         logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
     if not allow_empty_captions:

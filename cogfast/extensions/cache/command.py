@@ -399,9 +399,8 @@ class _CacheRun:
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
             network = build_transformer(self.config.model, allow_import=self.config.allow_import)
-        return assemble_encoder(
-            self.config, self.args, network, self.groups, overrides=self.overrides
-        )
+        parts = self.config, self.args, network, self.groups
+        return assemble_encoder(*parts, overrides=self.overrides)
 
     def _finish(self, *both: _Work) -> None:
         """Log what the cache has. ValueError if too many samples are bad."""

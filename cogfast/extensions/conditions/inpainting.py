@@ -39,9 +39,8 @@ _OF_IMAGES = {
 
 def random_masks(frames: int, height: int, width: int, rng: SlotRandom) -> Tensor:
     """Draw a mask for each sample, uint8 [B, 1, F, H, W] on rng's device, of VideoX-Fun's ten kinds."""
-    masks = torch.zeros(
-        len(rng.slots), 1, frames, height, width, dtype=torch.uint8, device=rng.device
-    )
+    shape = len(rng.slots), 1, frames, height, width
+    masks = torch.zeros(shape, dtype=torch.uint8, device=rng.device)
     shares = _OF_CLIPS if frames > 1 else _OF_IMAGES
     for mask, slot, generator in zip(masks, rng.slots, rng.generators("mask"), strict=True):
         drawn = torch.multinomial(torch.tensor(list(shares.values())), 1, generator=generator)

@@ -49,7 +49,6 @@ def launch(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     q, scale = torch.empty_like(x, dtype=FP8), x.new_empty(rows, dtype=torch.float32)
     if rows:
         block = next_power_of_2(n)
-        round_rows_kernel[(rows,)](
-            x, columns, q, scale, N=n, BLOCK=block, num_warps=num_warps_of(block)
-        )
+        num_warps = num_warps_of(block)
+        round_rows_kernel[(rows,)](x, columns, q, scale, N=n, BLOCK=block, num_warps=num_warps)
     return q, scale

@@ -154,9 +154,8 @@ def sparse_error(
     run_without_dynamo(False)  # FlexAttention is compiled
     backend = None if args.attention_backend == "auto" else args.attention_backend
     generator = torch.Generator(device).manual_seed(0)  # the default one's state belongs to the run
-    draw = lambda: torch.randn(
-        shape, generator=generator, dtype=DTYPES[args.precision], device=device
-    )
+    dtype = DTYPES[args.precision]
+    draw = lambda: torch.randn(shape, generator=generator, dtype=dtype, device=device)
     q, k, v = (draw().requires_grad_() for _ in range(3))
     run = lambda q, k, v: sparse_attention(q, k, v, num_text, share, backend)[0]
     attended = lambda rows: attended_keys(q, k, num_text, share, rows)

@@ -7,11 +7,11 @@ import concurrent.futures
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sized
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from cogfast.extensions.stores.store_errors import StoreError
+from cogfast.extensions.stores.store_errors import REFUSED, StoreError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -24,15 +24,19 @@ _PROGRESS = 1 << 12  # bytes that count as such: a byte now and then is none
 _came: Counter[Any] = Counter()  # bytes that the requests of a file system have read
 
 
-def waited(url: str, fs: Any, request: Coroutine) -> Any:
-    """Run a request in the thread of its file system. TimeoutError if it and those beside it, for which it may
-    have to wait, read nothing."""
+def waited(url: str, fs: Any, request: Coroutine, came: Sized = ()) -> Any:
+    """Run a request in the thread of its file system. TimeoutError if `came`, what it has read, does not grow, nor
+    what those beside it read, whose connection it may have to wait for, or if that lasts ten times as long."""
     future = asyncio.run_coroutine_threadsafe(request, fs.loop)
-    silence, before = 0.0, _came[fs]
+    silence, waiting, size, beside = 0.0, 0.0, 0, _came[fs]
     try:
         while not concurrent.futures.wait([future], _NOTED).done:
-            if _came[fs] - before >= _PROGRESS:
-                silence, before = 0.0, _came[fs]
+            if len(came) - size >= _PROGRESS:
+                silence, waiting, size, beside = 0.0, 0.0, len(came), _came[fs]
+                continue
+            waiting += _NOTED
+            if _came[fs] - beside >= _PROGRESS and waiting < 10 * _SILENCE:
+                silence, beside = 0.0, _came[fs]
                 continue
             silence += _NOTED
             if silence >= _SILENCE:
@@ -40,9 +44,9 @@ def waited(url: str, fs: Any, request: Coroutine) -> Any:
             logger.warning("%s: nothing came for %.0f s of %.0f", url, silence, _SILENCE)
         return future.result()
     except FileNotFoundError as error:
-        # fsspec says "not found" of all errors of web servers.
+        # fsspec says "not found" of all errors of web servers. What they refuse (403) may not be there, either.
         cause, error.__cause__ = error.__cause__, None
-        if url.startswith(WEB) and cause and getattr(cause, "status", None) != 404:
+        if url.startswith(WEB) and cause and getattr(cause, "status", None) not in REFUSED:
             raise cause from None
         raise
     finally:
@@ -79,7 +83,7 @@ def read_range(url: str, fs: Any, path: str, start: int, end: int, is_whole: boo
                 raise StoreError(f"{url}: its server compresses it; use one that does not")
             await take(answer.content, answer.status == 206)
 
-    waited(url, fs, request())
+    waited(url, fs, request(), data)
     return bytes(data)
 
 

@@ -505,7 +505,8 @@ def _call(url: str, call: Callable[[Any, str], T], is_long: bool = False) -> T:
         except FileNotFoundError as error:
             if "bucket does not exist" in str(error):
                 raise StoreError(f"{url}: {NO_BUCKET}") from None
-            text = f"{url}: no such object or bucket; correct the address"
+            text = ", or its server refuses it; renew a signed address, or" * url.startswith(WEB)
+            text = f"{url}: no such object or bucket{text or ';'} correct the address"
             raise FileNotFoundError(text) from None
         # Stores raise errors of their HTTP libraries, too.
         except Exception as error:

@@ -38,7 +38,7 @@ _BUSY = (
 )
 _UNKNOWN_HOSTS = ("Name or service not known", "No address associated", "nodename nor servname")
 _SECONDS_OF_UNKNOWN_HOST = 5.0
-_REFUSED = {*range(400, 500)} - {408, 429}  # by a web server, and for good
+REFUSED = {*range(400, 500)} - {408, 429}  # by a web server, and for good
 _BAD_ADDRESS = ("ParamValidationError", "InvalidURL", "InvalidUrlClientError")
 _FRAME = re.compile(r"^\[Errno -?\d+\] |\.$")  # of a text that a sentence includes
 _REQUEST = re.compile(r"(https?://[^\s/\"]+)/[^\s\"]*")
@@ -83,7 +83,7 @@ def diagnosis(url: str, error: Exception) -> tuple[str, str, float]:
         return f"no credentials ({text})", fix.format(keys=keys), 0
     if fix is not None:
         return text, fix, 0
-    if scheme.startswith("http") and status in _REFUSED:
+    if scheme.startswith("http") and status in REFUSED:
         fix = "correct the address, or renew it if it is a signed one"
         return f"its server refuses it ({text})", fix, 0
     if isinstance(error, PermissionError) or text.startswith("Forbidden"):  # the latter of gcsfs

@@ -105,7 +105,7 @@ def shards_of(source: str) -> list[str]:
 
 
 def _meta_file(shard: str) -> str:
-    name = shard.rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
+    name = store.without_query(shard).rpartition("/")[2].partition(".")[0] + ".meta.jsonl"
     return store.join(store.parent(shard), name)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cogfast.config import Config, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments, select
 from cogfast.config.components import is_none, own_objective, own_optimizer
 from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
@@ -43,7 +43,7 @@ from cogfast.extensions.stores.store import is_url
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.transformer import network_class
-from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest
+from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, trained_settings
 from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import check_depth_and_width, check_family, fitted
@@ -223,10 +223,10 @@ def check_cache(config: Config) -> None:
     if "target" not in config.data:
         raise ValueError("data.target is missing; add a file with a data section to --base")
     if args.latent_cache is None:
-        raise ValueError(
-            "args.latent_cache is missing; set it to the folder that the latents are written to: "
-            "args.latent_cache=PATH"
-        )
+        stored = trained_settings(Path(args.resume)) if args.resume else {}
+        own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
+        fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
+        raise ValueError(f"args.latent_cache is missing; {fix}")
     _refuse_missing(config, _missing_paths(config, args))
     _check_precision(config, args)
     network = _network(config)

@@ -138,9 +138,7 @@ class Profiler(Watcher):
             logger.warning("profile: %s; training continues", error)
         else:
             end = self.first + self.num_steps
-            logger.info(
-                "profile from step %d to step %d in %s", self.first, end, name_of(self.folder)
-            )
+            logger.info("profile of steps %d to %d in %s", self.first, end, name_of(self.folder))
         logger.info(text)
 
 

@@ -317,7 +317,7 @@ def test_a_cache_is_written_only_where_the_command_line_says(
     resume = f"--resume={received(received_run, served, **values)}"
     for command, line in (
         ("train", "the folder has no cache"),
-        ("cache", "args.latent_cache is missing"),
+        ("cache", f"latents are written to: args.latent_cache={cache}"),
     ):
         assert main([command, resume, "args.train_iters=2"]) == 2
         assert line in capsys.readouterr().err

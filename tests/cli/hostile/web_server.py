@@ -9,10 +9,12 @@ from pathlib import Path
 
 
 class WebServer(ThreadingHTTPServer):
-    """requests: "METHOD path?query" of each. address: without a slash at the end."""
+    """requests: "METHOD path?query" of each. address: without a slash at the end. missing: the status for a file
+    that is not there."""
 
     daemon_threads = True
     requests: list[str]
+    missing: int
 
     @property
     def address(self) -> str:
@@ -34,7 +36,7 @@ class _Handler(SimpleHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {self.path}")
         file = Path(self.translate_path(self.path))
         if not file.is_file():
-            self.send_error(404)
+            self.send_error(self.server.missing)
             return
         data = file.read_bytes()
         start, end = 0, len(data)
@@ -53,9 +55,9 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def web_server(folder: Path) -> Iterator[WebServer]:
+def web_server(folder: Path, missing: int = 404) -> Iterator[WebServer]:
     server = WebServer(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
-    server.requests = []
+    server.requests, server.missing = [], missing
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server

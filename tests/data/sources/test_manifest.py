@@ -1,6 +1,7 @@
 """Manifests: every column and the metadata of other trainers; faults are refused with their line."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from cogfast.data.sources.manifest import read_manifest
 from cogfast.data.video.clip import frames_within
 from cogfast.data.video.transform import resize_and_center_crop
 from cogfast.extensions.stores import store
-from cogfast.extensions.tar.tar_shards import shards_of
+from cogfast.extensions.tar.tar_shards import list_shards, shards_of
 from cogfast.train.preflight.data_layout import _layouts_of
 from tests.cli.hostile.web_server import web_server
 from tests.support.refusals import Refusal, assert_refused, refusals
@@ -75,12 +76,16 @@ def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(na
         "data.json": f"[{json.dumps(row)}]",
     }
     (tmp_path / "a" / name).write_text(texts[name])
-    (tmp_path / "s.tar").write_bytes(bytes(1024))
-    with web_server(tmp_path) as web:
+    with tarfile.open(tmp_path / "s.tar", "w") as shard:
+        shard.add(tmp_path / "a/1.mp4", "1.mp4")
+    with web_server(tmp_path, missing=403) as web:
         signed = f"{web.address}/a/{name}?sig=x/y.z#q"
         assert [*read_manifest(signed).files] == [f"{web.address}/a/1.mp4"]
         assert _layouts_of(signed) == ["VideoManifest"]
-        assert shards_of(f"{web.address}/s.tar?sig=x/y") == [f"{web.address}/s.tar?sig=x/y"]
+        signed = f"{web.address}/s.tar?sig=x/y"
+        assert shards_of(signed) == [signed]
+        assert [*list_shards([signed], "txt", False).files] == [f"{signed}::1.mp4"]
+        assert "HEAD /s.meta.jsonl" in web.requests  # its server says nothing of what is not there
 
 
 @pytest.mark.parametrize("column", ["path", "image", "control", "mask", "flow"])
@@ -346,6 +351,6 @@ def test_a_clip_that_does_not_exist_is_named_with_its_line(tmp_path, caplog):
     assert len(read_manifest(tmp_path / "data.csv").files) == 2
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}/data.csv: 1 of 2 rows name a file that does not exist, first line 3: {tmp_path}/b.mp4; "
+        f"{tmp_path}/data.csv: 1 of 2 rows name a file that does not exist or is refused, first line 3: {tmp_path}/b.mp4; "
         "correct the path, which is relative to the manifest, or remove the row"
     )
