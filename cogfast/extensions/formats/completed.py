@@ -36,11 +36,11 @@ def completed(source: WeightSource) -> WeightSource:
     lacking, _ = lacking_of(source, identify(source))
     if not lacking:
         return source
-    base = Path(source.base())
-    if not base.exists():
+    base = Path(source.base)
+    if not base.exists():  # nor is an address of a run's file followed
+        text = f"{source.description}: has a part of the model, and {source.base}, which has the rest, is no folder here"
         raise ValueError(
-            f"{source.description}: has a part of the model, and {base}, which has the rest, does not exist; "
-            "give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
+            f"{text}; give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
         )
     number = counted(len(lacking), "tensor")
     logger.info("%s: %s are read from %s", source.description, number, base)

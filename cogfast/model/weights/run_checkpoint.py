@@ -9,7 +9,6 @@ shard's index, the number of shards and the dim they were split along.
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cogfast.core.files import DamageError
-from cogfast.extensions.stores.mirror import copy_of, name_of
+from cogfast.extensions.stores.mirror import name_of
 from cogfast.extensions.stores.store import StoreError
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.lora import SAT_ALPHA
@@ -186,7 +185,7 @@ def open_run(
         is_partial=True,
         trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
-        base=None if load is None else partial(copy_of, load),
+        base=load,
         positions=sections.get("model", {}).get("learned_positions"),
         member=None if family is None else family.member.name,
     )

@@ -61,9 +61,7 @@ class WeightSource:
     trained: frozenset[str] = frozenset()  # names of the tensors that a run trained
     convolutions: Shapes = field(default_factory=dict)  # the shapes of flat adapters in their file
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
-    base: Callable[[], str] | None = (
-        None  # of a run: returns the path of the model that it started from
-    )
+    base: str | None = None  # of a run: the model that it started from
     positions: LearnedPositions | None = (
         None  # of a run: what it made of that model's learned table
     )

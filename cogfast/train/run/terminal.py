@@ -90,13 +90,15 @@ def log_commands(
     is_own = config.model.network_config.target not in NETWORKS
     # No other format has added modules.
     more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
-    words, hint = as_words(addresses(plain_sections(config), is_of_run=True))
+    theirs = addresses(plain_sections(config), is_of_run=True)
+    words, hint = as_words(theirs)
     commands = {
         "to sample": f"cogfast sample {run}{own}{words} --prompt TEXT{files} --out DIR{hint}",
         "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
         "to train on": f"the same command with {resume_words(config, folder)} {more}",
     }
-    if is_lora and model.trainable_modules is not None and not is_own:
+    is_merged = model.trainable_modules is not None if is_lora else "args.load" in theirs
+    if is_merged and not is_own:
         base = shlex.quote(config.args.get("load") or "BASE")
         more_words = f" --merge-lora {run}" + " --ema" * shows_ema
         commands["to convert"] = f"cogfast convert {base} DIR --to diffusers{more_words}"

@@ -575,9 +575,14 @@ def test_a_base_and_adapters_in_a_store_are_read(
     run = replace(trained["LoRA"].run, words=words, last=None).into(tmp_path / "run")
     assert main(run.command()) == 0
     lines = capsys.readouterr().err.splitlines()
-    words = next(shlex.split(line)[3:] for line in lines if line.startswith("to sample"))
-    assert main([*words[:-1], str(tmp_path / "samples")]) == 0
-    assert main(["convert", str(run.path), str(out), "--to", "diffusers"]) == 0
+    named = lambda what: next(shlex.split(line)[3:] for line in lines if line.startswith(what))
+    assert main([*named("to sample")[:-1], str(tmp_path / "samples")]) == 0
+    server.requests.clear()
+    assert main(["convert", str(run.path), str(out), "--to", "diffusers"]) == 2
+    assert f"and {url}, which has the rest, is no folder here" in capsys.readouterr().err
+    assert not server.requests  # a run's file starts no download
+    command = " ".join(named("to convert")).replace(" DIR ", f" {out} ")
+    assert main(command.split()) == 0
     found, start = (load_file(path / "diffusion_pytorch_model.safetensors") for path in (out, base))
     assert torch.equal(found["proj_out.weight"], start["proj_out.weight"])
 
