@@ -133,13 +133,13 @@ def _parse_run(
     is_run = run not in ("", "auto", "latest", "null") and "://" not in run
     if model is None and not base and is_run:  # the run has its configuration
         if not (stored := trained_settings(Path(run))):
+            check_run(parser.prog, argv, [run])
             raise ValueError(f"args.resume={run} is not a run or checkpoint; set it to its folder")
         settings = stored | _of_caller(stored, parser.prog.endswith("cache")) | settings
     elif model is None and not base:
-        raise ValueError(
-            "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
-            f"configs/sft.yaml, or a pipeline: {example} PATH"
-        )
+        text = f"--resume {run} takes the whole command of the run; " * (run not in ("", "null"))
+        text += "--base is missing; give the files of a model and of a run: --base configs/cogvideox_5b.yaml "
+        raise ValueError(f"{text}configs/sft.yaml, or a pipeline: {example} PATH")
     if model is not None:
         _refuse_second_load(model, overrides)
         # A plan reads no data and no weights, and a dry run should not take long.

@@ -56,8 +56,8 @@ def find_model(
             f"{'; a file goes after --base' if path.is_file() else nearest_folder(path)}"
         )
     if (path / "training_config.yaml").is_file():
-        text = f"is a run; train on with --resume {folder} alone"
-        raise ValueError(f"{folder}: {text}, or give --base {folder}/training_config.yaml")
+        text = f"is a run; train on with --resume {folder} alone, or give --base"
+        raise ValueError(f"{folder}: {text} {folder}/training_config.yaml args.load={folder}")
     if not any((path / name).is_file() for name in ("model_index.json", "latest")):
         raise ValueError(
             f"{folder}: has no model_index.json; give the folder of a CogVideoX pipeline of diffusers, "

@@ -287,8 +287,6 @@ def table(dataset: CaptionedVideos, found: Survey, global_batch: int) -> str:
     for sample, reason in found.reasons.items():
         kinds.setdefault(_NUMBER.sub("N", reason), []).append(sample)
     for samples in sorted(kinds.values(), key=len, reverse=True)[:10]:
-        first = samples[0]
-        rows.append(
-            f"    {len(samples):>7}  {printable(dataset.name(first))}: {found.reasons[first]}"
-        )
+        name, reason = printable(dataset.name(samples[0])), found.reasons[samples[0]]
+        rows.append(f"    {len(samples):>7}  {name}: {reason}")
     return "\n".join(rows)

@@ -158,10 +158,16 @@ def test_a_run_alone_continues_where_it_is(
     assert Path("../moved/checkpoints/00000003").exists()
     assert not [*Path().iterdir()] and not Path("../run").exists()
     capsys.readouterr()
-    assert alone("../other") == alone("../none") == 2
+    assert alone("../other") == alone("../none") == alone("..") == 2
     lines = capsys.readouterr().err.splitlines()
-    text = "cogfast: args.resume=../%s is not a run or checkpoint; set it to its folder"
-    assert lines == [text % "other", text % "none"]
+    there = (
+        "the runs, newest first, are ../moved; for the newest write cogfast train --resume ../moved"
+    )
+    assert lines == [
+        "cogfast: args.resume=../other is not a run or checkpoint; set it to its folder",
+        f"cogfast: ../none: no such file or folder; {there}",
+        f"cogfast: .. is a folder of runs, and no run; {there}",
+    ]
     gone = "../moved/checkpoints/00000001"
     assert alone(gone) == main(["sample", gone, "--prompt", "a"]) == 2
     line = f"cogfast: {gone}: cannot be read: no such folder; the last good one is that of step 3: give"

@@ -118,7 +118,7 @@ class ClipList:
             raise given_up
         try:
             if about is None:
-                raise FileNotFoundError(f"{name}: no such object")
+                raise FileNotFoundError(f"{name}: no such object, or it was refused")
             return str(store.local_copy(name, about.version, part, about.num_bytes))
         except OSError as error:
             kind = Unavailable if isinstance(error, store.StoreError) else BadSample

@@ -71,6 +71,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
 }
 _KNOWN = {name for aliases in _NAMES.values() for name in aliases}
 _HALF = re.compile("[\ud800-\udfff]")
+_PATH = "path, which is relative to the manifest"
 _FLAGS = {"": False, "false": False, "0": False, "true": True, "1": True}
 _SPLIT_NAMES = {"": 0, "val": 1, "validation": 1} | {name: i for i, name in enumerate(SPLITS)}
 
@@ -201,11 +202,12 @@ def read_manifest(
         raise ValueError(f"{file}: {error}") from None
     is_gone = find_missing(texts["path"], found)
     if any(is_gone):
-        first = is_gone.index(True)
-        first = f"{places[first]}: {texts['path'][first]}"
-        text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the path, which is relative to "
-        text += "the manifest, or remove the row" + "; write / in place of \\" * ("\\" in first)
-        logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first)
+        i = is_gone.index(True)
+        first = f"{places[i]}: {texts['path'][i]}"
+        text = "%s: %d of %s name a file that does not exist or is refused, first %s; correct the %s, or remove the row"
+        text += "; write / in place of \\" * ("\\" in first)
+        what = "address, or renew a signed one" if store.is_url(texts["path"][i]) else _PATH
+        logger.warning(text, file, sum(is_gone), counted(len(is_gone), "row"), first, what)
     if not allow_empty_captions:
         what = f"rows of {file} without a caption"
         fix = f"add them, in column {', '.join(_CAPTIONS[:-1])} or {_CAPTIONS[-1]}, or set "

@@ -176,9 +176,8 @@ def sample(
             "and sample again into another folder (--out)"
         ) from None
     if args.only_save_latents:
-        logger.info(
-            "wrote %s to %s", counted(len(written), "file of latents", "files of latents"), out
-        )
+        number = counted(len(written), "file of latents", "files of latents")
+        logger.info("wrote %s to %s", number, out)
     else:
         logger.info("wrote %s and contact_sheet.png to %s", counted(len(written), "video"), out)
     groups.close()

@@ -382,7 +382,7 @@ def check_local_cache(num_bytes: int = 0) -> None:
 def _check_fits(folder: Path, limit: int, num_bytes: int, in_use: int = 0) -> None:
     if num_bytes + in_use > limit:
         text = f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
-        fix = "set args.local_cache=FOLDER:SIZE to a folder with more space"
+        fix = "set args.local_cache=FOLDER:SIZE to a larger SIZE, or a folder with more space"
         raise StoreError(f"{text}{in_use} are in use; {fix}")
 
 

@@ -40,7 +40,8 @@ _UNKNOWN_HOSTS = ("Name or service not known", "No address associated", "nodenam
 _SECONDS_OF_UNKNOWN_HOST = 5.0
 REFUSED = {*range(400, 500)} - {408, 429}  # by a web server, and for good
 _BAD_ADDRESS = ("ParamValidationError", "InvalidURL", "InvalidUrlClientError")
-_FRAME = re.compile(r"^\[Errno -?\d+\] |\.$")  # of a text that a sentence includes
+# These parts of an error's text are left out where a sentence includes it.
+_FRAME = re.compile(r"^\[Errno -?\d+\] |\.$|, url=.*$|ssl:default ")
 _REQUEST = re.compile(r"(https?://[^\s/\"]+)/[^\s\"]*")
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cogfast.config.values import counted
+from cogfast.core.addresses import distinct
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.file_index import user_index
@@ -166,15 +167,15 @@ def list_shard(
         raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     name = url if store.is_url(url) else os.path.abspath(url)
-    index = user_index("shard", [name, caption_key])
+    index, known = user_index("shard", [name, caption_key]), distinct(url)  # it may be signed
     version = about.version + (f"-{of_meta.version}" if of_meta else "")
-    kept = index.get(url, version)
+    kept = index.get(known, version)
     if kept is None:
         try:
             kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
         except OSError as error:
             raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        index.keep([(url, version, *kept)])
+        index.keep([(known, version, *kept)])
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:

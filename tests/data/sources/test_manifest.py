@@ -67,7 +67,11 @@ def test_a_table_in_a_store_names_files_of_stores():
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.CSV", "data.json"])
-def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(name, tmp_path):
+def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(
+    name, tmp_path, monkeypatch, caplog
+):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     write_clip(tmp_path / "a/1.mp4", constant_rate(9, 8))
     row = {"path": "1.mp4", "caption": "a"}
     texts = {
@@ -81,10 +85,15 @@ def test_a_signed_address_of_a_web_server_ends_with_the_name_before_its_query(na
     with web_server(tmp_path, missing=403) as web:
         signed = f"{web.address}/a/{name}?sig=x/y.z#q"
         assert [*read_manifest(signed).files] == [f"{web.address}/a/1.mp4"]
+        (tmp_path / "a/gone.csv").write_text(f"path,caption\n{web.address}/none?sig=1,a")
+        read_manifest(tmp_path / "a/gone.csv")
+        assert "correct the address, or renew a signed one, or remove the row" in caplog.text
         assert _layouts_of(signed) == ["VideoManifest"]
         signed = f"{web.address}/s.tar?sig=x/y"
         assert shards_of(signed) == [signed]
         assert [*list_shards([signed], "txt", False).files] == [f"{signed}::1.mp4"]
+        kept = "".join(file.read_text() for file in cache.glob("cogfast/shard-*"))
+        assert "s.tar~" in kept and "sig=" not in kept
         assert "HEAD /s.meta.jsonl" in web.requests  # its server says nothing of what is not there
 
 
