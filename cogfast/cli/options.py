@@ -439,7 +439,7 @@ def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a list from argparse into names of files or folders, and key=value overrides."""
     # A file name may contain "=".
-    is_override = [("=" in item and not os.path.exists(item)) for item in items]
+    is_override = ["=" in item.partition("://")[0] and not os.path.exists(item) for item in items]
     # Both keep their order: a later override of one key wins.
     names = [item for item, is_one in zip(items, is_override, strict=True) if not is_one]
     return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]

@@ -39,9 +39,7 @@ def completed(source: WeightSource) -> WeightSource:
     base = Path(source.base)
     if not base.exists():  # nor is an address of a run's file followed
         text = f"{source.description}: has a part of the model, and {source.base}, which has the rest, is no folder here"
-        raise ValueError(
-            f"{text}; give it: cogfast convert BASE DST --to diffusers --merge-lora RUN"
-        )
+        raise ValueError(f"{text}; write cogfast convert BASE DST --to diffusers --merge-lora RUN")
     number = counted(len(lacking), "tensor")
     logger.info("%s: %s are read from %s", source.description, number, base)
     rest = as_in_run(without_adapters(completed(open_source(base))), source)

@@ -184,9 +184,7 @@ def _metrics(path: Path, problems: list[str]) -> list[dict]:
     damaged = [*found.problems, *([] if found.cut is None else [found.cut])]
     if damaged:
         number = counted(len(damaged), "line")
-        problems.append(
-            f"{path.name}: {number} left out, since they are damaged; first: {damaged[0]}"
-        )
+        problems.append(f"{path.name}: {number} left out as damaged; first: {damaged[0]}")
     return found.lines
 
 

@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -180,8 +180,8 @@ def fill_from_pipeline(
         return config
     if is_hub_id(load):
         origins = config.origins | {"args.load": f"hub model {load}"}
-        is_given = not is_of_run or find_origin(config.origins, "args.load") == COMMAND_LINE
-        load = str(hub_folder(load, may_download=may_download and is_given))
+        may_download = may_download and not _is_theirs(config.origins, "args.load", is_of_run)
+        load = str(hub_folder(load, may_download=may_download))
         args = OmegaConf.merge(config.args, {"load": load})
         config = dataclasses.replace(config, args=args, origins=origins)
     folder = Path(load)
@@ -228,13 +228,19 @@ def fill_from_pipeline(
     )
 
 
+def _is_theirs(origins: Mapping[str, str], key: str, is_of_run: bool) -> bool:
+    """Return whether the file of a run, which may have been received, sets a key; --base may name it, too."""
+    origin = find_origin(origins, key)
+    return origin != COMMAND_LINE and (is_of_run or Path(origin).name.startswith("training_config"))
+
+
 def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
     """Put folders of this machine in the place of URLs of weights; what the run writes has the URLs."""
     plain = {name: to_dict(section) for name, section in config.sections().items()}
     given = addresses(plain)
     whole = OmegaConf.create(plain if given else {})
-    theirs = {k: v for k, v in given.items() if find_origin(config.origins, k) != COMMAND_LINE}
-    if is_of_run and theirs:
+    theirs = {k: v for k, v in given.items() if _is_theirs(config.origins, k, is_of_run)}
+    if theirs and (is_of_run or may_download):
         words, note = as_words(theirs)
         text = f"{find_origin(config.origins, min(theirs))}: the file of a run starts no download; add to the"
         text += f" command, with these addresses or your folders{note}:"

@@ -154,6 +154,4 @@ def warn_of_host_memory(parts: Mapping[str, int]) -> None:
 
 
 def _warn(error: Exception) -> None:
-    logger.warning(
-        "the memory of the run cannot be predicted (%s: %s)", type(error).__name__, error
-    )
+    logger.warning("the run's memory cannot be predicted (%s: %s)", type(error).__name__, error)

@@ -280,6 +280,13 @@ def test_a_resume_of_adapters_downloads_no_base(
     assert main(["train", "--resume", str(folder), "args.train_iters=2"]) == 2
     line = capsys.readouterr().err
     assert "args.load=" in line and "download" in line and SECRET not in line
+    # Its file as a base is a received file, too.
+    file = folder / "training_config.yaml"
+    file.write_text(re.sub(r"(?m)^  load: .*$", f"  load: {name}", file.read_text()))
+    again = ["train", "--base", f"{folder}/training_config.yaml", f"args.run_folder={folder}-2"]
+    assert main([*again, "args.train_iters=2"]) == 2
+    line = capsys.readouterr().err
+    assert "args.load=" in line and "download" in line and SECRET not in line
     assert not served.requests
     given = f"args.load={full.checkpoint}"
     assert main(["train", "--resume", str(folder), "args.train_iters=2", given]) == 0

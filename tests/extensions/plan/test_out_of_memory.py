@@ -72,5 +72,5 @@ def test_a_plan_that_fails_ends_no_run(
     monkeypatch.setattr(out_of_memory, "plan_memory", fail)
     trainer = run.train(steps=1).last
     assert trainer.parts.memory.plan() is None and trainer.parts.memory.plan() is None
-    assert caplog.text.count("the memory of the run cannot be predicted (KeyError") == 1
+    assert caplog.text.count("the run's memory cannot be predicted (KeyError") == 1
     assert "it happened in step" in trainer.parts.memory.explain()
