@@ -97,7 +97,7 @@ def log_commands(
         "to convert": f"cogfast convert {run} DIR --to {to}{more_words}",
         "to train on": f"the same command with {resume_words(config, folder)} {more}",
     }
-    is_given = config.args.get("load") in theirs.values()
+    is_given = name_of(config.args.get("load") or "") in theirs.values()
     is_merged = model.trainable_modules is not None if is_lora else is_given
     if is_merged and not is_own:
         base = shlex.quote(config.args.get("load") or "BASE")
