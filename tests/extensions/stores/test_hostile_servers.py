@@ -301,7 +301,7 @@ def test_a_request_that_waits_for_a_connection_is_not_silent(server: S3Server, m
 
 @pytest.mark.parametrize("web", ["silent"], indirect=True)
 def test_a_silent_server_ends_beside_a_busy_one(web: str, monkeypatch) -> None:
-    for name, value in (("_SILENCE", 0.2), ("_NOTED", 0.05), ("_PROGRESS", 1)):
+    for name, value in (("_SILENCE", 0.1), ("_NOTED", 0.05), ("_PROGRESS", 1)):
         monkeypatch.setattr(ranges, name, value)
     is_over = threading.Event()
     with _serving("good") as busy, ThreadPoolExecutor(1) as pool:
