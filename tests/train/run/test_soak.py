@@ -15,8 +15,8 @@ from tests.support.tiny_run import run as launch
 
 pytestmark = pytest.mark.soak
 
-STEPS = 1200
-NUM_KILLS = 12
+STEPS = 800
+NUM_KILLS = 10
 LAYOUTS = {
     "dp 2": ["deepspeed.train_micro_batch_size_per_gpu=2"],
     "tp 2": ["args.model_parallel_size=2"],
