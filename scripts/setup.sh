@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Create .venv with Python 3.11 or later: the CUDA build of torch on a machine with an NVIDIA GPU, the
 # CPU build elsewhere, then all packages at the versions of constraints.txt. `make setup` calls it. With TORCH
-# set to a version, that PyTorch instead of the one in constraints.txt.
+# set to a version, that PyTorch instead of the one in constraints.txt. With VERSIONS=newest, the newest of
+# all packages that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,6 +17,10 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" -c $constraints
 
 torch=${TORCH:+torch==$TORCH}
 torch=${torch:-$(grep '^torch==' constraints.txt)}
+if [ "${VERSIONS:-}" = newest ]; then
+    constraints=/dev/null
+    torch=$(sed -n 's/^ *"\(torch[<>=.,0-9]*\)".*/\1/p' pyproject.toml)
+fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         pip install "$torch"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +28,7 @@ from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 
 _NORM_EPS = 1e-6  # DeepSpeed's, and torch's
+_RELEASE = "0.19."  # of DeepSpeed, whose private names this file uses
 _BUCKET = 500_000_000  # DeepSpeed's allgather_bucket_size, in elements
 
 
@@ -196,6 +198,9 @@ def reason_for_stock_step(zero, optimizer: torch.optim.Optimizer) -> str | None:
         return "the optimizer is offloaded"
     if not zero.compute_grad_norm:
         return "compute_grad_norm is false"
+    installed = version("deepspeed")
+    if not installed.startswith(_RELEASE):
+        return f"DeepSpeed {installed} may differ from {_RELEASE}x, whose step cogfast replaces"
     return None
 
 
