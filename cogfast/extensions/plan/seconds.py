@@ -146,16 +146,21 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
         mfu=flops / seconds / (gpu.matmul_tflop_per_s * 1e12),
         samples_per_second=samples / seconds,
         source=f"a prediction from the data sheet of {gpu.name}",
-        attention_rates=_attention_rates(gpu, backend),
+        attention_rates=_attention_rates(gpu, backend, share is not None, forward),
     )
 
 
-def _attention_rates(gpu: Gpu, backend: str | None) -> str:
-    """Describe the rates that are assumed for attention."""
+def _attention_rates(gpu: Gpu, backend: str | None, is_sparse: bool, forward: Work) -> str:
+    """Describe the rates of attention, and those that nothing has measured."""
     shares = "% and ".join(f"{100 * share:.0f}" for share in gpu.shares.attention_of(backend))
     name = f"by {backend} " if backend else ""
     assumed = "" if backend in gpu.shares.attention else "an assumed "
-    return f"attention {name}at {assumed}{shares}% of the peak"
+    text = f"attention {name}at {assumed}{shares}% of the peak"
+    if is_sparse:
+        text += ", measured with dense attention alone"
+    if any(op.kind == "fp8" for op in forward):
+        text += f"; fp8 products at {_FP8_SPEED} times bf16's rate, which was not measured"
+    return text
 
 
 def _seconds(work: Work, gpu: Gpu, backend: str | None) -> dict[str, float]:
