@@ -70,3 +70,25 @@ def problems_of(case: Case, report: dict) -> list[str]:
             most = sorted(step["kernels"].items(), key=lambda item: -item[1])[:_SHOWN]
             problems.append(f"step {number}: {step['launches']} launches > {limit}; {most}")
     return problems + report.get("stream_problems", [])
+
+
+def test_nsys_finds_the_ranges_of_the_captured_steps(tmp_path: Path) -> None:
+    """Every launch of a captured step lies in a range that scripts/profile_nsys.sh reports."""
+    words = ["-m", "tests.cuda.training_case", "2b", "sft", str(tmp_path), "args.profiling=1"]
+    done = start(
+        [*words, "args.activation_checkpointing=full"], NVTX_INJECTION64_PATH="libnullcuda.so"
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [step["ranges"] for step in json.loads((tmp_path / "0.json").read_text())["steps"]]
+    of_parts = {f"range {part}" for part in ("data", "encode", "forward", "backward", "optimizer")}
+    for number, found in enumerate(steps):
+        logs = {"range log"} if number + 1 == LOG_INTERVAL else set()
+        opened = {f"range step {number}", *of_parts, *logs} if 1 <= number < 4 else set()
+        ours = {name for name in found if name.startswith("range ") and "DeepSpeed" not in name}
+        assert ours == opened
+        assert all(found[name] == 1 for name in opened)
+        if opened:
+            assert all(found[f"launches in {part}"] > 100 for part in ("forward", "backward"))
+            assert found["launches in optimizer"] > 1 and "launches in no range" not in found
+    captured = [{name for name in found if name.startswith("capture ")} for found in steps]
+    assert captured == [set(), {"capture starts"}, set(), {"capture ends"}, set(), set()]

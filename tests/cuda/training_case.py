@@ -43,6 +43,7 @@ SHAPES = {
 SHAPES |= {f"{name}_i2v": SHAPES[name] for name in ("5b", "1.5_5b")}
 # In the first step the device has 3% more than the plan, beside what the runtime takes for its context.
 # PyTorch's allocator may have to unmap memory there, so that later steps have a larger one.
+_RANGES = ("range ", "launches in ", "capture ")
 _NUM_TIGHT, _CONTEXT_BYTES, _LARGE = 1, 600 << 20, 400_000_000_000
 
 
@@ -112,6 +113,7 @@ class Observer:
                     for name, number in counts.items()
                     if name.startswith("launch ")
                 },
+                "ranges": {name: n for name, n in counts.items() if name.startswith(_RANGES)},
                 "peak": torch.cuda.max_memory_allocated(),
             }
         )

@@ -29,6 +29,7 @@ void count_launch(const std::string& kernel) {
   Lock lock(mutex);
   counters["launches"]++;
   counters["launch " + kernel]++;
+  count_launch_in_range();
   if (const int device = current_device_number()) {
     counters["launches on device " + std::to_string(device)]++;
   }

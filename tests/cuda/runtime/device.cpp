@@ -158,8 +158,6 @@ API cudaError_t cudaDeviceCanAccessPeer(int* out, int, int) {
 }
 
 API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-API cudaError_t cudaProfilerStart() { return cudaSuccess; }
-API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 API cudaError_t cudaDeviceSynchronize() {
   count_sync("cudaDeviceSynchronize");

@@ -20,6 +20,7 @@ void count(const std::string& name);
 // Count a call that makes the host wait for the device, and call the observer, if there is one.
 void count_sync(const char* name);
 void count_launch(const std::string& kernel);
+void count_launch_in_range();
 // Count a wrong argument. A CUDA device would refuse it, or read or write memory of another tensor.
 void count_fault(const std::string& what);
 
