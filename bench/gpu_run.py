@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +46,12 @@ PIECES = {
     "attention": "bench.kernel_ops.attention_backends:measure_attention",
     "kernel_tests": "bench.checks.kernels_on_device:run_kernel_tests",
     "op_times": "bench.ops:measure_ops",
-    "quantized": "bench.kernel_ops.quantized_linears:measure_quantized",
+    "products": "bench.kernel_ops.products:measure_products",
     "2b": "bench.steps.step_on_device:measure_2b",
     "5b": "bench.steps.step_on_device:measure_5b",
+    "sampling": "bench.steps.step_on_device:measure_sampling",
+    "diffusers_kernels": "bench.steps.diffusers_kernels:measure_kernels",
+    "run": "bench.clips.data_runs:measure_run",
     "1.5-5b": "bench.steps.step_on_device:measure_15_5b",
     "1.5-5b-i2v": "bench.steps.step_on_device:measure_15_5b_i2v",
     "data": "bench.data:measure_data",
@@ -55,23 +59,26 @@ PIECES = {
 }
 # {part: {piece: the most minutes that it gets, or None for what is left}}, in the order in which they run
 PARTS: dict[str, Mapping[str, float | None]] = {
-    # Pieces of the README's table come first, then those that check it. A step of 2B or
-    # 5B that is not compiled takes half a minute to a minute on both sides.
+    # The first six fill the README's table, in 12 minutes of an H100; those that decide more come before others.
     "short": {
-        "facts": 0.6,
-        "rates": 0.6,
-        "2b": 5.0,
-        "5b": 5.5,
-        "attention": 3.0,
-        "op_times": 4.5,
-        "goldens": 1.0,
+        "facts": 0.5,
+        "rates": 0.5,
+        "2b": 4.5,
+        "5b": 4.5,
+        "attention": 1.6,
+        "op_times": 2.5,
+        "goldens": 0.8,
+        "run": 3.0,
+        "products": 1.2,
+        "sampling": 2.5,
+        "diffusers_kernels": 2.0,
         "kernel_tests": 3.0,
-        "train": 1.8,
+        "train": 1.4,
     },
-    "ops": dict.fromkeys(("kernel_tests", "tensor_parallel", "op_times", "quantized", "attention")),
+    "ops": dict.fromkeys(("kernel_tests", "tensor_parallel", "op_times", "products", "attention")),
     "videos": dict.fromkeys(("data", "data_runs")),
 }
-_PART_MINUTES = {"short": 25.0}
+_PART_MINUTES = {"short": 28.0}
 _LEAST_SHARE = 0.7  # of its minutes: a piece that gets less is skipped
 
 
@@ -84,6 +91,7 @@ def load_piece(name: str) -> Callable[[Settings], Outcome]:
 def run_piece(name: str, settings: Settings, out: Path) -> bool:
     """Run a piece, print its table and write its JSON; return True if nothing failed."""
     print(name, flush=True)
+    stem = "-".join([name, *settings.cases]).replace(" ", "_").replace("/", "_")
     report: dict[str, object] = {
         "piece": name,
         "is_tiny": settings.is_tiny,
@@ -95,7 +103,7 @@ def run_piece(name: str, settings: Settings, out: Path) -> bool:
     def write(outcome: Outcome, is_complete: bool) -> None:
         seconds = round(time.perf_counter() - started, 2)
         more = {**report, "is_complete": is_complete, "seconds": seconds}
-        command.write(out / f"{name}.json", outcome, **more)
+        command.write(out / f"{stem}.json", outcome, **more)
 
     kept = [Outcome()]
 
@@ -173,6 +181,9 @@ def run_part(arguments: argparse.Namespace, deadline: float) -> tuple[list[str],
                 path.write_text(json.dumps({"piece": name, "skipped": note}, indent=1) + "\n")
         elif not run_apart(name, arguments, left if most is None else min(most, left)):
             failed.append(name)
+    with tarfile.open(arguments.out / "results.tar", "w") as tar:  # one file to bring home
+        for path in sorted(arguments.out.glob("*.json")):
+            tar.add(path, path.name)
     return failed, skipped
 
 
@@ -182,13 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this program")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"skip what would end later; default: {_MINUTES:g}, for short 25",
+    minutes = (
+        f"skip what would end later; default: {_MINUTES:g}, for short {_PART_MINUTES['short']:g}"
     )
+    parser.add_argument("--minutes", type=float, help=minutes)
+    cases = "of one step's piece: those whose line has a word, into a file of their own"
+    parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help=cases)
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
+    if arguments.cases and "step_on_device" not in PIECES.get(arguments.part, ""):
+        parser.error(f"--cases: {arguments.part} has no cases of bench.step")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU; use --device cpu --tiny to try the program")
     if arguments.device == "cpu" and not arguments.tiny:
@@ -204,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed, skipped = run_part(arguments, deadline)
     else:
         device = torch.device(arguments.device)
-        settings = Settings(device, arguments.tiny, deadline - _RESERVE_SECONDS)
+        settings = Settings(device, arguments.tiny, deadline - _RESERVE_SECONDS, arguments.cases)
         if not run_piece(arguments.part, settings, arguments.out):
             failed.append(arguments.part)
     if skipped:

@@ -29,7 +29,7 @@ START = "<!-- benchmarks: start. Written by python -m bench.results_table; edits
 END = "<!-- benchmarks: end -->"
 NOT_MEASURED = "not measured"
 _NULL_RUNTIME = "null runtime"  # in the device's name, of tests/cuda/runtime
-STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v")
+STEP_PIECES = ("step", "2b", "5b", "1.5-5b", "1.5-5b-i2v", "sampling")
 _EMPTY = "–"
 # Names of the two sides in JSON keys, and as they are shown.
 _SIDES = {"ours": "cogfast", "diffusers": "diffusers"}
@@ -43,12 +43,15 @@ _NOT_TIMED = {
 # Figures that only a GPU can give, by the piece of bench.gpu_run that measures it.
 _GPU_PIECES = {
     "op_times": "fused operations against the copy rate, eager PyTorch and torch.compile",
-    "quantized": "products with int8 and fp8 weights against bf16",
+    "products": "products with int8 and fp8 weights against bf16",
     "attention": "attention backends at 17,776 tokens",
     "2b": "2B: training step against diffusers",
     "5b": "5B: training step against diffusers",
     "1.5-5b": "1.5-5B: training step against diffusers",
     "1.5-5b-i2v": "1.5-5B-I2V: training step against diffusers",
+    "sampling": "a step of sampling against diffusers",
+    "diffusers_kernels": "forward and backward of diffusers' model with `apply_to_diffusers`",
+    "run": "`cogfast train` of a LoRA of 2B from H.264 videos",
     "data": "H.264 decoded by DALI against the CPU readers",
     "data_runs": "`cogfast cache`, and how long 2B training waits for H.264 decoded by DALI",
 }
@@ -58,6 +61,7 @@ PEERS = {
     "over compiled diffusers": "over compiled diffusers",
 }
 _COMPILED = "vs torch.compile"
+_MODES = {"sft": "all weights", "lora": "LoRA", "sampling": "a step of sampling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +138,10 @@ def _of_machine(results: Results) -> list[str]:
     lines = [f"### {results.machine}", "", f"{', '.join(kept)}; {_dates(results.reports.values())}"]
     lines += _steps(results)
     lines += _ops(results.rows("op_times"))
-    lines += _quantized(results.rows("quantized"))
+    lines += _products(results.rows("products"))
     lines += _attention(results.rows("attention"))
     lines += _data(results.rows("data"))
-    lines += _data_runs(results.rows("data_runs"))
+    lines += _data_runs(results.rows("run", "data_runs"))
     lines += _cpu_peers(results.rows("cpu_peers"))
     lines += _diffusers_kernels(results.rows("diffusers_kernels"))
     return lines
@@ -245,8 +249,8 @@ def case_of(row: Row) -> str:
     fewer = f" with {layers} of {whole} layers" if layers != whole else ""
     name = str(row["model"])
     name = name.upper() if name in _GPU_PIECES else name
-    trained = "all weights" if row["mode"] == "sft" else "LoRA"
-    return f"{name}{fewer}, {trained}, {row['dtype']}"
+    options = f", {row['options']}" if "options" in row else ""
+    return f"{name}{fewer}, {_MODES[str(row['mode'])]}, {row['dtype']}{options}"
 
 
 def _speed_up(row: Row) -> str:
@@ -300,7 +304,7 @@ def _attention(rows: Sequence[Row]) -> list[str]:
     return _question("How fast is attention by each backend?", columns, timed)
 
 
-def _quantized(rows: Sequence[Row]) -> list[str]:
+def _products(rows: Sequence[Row]) -> list[str]:
     """Return a line for each product: the time in bf16, and the speed-up of weights of 8 bits over it."""
     merged: dict[tuple, dict[str, object]] = {}
     for row in rows:
@@ -310,10 +314,15 @@ def _quantized(rows: Sequence[Row]) -> list[str]:
     columns = {
         "product": lambda row: f"{row['linear']} {row['product']}, width {row['width']}",
         "bf16, ms": _of("bf16"),
+        "TFLOP/s": _of("tflop_per_s"),
         "int8 weight": _of("int8", _ratio),
         "fp8": _of("fp8", _ratio),
     }
-    return _question("How fast are products with weights of 8 bits?", columns, merged.values())
+    return _question(
+        "How fast are the products of the linears, and with weights of 8 bits?",
+        columns,
+        merged.values(),
+    )
 
 
 def _data(rows: Sequence[Row]) -> list[str]:
@@ -422,7 +431,7 @@ def _peer_speed_up(rows: Sequence[Row]) -> str | None:
 
 
 def _step_speed_up(rows: Sequence[Row]) -> str | None:
-    timed = [row for row in rows if "ratio" in row]
+    timed = [row for row in rows if "ratio" in row and "options" not in row]
     eager, compiled = _of_layers(timed, "eager"), _of_layers(timed, "compiled")
     both = f" ({compiled} with both compiled)" if compiled else ""
     return _marked(eager, timed) and f"{_marked(eager, timed)}{both}"

@@ -34,8 +34,9 @@ _OF_SIDES = ("median_ms", "p10_ms", "p90_ms", "model_tflop_per_s", "mfu", "peak_
 _OF_SIDES += ("attention_kernels", "does_not_fit", "lacks_policy", "unavailable", "error")
 SHOWN += [f"{side}_{key}" for key in _OF_SIDES for side in SIDES]
 SHOWN += ["disagrees", "error"]
-# Guess of a case's time until one has been measured; compilation needs most of it.
-_FIRST_GUESS_SECONDS = {"eager": 30.0, "compiled": 90.0}
+# Seconds of a case on an H100, and more for each layer: all layers are compiled, one after the other.
+_SECONDS = {"eager": (16.0, 0.5), "compiled": (18.0, 1.1)}
+_COMPARISON_SECONDS = 20.0  # before the first case of a mode and engine
 
 
 def measure_cases(
@@ -53,20 +54,21 @@ def measure_cases(
     rows: list[Row] = []
     problems: list[str] = []
     skipped: list[str] = []
-    took: dict[str, float] = {}  # seconds; without compilation for each layer
+    slowest, compared = 1.0, set()  # measured seconds over guessed ones
     outcome = Outcome()
     for case in cases:
-        layers = case.layers if case.engine == "eager" else 1  # all layers are compiled once
-        guess = _FIRST_GUESS_SECONDS[case.engine]
-        needed = layers * took[case.engine] if case.engine in took else guess
-        started = clock()
+        fixed, of_layer = _SECONDS[case.engine]
+        kind = (case.mode, case.engine, case.options)
+        guess = fixed + of_layer * case.layers + _COMPARISON_SECONDS * (kind not in compared)
+        needed, started = slowest * guess, clock()
         if started + needed > deadline:
             skipped.append(f"{case}: needs about {needed:.0f} s, {deadline - started:.0f} s left")
             print(f"  skipped: {skipped[-1]}", flush=True)
         else:
             row, wrong = _measure_safely(case, plan)
             seconds = clock() - started
-            took[case.engine] = seconds / layers  # the first case also compares the sides
+            slowest = max(slowest, seconds / guess)
+            compared.add(kind)
             rows.append({**row, "seconds": round(seconds, 1)})
             problems += wrong
             print(f"  {case}: ratio {row.get('ratio', '-')}, {seconds:.0f} s", flush=True)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,8 +67,8 @@ class Case:
     log_interval: int
 
 
-def measure_data_runs(settings: Settings) -> Outcome:
-    """Run the piece data_runs of bench.gpu_run."""
+def measure_data_runs(settings: Settings, is_short: bool = False) -> Outcome:
+    """Run the piece data_runs of bench.gpu_run, or run: LoRA on few clips, without a cache."""
     carried = Path("bench_clips")
     tiny = settings.is_tiny
     with tempfile.TemporaryDirectory() as made:
@@ -75,12 +76,16 @@ def measure_data_runs(settings: Settings) -> Outcome:
         sizes = TINY_SIZES if tiny else {"480p": (480, 848)}
         source = carried if carried.is_dir() and not tiny else folder
         (clip,) = generated_clips(source, sizes).values()
-        num_clips = 6 if tiny else 96
+        num_clips = 6 if tiny else 24 if is_short else 96
         data = copies(clip, folder / "data", num_clips)
         sides = {} if tiny else {"training from videos, DALI": ("data.params.video_backend=dali",)}
         sides["training from videos, CPU reader"] = ("data.params.video_backend=pyav",)
         case = Case(
-            files=(str(_write_2b(folder, tiny)), "configs/sft.yaml"),
+            files=(
+                str(_write_2b(folder, tiny)),
+                *["configs/lora.yaml"] * is_short,
+                "configs/sft.yaml",
+            ),
             overrides=(
                 f"args.train_data=[{data}]",
                 f"args.num_workers={1 if tiny else 8}",
@@ -95,10 +100,13 @@ def measure_data_runs(settings: Settings) -> Outcome:
             + (_TINY_OVERRIDES if tiny else ()),
             sides=sides,
             num_clips=num_clips,
-            num_steps=3 if tiny else 30,
-            log_interval=1 if tiny else 5,
+            num_steps=3 if tiny else 12 if is_short else 30,
+            log_interval=1 if tiny else 2 if is_short else 5,
         )
-        return _measure(case, folder, settings)
+        return _measure(case, folder, settings, has_cache=not is_short)
+
+
+measure_run = partial(measure_data_runs, is_short=True)
 
 
 def _write_2b(folder: Path, is_tiny: bool) -> Path:
@@ -154,17 +162,20 @@ def measure_quickstart(num_steps: int = 300) -> Outcome:
         return _measure(case, folder, Settings(torch.device("cpu"), is_tiny=False))
 
 
-def _measure(case: Case, folder: Path, settings: Settings) -> Outcome:
+def _measure(case: Case, folder: Path, settings: Settings, has_cache: bool = True) -> Outcome:
     """Run everything that fits the time: a run is skipped if the longest one so far would not fit."""
     cache = folder / "latents"
-    overrides = {**case.sides, "training from the cache": (f"args.latent_cache={cache}",)}
+    overrides = dict(case.sides)
+    if has_cache:
+        overrides["training from the cache"] = (f"args.latent_cache={cache}",)
     runs: dict[str, Callable[[], Row]] = {
         name: lambda name=name: _train(case, folder / name, name, overrides[name])
         for name in overrides
     }
     # The last training needs the cache. One training runs before it, so that a cut-off leaves a figure.
     first = next(iter(runs))
-    runs = {first: runs.pop(first), "cogfast cache": lambda: _cache(case, folder, cache), **runs}
+    cached = {"cogfast cache": lambda: _cache(case, folder, cache)} if has_cache else {}
+    runs = {first: runs.pop(first), **cached, **runs}
     rows: list[Row] = []
     skipped: list[str] = []
     problems: list[str] = []

@@ -46,6 +46,7 @@ def cpu_name() -> str:
     # oneDNN emulates bfloat16 where the processor has neither, which changes every bf16 figure.
     labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
     extras = [label for flag, label in labels.items() if flag in present]
+    extras = extras or ["AVX2"] * ("avx2" in present)
     return f"{name} ({', '.join(extras)})" if extras else name
 
 

@@ -29,6 +29,7 @@ class Settings:
     device: torch.device
     is_tiny: bool
     deadline: float = math.inf
+    cases: Sequence[str] = ()  # words of bench.step's cases to measure; none: all
     keep: Callable[[Outcome], None] = lambda outcome: None
 
     @property

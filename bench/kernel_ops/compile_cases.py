@@ -1,6 +1,6 @@
 """The kernels at the shapes that count, and the limits that their machine code must keep on sm_90.
 
-bench.compile_report compiles them without a GPU. Registers per thread and shared memory decide how
+bench.kernel_ops.compile_report compiles them without a GPU. Registers per thread and shared memory decide how
 many programs a multiprocessor holds; the notes at the top of each file in cogfast/kernels/gpu say
 how many it should hold. A limit is the figure that was reached when the kernel was written.
 """

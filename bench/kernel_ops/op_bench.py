@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from bench.kernel_ops.op_cases import (
     small,
 )
 
-OURS, EAGER, COMPILED = "cogfast", "torch eager", "torch.compile"
+OURS, EAGER, COMPILED, APEX = "cogfast", "torch eager", "torch.compile", "apex"
 # {way: its calls, which use different buffers}
 Calls = Mapping[str, Sequence[Callable[[], object]]]
 Compute = Callable[[TokenShape, Tensors], Sequence[Tensor]]
@@ -48,9 +50,14 @@ class OpBench:
     settings: Settings
     op: Op
     shape: TokenShape
+    dtype: torch.dtype = torch.bfloat16
 
     ways = WAYS
-    peers = (EAGER, COMPILED)
+
+    @property
+    def peers(self) -> Sequence[str]:
+        has_peer = self.op.apex is not None and has_apex(self.settings.device)
+        return (EAGER, COMPILED, *[APEX] * has_peer)
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"
@@ -65,7 +72,7 @@ class OpBench:
 
     def num_bytes(self, way: str) -> int:
         """Return the bytes that a perfect kernel reads and writes."""
-        return bytes_of(self.op, way, self.shape)
+        return bytes_of(self.op, way, self.shape, self.dtype)
 
     def goal(self, way: str) -> float:
         """Return the goal in percent of the copy rate."""
@@ -73,15 +80,17 @@ class OpBench:
 
     def check(self) -> list[str]:
         """Return a sentence for each result of cogfast that is wrong."""
-        return check_op(self.op, self.shape, self.settings.device)
+        return check_op(self.op, self.shape, self.settings.device, self.dtype)
 
     def calls(self, name: str) -> Calls:
         op, device = self.op, self.settings.device
-        compute = {OURS: op.run, EAGER: op.reference, COMPILED: op.exact or op.reference}[name]
+        compiled = op.exact or op.reference
+        computes = {OURS: op.run, EAGER: op.reference, COMPILED: compiled, APEX: op.apex}
+        compute: Any = computes[name]
         if name == COMPILED:
             compute = compile_call(compute, self.settings.is_tiny)
         sets = [
-            draw_inputs(op, self.shape, torch.bfloat16, device)
+            draw_inputs(op, self.shape, self.dtype, device)
             for _ in range(self.settings.num_buffer_sets(self.num_bytes("forward")))
         ]
         return {
@@ -121,9 +130,20 @@ def trained(op: Op, inputs: Tensors) -> list[Tensor]:
     return [x for name, x in inputs.items() if name not in op.frozen]
 
 
-def check_op(op: Op, shape: TokenShape, device: torch.device) -> list[str]:
-    """Check the op of cogfast in bf16 at this shape, and in three dtypes at a small one."""
-    cases = [(shape, torch.bfloat16)] + [(small(shape), dtype) for dtype in _FLOORS]
+def has_apex(device: torch.device) -> bool:
+    """Whether NVIDIA's apex is installed, which has kernels for GPUs alone; another package has its name."""
+    with suppress(ModuleNotFoundError):
+        return (
+            device.type == "cuda" and find_spec("apex.normalization.fused_layer_norm") is not None
+        )
+    return False
+
+
+def check_op(
+    op: Op, shape: TokenShape, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """Check the op of cogfast in `dtype` at this shape, and in three dtypes at a small one."""
+    cases = [(shape, dtype)] + [(small(shape), each) for each in _FLOORS]
     wrong = []
     for case_shape, dtype in cases:
         torch.manual_seed(0)  # the largest error depends on the draws

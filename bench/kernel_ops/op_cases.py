@@ -62,6 +62,12 @@ SHAPES = (
     TokenShape("5B", 226, (13, 30, 45), 48, is_rotary=True),
     TokenShape("1.5-5B", 224, (11, 48, 85), 48, is_rotary=True),
 )
+# bench.steps.cpu_peers has models of these shapes
+CPU_SHAPES = (
+    TokenShape("quickstart", 32, (3, 4, 4), 4, is_rotary=True, batch=16),
+    TokenShape("tiny", 40, (4, 12, 20), 4, is_rotary=True),
+    TokenShape("wide", 64, (4, 20, 20), 12, is_rotary=True),
+)
 TINY_SHAPES = (
     TokenShape("2B", 3, (2, 3, 4), 2, is_rotary=False),
     TokenShape("5B", 3, (2, 3, 5), 3, is_rotary=True),
@@ -79,7 +85,7 @@ class Op:
 
     frozen: inputs without a gradient in this variant. exact: a reference for float32 and float64, for
     an op whose `reference` computes in float32; it has no complex numbers, which torch.compile does not
-    fuse, and is the one that is compiled.
+    fuse, and is the one that is compiled. apex: the same by NVIDIA's apex, where that has a fused kernel.
     """
 
     name: str
@@ -89,6 +95,7 @@ class Op:
     run: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     reference: Callable[[TokenShape, Tensors], Sequence[Tensor]]
     exact: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
+    apex: Callable[[TokenShape, Tensors], Sequence[Tensor]] | None = None
     frozen: Sequence[str] = ()
     # bytes / (B S M * itemsize)
     units: Mapping[str, int]  # by way; see the table at the top
@@ -194,6 +201,20 @@ def _qk_exact(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
     return turned[0], turned[1], v
 
 
+def _apex_norm(shape: TokenShape, inputs: Tensors) -> Sequence[Tensor]:
+    """Apex's fused LayerNorm, then the modulation of text and of video."""
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+    hidden, weight, bias = (inputs[name] for name in ("hidden", "weight", "bias"))
+    normed = fused_layer_norm_affine(hidden, weight, bias, hidden.shape[-1:], EPS)
+    scale, shift = 1 + inputs["scale"], inputs["shift"]  # of video, then of text
+    rows = (normed[:, : shape.num_text], normed[:, shape.num_text :])
+    parts = zip(rows, (1, 0), strict=True)
+    return hidden, torch.cat(
+        [torch.addcmul(shift[:, i, None], x, scale[:, i, None]) for x, i in parts], 1
+    )
+
+
 # The lambdas look functions up when they are called, so that tests can replace them by wrong ones.
 NORM = Op(
     name="adaptive_layernorm",
@@ -204,6 +225,7 @@ NORM = Op(
     reference=lambda shape, i: norm.adaptive_layernorm_reference(
         **i, num_text=shape.num_text, eps=EPS
     ),
+    apex=_apex_norm,
     units={"forward": 2, "backward": 4},
     goals={"forward": 88, "backward": 80},
 )

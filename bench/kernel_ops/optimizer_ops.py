@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from bench.harness.outcome import Row, Settings
-from bench.kernel_ops.op_bench import COMPILED, EAGER, compile_call
+from bench.kernel_ops.op_bench import APEX, COMPILED, EAGER, OURS, compile_call, has_apex
 from cogfast.kernels.fused_ema_adam import (
     FusedEmaAdam,
     fused_ema_adam_reference,
@@ -131,14 +132,19 @@ def _ema_decay(step: int) -> float:
     return min(_EMA_DECAY, (1 + step) / (10 + step))
 
 
-def _fused_adamw(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
-    """Return torch's fused AdamW with its clipping, a foreach EMA and a cast."""
+_TORCH_ADAMW = partial(torch.optim.AdamW, **_ADAM, fused=True)
+
+
+def _fused_adamw(
+    streams: Streams, num_tensors: int, has_clip: bool, make: Callable = _TORCH_ADAMW
+) -> Callable[[], object]:
+    """Return a fused AdamW with torch's clipping, a foreach EMA and a cast."""
     params: list[Tensor] = [nn.Parameter(p) for p in _cut(streams.p, num_tensors)]
     for p, g in zip(params, _cut(streams.g, num_tensors), strict=True):
         p.grad = g
     shadows = _cut(streams.shadow, num_tensors)
     copies = [] if streams.copy is None else _cut(streams.copy, num_tensors)
-    optimizer = torch.optim.AdamW(params, **_ADAM, fused=True)
+    optimizer = make(params)
     # The optimizer has its own; the memory does not hold both.
     streams.m = streams.v = torch.empty(0)
 
@@ -154,11 +160,18 @@ def _fused_adamw(streams: Streams, num_tensors: int, has_clip: bool) -> Callable
     return call
 
 
+def _apex(streams: Streams, num_tensors: int, has_clip: bool) -> Callable[[], object]:
+    from apex.optimizers import FusedAdam
+
+    return _fused_adamw(streams, num_tensors, has_clip, lambda p: FusedAdam(p, **_ADAM))
+
+
 PEERS: dict[str, Callable[[Streams, int, bool], Callable[[], object]]] = {
     EAGER: _reference,
     COMPILED: _reference,
     "AdamW(fused) + lerp": _fused_adamw,
 }
+_APEX = {f"{APEX} FusedAdam + lerp": _apex}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,11 @@ class OptimizerBench:
     gradient: torch.dtype = torch.bfloat16
 
     ways = ("step",)
-    peers = tuple(PEERS)
+    dtype = torch.float32  # of the weights
+
+    @property
+    def peers(self) -> Sequence[str]:
+        return (*PEERS, *(_APEX if has_apex(self.settings.device) else ()))
 
     def __str__(self) -> str:
         return f"{self.describe()['op']}, {self.describe()['model']}"
@@ -233,17 +250,21 @@ class OptimizerBench:
     def calls(self, name: str) -> dict[str, Sequence[Callable[[], object]]]:
         device = self.settings.device
         # Adam of torch needs the gradient in the dtype of the weights.
-        takes_any_gradient = name not in PEERS or PEERS[name] is _reference
+        makers = {OURS: _ours, **PEERS, **_APEX}
+        takes_any_gradient = makers[name] in (_ours, _reference)
         gradient = self.gradient if takes_any_gradient else torch.float32
         streams = draw_streams(self.num_parameters, gradient, self.has_copy, device)
-        call = PEERS.get(name, _ours)(streams, self.num_tensors, self.has_clip)
+        call = makers[name](streams, self.num_tensors, self.has_clip)
         if name == COMPILED:
             call = compile_call(call, self.settings.is_tiny)
         return {"step": [call]}  # larger than the caches: one buffer set is enough
 
 
 def optimizer_benches(settings: Settings) -> list[OptimizerBench]:
+    """Return updates of the models' sizes; on a CPU only those of the quickstart's."""
     sizes = _TINY_SIZES if settings.is_tiny else _SIZES
+    if settings.device.type == "cpu" and not settings.is_tiny:
+        sizes = ()
     benches = [OptimizerBench(settings, *size, *options) for size in sizes for options in _OPTIONS]
     length = _TINY_SIZES[0][1] if settings.is_tiny else _QUICKSTART
     given = {"has_copy": False, "has_clip": True, "gradient": torch.float32}

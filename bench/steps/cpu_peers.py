@@ -20,7 +20,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.harness.command import finish, parser_of
@@ -29,7 +28,9 @@ from bench.harness.timing import spread, wait_for
 from bench.steps.step_cases import make_call
 from bench.steps.step_models import MODELS, Batch, Variant, draw_batch
 from bench.steps.step_sides import SIDES, free_memory
+from cogfast.kernels.attention_backends import backends_that_run, flash_attention
 from cogfast.model.block import MLP_RATIO
+from cogfast.train.preflight.attention_choice import fastest, measure
 
 CONTENDERS = ("ours", "diffusers", "diffusers compiled", "floor")
 _WARM_UP = 3
@@ -39,7 +40,8 @@ _GPU_LAYERS = 4  # all contenders are in a GPU's memory together
 class Floor(nn.Module):
     """The matrix products and attention of a transformer alone: no step can take less time.
 
-    Linears and scaled dot product attention have the shapes of `variant`. There are no norms, rotations, activations, residuals or biases, and no optimizer.
+    Linears and attention, by the fastest of all backends, have the shapes of `variant`. There are no norms, rotations,
+    activations, residuals or biases, and no optimizer.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -69,6 +71,13 @@ class Floor(nn.Module):
             # Activations keep their size from layer to layer, so that none becomes denormal.
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         self.to(variant.dtype)
+        case = (variant.device, variant.dtype, config.head_width)
+        heads = (config.num_attention_heads, config.head_width)
+        shape = (variant.batch_size, variant.num_tokens, *heads)
+        names = backends_that_run(*case)
+        if variant.device.type != "cpu":
+            names.remove("math")  # it needs too much memory
+        self.backend = fastest([measure(name, shape, *case[:2]) for name in names])
 
     def forward(self, batch: Batch) -> Tensor:
         """Return a scalar that depends on every product."""
@@ -80,8 +89,8 @@ class Floor(nn.Module):
         for block in self.blocks:
             total = total + block["modulation"](conditioning).sum()
             qkv = block["qkv"](x).unflatten(-1, (3, self.config.num_attention_heads, -1))
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-            x = block["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            attended = flash_attention(*qkv.unbind(2), self.backend)
+            x = block["out"](attended.flatten(2))
             x = block["fc2"](block["fc1"](x))
         return total + self.unembed(x[:, batch.text.shape[1] :]).sum()
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import torch
+
+from bench.harness.outcome import Outcome, Row, Settings
 from bench.steps.cpu_peers import Comparison, Floor
 from bench.steps.step_models import Variant, draw_batch
 from bench.steps.step_sides import Theirs
@@ -41,6 +44,17 @@ def make_call(name: str, variant: Variant) -> Callable[[], None]:
 
 RATIOS = {f"{name} ratio": ("diffusers", name) for name in CONTENDERS[1:]}
 KERNELS = Comparison("diffusers_kernels", CONTENDERS, lambda *of: make_call(*of), RATIOS)
+
+
+def measure_kernels(settings: Settings) -> Outcome:
+    """Run the piece diffusers_kernels of bench.gpu_run."""
+    rows: list[Row] = []
+    for model in ("2b-smallest",) if settings.is_tiny else ("2b", "5b"):
+        rounds, device = 2 if settings.is_tiny else 12, settings.device.type
+        rows.append(KERNELS.measure(model, torch.bfloat16, 1, rounds, device))
+        settings.keep(Outcome(rows=rows))
+    return Outcome(rows=rows, shown=[key for key in rows[0] if "p10" not in key])
+
 
 if __name__ == "__main__":
     sys.exit(KERNELS.main(__doc__, ["float32"], None))

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,12 +21,12 @@ from bench.harness.outcome import Row
 from bench.harness.timing import spread, wait_for
 from bench.kernel_ops.attention_backends import kernels_by_time
 from bench.steps.agreement import compare_sides
-from bench.steps.step_models import LORA_RANK, MODELS, Variant, draw_batch
+from bench.steps.step_models import LORA_RANK, MODELS, Options, Variant, draw_batch
 from bench.steps.step_sides import SIDES, UPDATES, Policy, Side, free_memory
 from cogfast.extensions.plan.gpus import peak_flops
 from cogfast.extensions.plan.trace import train_flops
 
-Mode = Literal["sft", "lora"]
+Mode = Literal["sft", "lora", "sampling"]
 Engine = Literal["eager", "compiled"]
 
 # This order makes a drift of the clocks affect both sides.
@@ -37,23 +38,23 @@ _BACKWARD = re.compile(r"backward|bwd|bprop", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case to measure; num_layers None means all layers of the model."""
+    """A training step to measure, or a guided forward pass (mode sampling). num_layers None: all of the model."""
 
     model: str
     mode: Mode = "sft"
     checkpointing: Policy = "none"
     engine: Engine = "eager"
     num_layers: int | None = None
+    options: Options = Options()
 
     @property
     def layers(self) -> int:
         return self.num_layers or MODELS[self.model][0].num_layers
 
     def __str__(self) -> str:
-        return (
-            f"{self.model} {self.mode}, {self.layers} layers, "
-            f"checkpointing {self.checkpointing}, {self.engine}"
-        )
+        words = [f"{self.model} {self.mode}", f"{self.layers} layers"]
+        words += [f"checkpointing {self.checkpointing}", self.engine, str(self.options)]
+        return ", ".join(filter(None, words))
 
     def describe(self) -> dict[str, object]:
         """Return the keys that every row has, also one without figures."""
@@ -62,7 +63,8 @@ class Case:
             "num_layers": self.layers,
             "num_layers_of_model": MODELS[self.model][0].num_layers,
         }
-        return {"what": "step", **{key: getattr(self, key) for key in keys}, **layers}
+        row = {"what": "step", **{key: getattr(self, key) for key in keys}, **layers}
+        return row | {"options": str(self.options)} if str(self.options) else row
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ class Plan:
     dtype: torch.dtype
     num_pairs: int = 20
     seconds: float = 10.0
-    # (model, mode, engine) -> figures and problems, since each is compared only once
-    agreements: dict[tuple[str, str, str], tuple[Row, list[str]]] = field(default_factory=dict)
+    # (model, is LoRA, engine, options) -> figures and problems, since each is compared only once
+    agreements: dict[tuple, tuple[Row, list[str]]] = field(default_factory=dict)
 
     def variant(self, case: Case) -> Variant:
         config, batch_size = MODELS[case.model]
@@ -85,7 +87,8 @@ class Plan:
         if case.mode == "lora":
             # a scale of 1, so that the adapters matter in the comparison
             config = replace(config, lora_rank=LORA_RANK, lora_alpha=float(LORA_RANK))
-        return Variant(config, batch_size, self.dtype, self.device)
+        batch_size = 2 if case.mode == "sampling" else batch_size
+        return Variant(config, batch_size, self.dtype, self.device, case.options)
 
 
 def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
@@ -111,6 +114,7 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
     times, seen = time_sides(case, plan, variant, (tuple(SIDES),) if is_alternating else _ROUNDS)
     # Both sides count equal FLOPs; recomputation does not count.
     model_flops = train_flops(variant.config, variant.num_tokens) * variant.batch_size
+    model_flops /= 3 if case.mode == "sampling" else 1
     row["model_tflop"] = model_flops / 1e12
     for side, figures in seen.items():
         row |= {f"{side}_{key}": value for key, value in figures.items()}
@@ -132,7 +136,9 @@ def measure_case(case: Case, plan: Plan) -> tuple[dict[str, object], list[str]]:
 
 
 def _agree(case: Case, plan: Plan, variant: Variant) -> tuple[Row, list[str]]:
-    key = (case.model, case.mode, case.engine)
+    if case.options.sparse or case.options.quantize_base != "none":
+        return {"not_compared": "another model"}, []
+    key = (case.model, case.mode == "lora", case.engine, case.options)
     if key not in plan.agreements:
         # compare_sides cuts the layers by itself.
         whole = replace(variant.config, num_layers=MODELS[case.model][0].num_layers)
@@ -234,7 +240,11 @@ def _build(
     built.use_checkpointing(case.checkpointing)
     if case.engine == "compiled":
         built.compile_blocks()
-    call = make_call(side, built, variant)
+    if case.mode == "sampling":
+        built.network.requires_grad_(False).eval()
+        call = torch.no_grad()(partial(built.forward, draw_batch(variant)))
+    else:
+        call = make_call(side, built, variant)
     call()  # compiles, and creates the optimizer state
     if seen is not None:
         return call, seen

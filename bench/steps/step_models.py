@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -87,13 +87,28 @@ MODELS: dict[str, tuple[TransformerConfig, int]] = {  # configuration and batch 
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a step of cogfast: keys of a run, with their defaults. fa4: flash-attn 4."""
+
+    attention: Literal["default", "fa4", "fa4 on both sides"] = "default"
+    sparse: float = 0.0  # share of attention's blocks that are left out
+    quantize_base: Literal["none", "int8", "fp8"] = "none"
+
+    def __str__(self) -> str:
+        words = [f"attention {self.attention}"] * (self.attention != "default")
+        words += [f"sparse:{self.sparse}"] * bool(self.sparse)
+        return ", ".join(words + [f"{self.quantize_base} base"] * (self.quantize_base != "none"))
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
-    """The arguments of both sides."""
+    """The arguments of both sides; `options` are of cogfast, but for its "fa4 on both sides"."""
 
     config: TransformerConfig
     batch_size: int
     dtype: torch.dtype
     device: torch.device
+    options: Options = Options()
 
     @property
     def grid(self) -> TokenGrid:

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import attention as sdpa
 
-from bench.steps.step_models import Batch, Variant
+from bench.steps.step_models import Batch, Options, Variant
 from cogfast.distributed.parallelize import allocate
+from cogfast.extensions.memory.host_blocks import hold_base, stored_base
+from cogfast.extensions.memory.quantized_base import QuantizedWeight
+from cogfast.kernels.attention_backends import reason_unavailable
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.model.config import TransformerConfig
@@ -42,17 +48,25 @@ class Ours:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         # `initialize` would draw every number on the CPU first.
+        options, is_lora = variant.options, variant.config.lora_rank is not None
+        library = None if options.attention == "default" else "fa4"
+        if library is not None:
+            _check_fa4(variant)
         with torch.device("meta"):
-            network = assemble_transformer(variant.config)
+            network = assemble_transformer(variant.config).requires_grad_(not is_lora)
+        hold_base(network, options.quantize_base, num_offloaded=0)
         allocate(network, variant.device)
         for module in network.modules():
             if isinstance(module, PositionTable):
                 module.reset()
         randomize(network, seed=0)
-        self.network = network.to(variant.dtype).train()
+        for parameter in network.parameters():  # as ZeRO does; a buffer keeps its dtype
+            parameter.data = parameter.data.to(variant.dtype)
+        self.network = network.train()
         # The kernels of a block are chosen as in training.
-        self.network.use_kernels(choose_kernels("triton"))
-        is_lora = variant.config.lora_rank is not None
+        self.network.use_kernels(choose_kernels("triton", library))
+        if options.sparse:
+            self.network.use_sparse_attention(options.sparse)
         # Parameters without gradients, which the optimizers would refuse.
         never = ("position_table.weight", *network.unused_parameter_names())
         for name, parameter in network.named_parameters():
@@ -122,9 +136,15 @@ class Theirs:
         network.requires_grad_(config.lora_rank is None)
         if config.lora_rank is not None:
             self._add_lora(network, config)
-        _copy_weights(Ours(variant).network, network)
+        _copy_weights(Ours(replace(variant, options=Options())).network, network)
         self.network = network.train()
         self.use_checkpointing("none")
+        self.has_fa4 = variant.options.attention == "fa4 on both sides"
+        if self.has_fa4:
+            _check_fa4(variant)
+            sdpa.activate_flash_attention_impl("FA4")
+        elif sdpa.current_flash_attention_impl() is not None:
+            sdpa.restore_flash_attention_impl()
         self.rotary = None
         if is_rotary:
             crops = ((0, 0), (grid.h, grid.w))
@@ -152,14 +172,16 @@ class Theirs:
         ofs = None
         if config.ofs_embed_dim is not None:
             ofs = latents.new_full((1,), config.default_ofs)
-        output = self.network(
-            latents,
-            batch.text,
-            batch.timesteps,
-            ofs=ofs,
-            image_rotary_emb=self.rotary,
-            return_dict=False,
-        )
+        # Otherwise PyTorch prefers cuDNN to what was activated.
+        with sdpa.sdpa_kernel(sdpa.SDPBackend.FLASH_ATTENTION) if self.has_fa4 else nullcontext():
+            output = self.network(
+                latents,
+                batch.text,
+                batch.timesteps,
+                ofs=ofs,
+                image_rotary_emb=self.rotary,
+                return_dict=False,
+            )
         return output[0].transpose(1, 2)
 
     def use_checkpointing(self, policy: Policy) -> None:
@@ -244,8 +266,15 @@ class PeerUpdate:
 UPDATES = {"ours": OurUpdate, "diffusers": PeerUpdate}
 
 
+def _check_fa4(variant: Variant) -> None:
+    """Raise ImportError, a row's "not installed", where flash-attn 4 cannot run."""
+    width = variant.config.head_width
+    if reason := reason_unavailable("fa4", variant.device, variant.dtype, width):
+        raise ImportError(f"flash-attn 4: {reason}")
+
+
 @torch.no_grad()
-def randomize(network: nn.Module, seed: int) -> None:
+def randomize(network: Any, seed: int) -> None:
     """Draw every parameter from a normal distribution, with a scale that keeps activations in range.
 
     Initial weights contain zeros, which hide mistakes and draw less power.
@@ -259,6 +288,11 @@ def randomize(network: nn.Module, seed: int) -> None:
         p.normal_(std=fan_in**-0.5, generator=generator)
         if "norm" in name and name.endswith("weight") and p.dim() == 1:
             p.add_(1.0)
+    for base in stored_base(network).values():
+        values = torch.empty(base["weight"].shape, device=device).normal_(generator=generator)
+        QuantizedWeight(base["weight"], base["scale"], device).copy_(
+            values / values[0].numel() ** 0.5
+        )
 
 
 def as_diffusers(our_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -245,7 +245,8 @@ def test_time_that_runs_out_is_noted(monkeypatch) -> None:
         return {"model": case.model, "checkpointing": case.checkpointing, **timed(case)}, []
 
     monkeypatch.setattr(step, "measure_case", measure)
-    monkeypatch.setattr(step, "_FIRST_GUESS_SECONDS", {"eager": 0.0, "compiled": 1e9})
+    monkeypatch.setattr(step, "_SECONDS", {"eager": (5.0, 0.0), "compiled": (1e9, 0.0)})
+    monkeypatch.setattr(step, "_COMPARISON_SECONDS", 0.0)
     full, none = Case("2b", checkpointing="full"), Case("2b")
     kept: list[Outcome] = []
     deadline = now + 30
@@ -273,18 +274,20 @@ def timed(case: Case, ours: float | None = 2.0, theirs: float | None = 3.0) -> d
 
 
 def test_cases_for_a_gpu() -> None:
-    """Cases with the same policy come first, use the whole model if it fits, and occur once."""
+    """Cases of the README's table come first, use the whole model if it fits, and occur once."""
     for cases, layers in ((cases_2b, 30), (cases_5b, 42)):
         for memory_gib in (79.0, 139.0):
             listed = cases(memory_gib)
             assert len(set(listed)) == len(listed)
-            assert listed[0].checkpointing == "full"
             # A short run measures only the first cases.
-            first = {(c.mode, c.checkpointing) for c in listed[:4]}
-            assert first >= {("sft", "full"), ("sft", "none"), ("lora", "none")}
+            first = {(c.mode, c.engine) for c in listed[:4] if c.checkpointing == "none"}
+            assert first >= {("sft", "eager"), ("sft", "compiled"), ("lora", "compiled")}
+            words = {str(case.options) for case in listed}
+            assert words >= {"", "attention fa4", "attention fa4 on both sides"}
             kinds = {(case.mode, case.engine) for case in listed}
             assert kinds == {(m, e) for m in ("sft", "lora") for e in ("eager", "compiled")}
         assert listed[0].layers == layers  # on an H200
+    assert {"sparse:0.8", "attention fa4, sparse:0.8", "fp8 base"} <= words
     for listed in (cases_15_5b(79.0), cases_15_5b_i2v(79.0)):
         assert len(set(listed)) == len(listed)
         assert [(c.layers, c.mode) for c in listed if c.num_layers is None] == [(42, "lora")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile_report import count_instructions, count_resident, find_over
 from bench.kernel_ops.compile_cases import CASES
+from bench.kernel_ops.compile_report import count_instructions, count_resident, find_over
 from tests.support.tiny_run import ROOT
 
 # Kernels with known figures, and limits that they keep or break.
@@ -98,7 +98,7 @@ def run(argv: list[str], folder: Path, code: str | None = None) -> tuple[int, di
 
     Triton caches compiled kernels by source and version in the user's cache.
     """
-    start = ["-c", code] if code else ["-m", "bench.compile_report"]
+    start = ["-c", code] if code else ["-m", "bench.kernel_ops.compile_report"]
     out = folder / "report.json"
     done = subprocess.run(
         [sys.executable, *start, *argv, "--out", str(out)],
@@ -126,7 +126,7 @@ QUICK = {
 REPORTS = f"""
 import json, os, sys
 os.environ.pop("TRITON_INTERPRET", None)
-from bench import compile_report
+from bench.kernel_ops import compile_report
 import toy_kernels
 toys = toy_kernels.compile_cases()
 chosen = {{}}

@@ -28,7 +28,7 @@ from bench.checks.tensor_parallel_on_device import find_differences, join_ranks
 from bench.checks.training_on_device import judge
 from bench.harness.outcome import Outcome, Settings
 from bench.harness.timing import spread, time_calls
-from bench.kernel_ops import attention_backends, quantized_linears
+from bench.kernel_ops import attention_backends, products
 from bench.kernel_ops.attention_backends import measure_backend
 from cogfast.model.weights.shard import Shard
 from tests.support.ranks.forked import run_forked
@@ -57,8 +57,8 @@ subprocess.Popen = ForkedPopen
 gpu_run.PARTS["short"] = dict.fromkeys(gpu_run.PARTS["short"])
 sys.exit(gpu_run.main())
 """
-# kernel_tests starts seven runs of pytest, op_times compiles C++, and 2b and 5b are cases of bench.step.
-LEFT_OUT = ("2b", "5b", "op_times", "kernel_tests")
+# kernel_tests starts seven runs of pytest, op_times compiles C++, run is data_runs on fewer clips, and 2b and 5b are cases of bench.step.
+LEFT_OUT = ("2b", "5b", "op_times", "kernel_tests", "run")
 
 
 @pytest.fixture(scope="module")
@@ -100,27 +100,27 @@ def test_rates_follow_from_times_and_sizes(short: Path) -> None:
 
 
 def test_products_of_8_bits_are_timed_and_checked(tmp_path: Path, monkeypatch) -> None:
-    rows = run_piece("quantized", tmp_path)["rows"]
+    rows = run_piece("products", tmp_path)["rows"]
     keys = [(row["linear"], row["product"], row["kind"]) for row in rows]
-    assert len(set(keys)) == len(keys) == 4 * 2 * 3
+    assert len(set(keys)) == len(keys) == 4 * (2 * 3 + 1)
     medians = dict(zip(keys, (row["median_ms"] for row in rows), strict=True))
     for row in rows:
         assert 0 < row["error"] < 0.003  # bf16's rounding
         bf16 = medians[row["linear"], row["product"], "bf16"]
         assert row["vs bf16"] == pytest.approx(bf16 / row["median_ms"])
     # Scales of other rows
-    right = quantized_linears.quantize_rows
+    right = products.quantize_rows
     swapped = lambda weight, dtype: (right(weight, dtype)[0], right(weight, dtype)[1].flip(0))
-    monkeypatch.setattr(quantized_linears, "quantize_rows", swapped)
-    problems = run_piece("quantized", tmp_path, status=1)["problems"]
+    monkeypatch.setattr(products, "quantize_rows", swapped)
+    problems = run_piece("products", tmp_path, status=1)["problems"]
     assert len(problems) == 4 * 2 * 2 and "64 qkv forward int8: " in problems[0]
 
 
 def test_attention_counts_and_compares(short: Path) -> None:
     found = report_of(short, "attention")["rows"]
     rows = {(r["backend"], r["shape_bshd"][1]): r for r in found}
-    # math at one shape; the default, five by name and three of sparse attention at two
-    assert len(rows) == 1 + 9 * 2
+    # math at one shape; the default, six by name and three of sparse attention at two
+    assert len(rows) == 1 + 10 * 2
     flash = rows["flash", 160]
     forward_s, backward_s = flash["forward_median_ms"] * 1e-3, flash["backward_median_ms"] * 1e-3
     assert flash["forward_tflop_per_s"] == pytest.approx(4 * 160**2 * 3 * 64 / forward_s / 1e12)

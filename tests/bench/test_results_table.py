@@ -111,11 +111,11 @@ def test_products_of_8_bits_are_shown_beside_bf16(results: Path) -> None:
     row = {"width": 3072, "linear": "qkv", "product": "dgrad", "kind": "bf16", "median_ms": 1.6}
     of = lambda kind, ms: {**row, "kind": kind, "median_ms": ms, "vs bf16": 1.6 / ms}
     rows = [{**row, "vs bf16": 1.0}, of("int8", 2.0), of("fp8", 1.0)]
-    write(results, "quantized", {"rows": rows})
+    write(results, "products", {"rows": rows})
     shown = write_section([read_results(results)])
     assert "| product | bf16, ms | int8 weight | fp8 |" in shown
     assert "| qkv dgrad, width 3072 | 1.6 | 0.80x | 1.60x |" in shown
-    write(results, "quantized", {"rows": rows[:2]})  # a GPU without fp8
+    write(results, "products", {"rows": rows[:2]})  # a GPU without fp8
     assert "| qkv dgrad, width 3072 | 1.6 | 0.80x |" in write_section([read_results(results)])
 
 
@@ -160,7 +160,7 @@ def test_a_speed_up_of_some_layers_says_so(tmp_path: Path) -> None:
 
 
 def test_nothing_is_measured_without_results() -> None:
-    assert write_section([]).count("| not measured |") == 9 and "x |" not in write_section([])
+    assert write_section([]).count("| not measured |") == 12 and "x |" not in write_section([])
     assert write_compact([]).count("; ") == 7 and "|" not in write_compact([])
 
 

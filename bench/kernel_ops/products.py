@@ -1,4 +1,4 @@
-"""Time the products of a block's linears with weights of 8 bits against bf16, and check them.
+"""Time the products of a block's linears in bf16, and with weights of 8 bits against it, and check them.
 
 They are interleaved: bf16, int8 and fp8 of one product take turns. What a product returns is compared
 with float32 products of the same rounded numbers in plain PyTorch.
@@ -26,7 +26,7 @@ _ROUNDS = 4
 _MOST_ERROR = 0.01  # relative, of the norms: bf16's rounding, and fp8's sums in fewer bits
 
 
-def measure_quantized(settings: Settings) -> Outcome:
+def measure_products(settings: Settings) -> Outcome:
     """Measure a row for every width, linear, product and kind of weight."""
     numbers, kinds = {}, ["bf16", *DTYPES]
     if settings.device.type == "cuda":
@@ -39,8 +39,10 @@ def measure_quantized(settings: Settings) -> Outcome:
     shown = ("width", "linear", "product", "kind", "median_ms", "tflop_per_s", "vs bf16", "error")
     for width in _TINY_WIDTHS if settings.is_tiny else _WIDTHS:
         for linear in _LINEARS:
-            for product in ("forward", "dgrad"):
-                rows += _measure(settings, width, linear, product, kinds, problems)
+            for product in ("forward", "dgrad", "wgrad"):
+                # A weight of 8 bits is frozen, and has no gradient.
+                of_product = kinds if product != "wgrad" else ["bf16"]
+                rows += _measure(settings, width, linear, product, of_product, problems)
                 settings.keep(Outcome(numbers, rows, shown, problems))
     return Outcome(numbers, rows, shown, problems)
 
@@ -57,7 +59,7 @@ def _measure(
     num_in, num_out = (factor * width for factor in _LINEARS[linear])
     draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=settings.device)
     given = draw(num_tokens, num_in if product == "forward" else num_out)
-    weight = draw(num_out, num_in)
+    weight = draw(num_tokens if product == "wgrad" else num_out, num_in)
     calls = {kind: _call(kind, product, given, weight) for kind in kinds}
     flops = 2 * num_tokens * num_in * num_out
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -93,7 +95,7 @@ def _measure(
 
 def _call(kind: str, product: str, given: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     if kind == "bf16":
-        return (lambda: given @ weight.t()) if product == "forward" else (lambda: given @ weight)
+        return lambda: _product(product, given, weight)
     q, scale = quantize_rows(weight, DTYPES[kind])  # pyright: ignore[reportArgumentType]
     ops = torch.ops.cogfast
     if product == "forward":
@@ -101,6 +103,12 @@ def _call(kind: str, product: str, given: Tensor, weight: Tensor) -> Callable[[]
         return lambda: op(given, q, scale, None)
     op = ops.int8_linear_backward if kind == "int8" else ops.fp8_linear_backward
     return lambda: op(given, q, scale)
+
+
+def _product(product: str, given: Tensor, other: Tensor) -> Tensor:
+    """x W^T, dy W, or dy^T x."""
+    given = given.t() if product == "wgrad" else given
+    return given @ (other.t() if product == "forward" else other)
 
 
 def _error(kind: str, product: str, given: Tensor, weight: Tensor, found: Tensor) -> float:
@@ -116,5 +124,5 @@ def _error(kind: str, product: str, given: Tensor, weight: Tensor, found: Tensor
             given, whole = as_rounded(given), q.float() * scale[:, None]
         else:
             given, whole = as_rounded(given * scale), q.float()
-    wanted = given @ (whole.t() if product == "forward" else whole)
+    wanted = _product(product, given, whole)
     return ((found.float() - wanted).norm() / wanted.norm()).item()

@@ -1,4 +1,4 @@
-"""Compile the kernels without a GPU and count: python -m bench.compile_report [--arch 90 80 89 ...].
+"""Compile the kernels without a GPU and count: python -m bench.kernel_ops.compile_report [--arch 90 80 89 ...].
 
 Compiles the cases of bench/kernel_ops/compile_cases.py and prints, per case and architecture:
 registers per thread, bytes spilled, shared memory, programs that fit on a multiprocessor, 16-byte
@@ -229,6 +229,6 @@ if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         # An interpreted kernel cannot be compiled, and Triton reads the variable at import.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", "bench.compile_report", *sys.argv[1:]]
+        command = [sys.executable, "-m", "bench.kernel_ops.compile_report", *sys.argv[1:]]
         os.execve(sys.executable, command, environment)
     sys.exit(main())
