@@ -6,6 +6,11 @@ PyTorch's kernels, of which "flash" is flash-attn 2, are called by scaled_dot_pr
 flash-attn 3 by its own function. Their forward passes are ops that return out and lse_i = log sum_j
 exp(s_ij), so that activation checkpointing can keep both and need not run them again (`keeps_output`).
 flash-attn 4 has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
+
+"cogfast" is a C++ kernel for CPUs (cpu/vector/attention.cpp), with all arithmetic in float32. Backward has
+p_ij = exp(s_ij - lse_i), delta_i = dout_i out_i, and ds_ij = p_ij (dout_i v_j - delta_i) / sqrt(D):
+
+    dv_j = sum_i p_ij dout_i      dk_j = sum_i ds_ij q_i      dq_i = sum_j ds_ij k_j
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cogfast.kernels import torch_library
 from cogfast.kernels.argument_checks import check_tensor, refuse
-from cogfast.kernels.torch_library import register_gradient, register_op
+from cogfast.kernels.torch_library import CPU_DTYPES, register_gradient, register_op
 
 _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
+# PyTorch's attention in bfloat16 uses the processor's products; without them it emulates them.
+_HAS_BFLOAT16_PRODUCTS = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 _MAX_PLAIN_SCORES = 1 << 20  # entries of a sample's scores, 4 MiB in float32: caches hold them
 
 
@@ -38,7 +46,7 @@ class Backend:
     module: str | None = None  # of flash-attn; imported on first use
     dtypes: Sequence[torch.dtype] | None = _HALF  # None: all
     max_width: int | None = 256  # head width, a multiple of 8; None: any width
-    capability: tuple[int, int] = (8, 0)  # least compute capability
+    capability: tuple[int, int] | None = (8, 0)  # least compute capability; None: not for a GPU
     is_for_cpu: bool = False  # takes CPU tensors
     is_deterministic: bool = True  # its gradients repeat bit for bit
 
@@ -55,6 +63,7 @@ BACKENDS = {
     ),
     "fa3": Backend(module="flash_attn_interface", capability=(9, 0)),
     "fa4": Backend(module="flash_attn.cute.interface", max_width=128, capability=(9, 0)),
+    "cogfast": Backend(dtypes=CPU_DTYPES, max_width=None, capability=None, is_for_cpu=True),
     # flash_attention_reference
     "math": Backend(dtypes=None, max_width=None, capability=(0, 0), is_for_cpu=True),
 }
@@ -77,7 +86,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
 
     q, k, v: [B, S, H, D] with a dense last dim, otherwise with any strides.
     backend: a name of BACKENDS that can run here (`reason_unavailable`), after `load_backend`. None: on
-        a GPU PyTorch's own choice, on a CPU the faster of math and flash.
+        a GPU PyTorch's own choice, on a CPU `fastest_on_cpu`.
     """
     if q.ndim != 4:
         refuse(_OP, "q", q, "it must be [B, S, H, D]")
@@ -89,11 +98,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
         text = f"{_OP}: backend={backend!r} must be one of {', '.join(BACKENDS)}, or None"
         raise ValueError(text)
     if device == "cpu" and backend is None:
-        backend = "math" if _is_math_faster(q) else "flash"
+        backend = fastest_on_cpu(q.dtype) or fastest_of_pytorch(q)
     if backend == "math":
         return flash_attention_reference(q, k, v)
     if backend in _PACKAGES:
         return _PACKAGES[backend](q, k, v)
+    if backend == "cogfast" and device == "cpu":
+        return _attention_on_cpu(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
     if device == "meta":
         # scaled_dot_product_attention would choose the score matrix there.
@@ -110,13 +121,25 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     return out.transpose(1, 2)
 
 
-def _is_math_faster(q: Tensor) -> bool:
-    """Whether plain PyTorch is faster than PyTorch's fused kernel on a CPU."""
+def fastest_on_cpu(dtype: torch.dtype) -> str | None:
+    """Return the backend that is the fastest at every shape on this CPU; None: the shape decides.
+
+    Every process of a machine has the same answer. docs/kernels.md has the times that it rests on.
+    """
+    is_slower = dtype == torch.bfloat16 and _HAS_BFLOAT16_PRODUCTS
+    is_able = torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES
+    return "cogfast" if is_able and not is_slower else None
+
+
+def fastest_of_pytorch(q: Tensor) -> str | None:
+    """Return the faster of plain PyTorch and PyTorch's fused kernel on a CPU; None on a GPU: PyTorch chooses."""
+    if q.device.type != "cpu":
+        return None
     # Forward and backward in bfloat16 on one core with avx512_bf16, torch 2.13, plain and fused, in ms:
     # [16, 80, 4, 64] 5.5 and 20.5, [2, 300, 4, 64] 7.2 and 10.8, [1, 400, 12, 64] 15.7 and 16.2,
     # [1, 1000, 4, 64] 33.8 and 26.2. One sample decides, so that a split batch has the same numbers.
     is_small = q.shape[2] * q.shape[1] ** 2 <= _MAX_PLAIN_SCORES
-    return q.requires_grad and q.dtype in _HALF and is_small
+    return "math" if q.requires_grad and q.dtype in _HALF and is_small else "flash"
 
 
 def is_deterministic() -> bool:
@@ -143,32 +166,38 @@ def _fa4_backward(
     return dq, dk, dv
 
 
-_fa4 = register_op(
-    "flash_attention_4(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
-    gpu=_fa4_forward,
-    fake=lambda q, k, v: (
-        q.new_empty(q.shape),
-        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
-    ),
-)
-_fa4_gradients = register_op(
-    "flash_attention_4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse)"
-    " -> (Tensor, Tensor, Tensor)",
-    gpu=_fa4_backward,
-    fake=lambda dout, q, k, v, out, lse: tuple(x.new_empty(x.shape) for x in (q, k, v)),
-)
+def _register(
+    name: str, gpu: Callable | None = None, gpu_backward: Callable | None = None
+) -> tuple[Any, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Define an op of q, k, v that returns out and lse, and that of its gradients; return the op, and out alone."""
+    forward = register_op(
+        f"{name}(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
+        gpu=gpu,
+        fake=lambda q, k, v: (
+            q.new_empty(q.shape),
+            q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+        ),
+    )
+    gradients = register_op(
+        f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse)"
+        " -> (Tensor, Tensor, Tensor)",
+        gpu=gpu_backward,
+        fake=lambda dout, q, k, v, out, lse: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+    )
 
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = run(q, k, v)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
 
-class _FlashAttention4(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = _run_fa4(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        @staticmethod
+        def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return gradients(output_gradients[0], *ctx.saved_tensors)
 
-    @staticmethod
-    def backward(ctx, *output_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _fa4_gradients(output_gradients[0], *ctx.saved_tensors)
+    run = register_gradient(forward, _save_of_op, Attention.backward)
+    return forward, Attention.apply
 
 
 def _save_of_op(ctx, inputs, output) -> None:
@@ -176,7 +205,8 @@ def _save_of_op(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])  # lse
 
 
-_run_fa4 = register_gradient(_fa4, _save_of_op, _FlashAttention4.backward)
+_fa4, _attention_by_fa4 = _register("flash_attention_4", _fa4_forward, _fa4_backward)
+_cpu, _attention_on_cpu = _register("cpu_attention")
 
 
 # --- Which backend can run
@@ -190,6 +220,7 @@ _FORWARD_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     _fa4,
+    _cpu,
 }
 # Block-sparse attention: the op of a CPU, FlexAttention in a compiled block, and the compiled
 # region that it is otherwise.
@@ -210,7 +241,7 @@ def _import(name: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:  # a broken package may raise anything
         return f"{module_name} does not import: {type(error).__name__}: {error}".splitlines()[0]
-    _PACKAGES[name] = _FlashAttention4.apply if name == "fa4" else _flash_attention_3
+    _PACKAGES[name] = _attention_by_fa4 if name == "fa4" else _flash_attention_3
     return module
 
 
@@ -234,15 +265,22 @@ def reason_unavailable(
     """
     backend = BACKENDS[name]
     must_repeat = is_deterministic() if must_repeat is None else must_repeat
-    if device.type == "cpu":
-        return None if backend.is_for_cpu else "it needs a CUDA GPU"
+    is_cpu = device.type == "cpu"
+    if not (backend.is_for_cpu if is_cpu else backend.capability):
+        return f"it needs a {'CUDA GPU' if is_cpu else 'CPU'}"
+    if name == "cogfast" and not torch_library.HAS_CPU_KERNELS:
+        return "the C++ kernels are not compiled; cogfast doctor says why"
+    if is_cpu and name != "cogfast":
+        return None
     short = str(dtype).removeprefix("torch.")
     if backend.dtypes is not None and dtype not in backend.dtypes:
         takes = ", ".join(str(x).removeprefix("torch.") for x in backend.dtypes)
         return f"it takes {takes}, not {short}"
-    if (width % 8 and name != "math") or width > (backend.max_width or width):
+    if (width % 8 and name not in ("cogfast", "math")) or width > (backend.max_width or width):
         most = "" if backend.max_width is None else f" up to {backend.max_width}"
         return f"it takes head widths that are multiples of 8{most}, not {width}"
+    if is_cpu:
+        return None
     capability = torch.cuda.get_device_capability(device)
     if capability < backend.capability:
         needed, here = (".".join(map(str, x)) for x in (backend.capability, capability))

@@ -14,7 +14,11 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.attention_backends import flash_attention, load_backend
+from cogfast.kernels.attention_backends import (
+    fastest_of_pytorch,
+    flash_attention,
+    load_backend,
+)
 
 KernelChoice = Literal["triton", "torch"]
 
@@ -48,13 +52,15 @@ def choose_kernels(
     """
     if attention_backend is not None:
         load_backend(attention_backend)
-    # Attention has one implementation for both choices: its backend is chosen by name.
     attention = partial(flash_attention, backend=attention_backend)
     sparse = partial(sparse_attention, backend=attention_backend)
     if kernels == "triton":
         return BlockKernels(attention, sparse)
+    of_pytorch = lambda q, k, v: flash_attention(
+        q, k, v, attention_backend or fastest_of_pytorch(q)
+    )
     return BlockKernels(
-        attention,
+        of_pytorch,
         sparse,
         adaptive_layernorm=norm.adaptive_layernorm_reference,
         residual_adaptive_layernorm=norm.residual_adaptive_layernorm_reference,

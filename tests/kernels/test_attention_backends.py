@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from cogfast.kernels import attention_backends as attention
+from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     backends_that_run,
@@ -28,9 +29,12 @@ from cogfast.kernels.attention_backends import (
     load_backend,
     reason_unavailable,
 )
+from cogfast.kernels.block_kernels import choose_kernels
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-ON_CPU = ("math", "flash")
+COGFAST = pytest.param("cogfast", marks=NEEDS_CPU_KERNELS)
+ON_CPU = ("math", "flash", COGFAST)
 # One row; a prime number of rows and an odd width; two samples, and rows beyond a block of 32 or
 # 64.
 SHAPES = {"one": (1, 1, 2, 8), "prime": (1, 37, 1, 5), "two": (2, 67, 3, 16)}
@@ -66,7 +70,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("backend", [None, *ON_CPU])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_out_and_gradients(backend: str | None, shape: str) -> None:
+def test_out_and_gradients_on_a_cpu(backend: str | None, shape: str) -> None:
     inputs = draw(SHAPES[shape], torch.float32)
     got, want = (
         with_gradients(partial(flash_attention, backend=backend), *inputs),
@@ -79,10 +83,15 @@ def test_out_and_gradients(backend: str | None, shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(None, torch.bfloat16), ("math", torch.float16), ("flash", torch.bfloat16)],
+    [
+        (None, torch.bfloat16),
+        ("math", torch.float16),
+        ("flash", torch.bfloat16),
+        pytest.param("cogfast", torch.bfloat16, marks=NEEDS_CPU_KERNELS),
+    ],
     ids=str,
 )
-def test_half_precision(backend: str | None, dtype: torch.dtype) -> None:
+def test_half_precision_on_a_cpu(backend: str | None, dtype: torch.dtype) -> None:
     """Allow twice the error of plain arithmetic in that dtype, plus a quarter of its spacing."""
     inputs = draw((2, 130, 2, 64), dtype)
     want, plain = expected(*inputs), with_gradients(flash_attention_reference, *inputs)
@@ -92,11 +101,79 @@ def test_half_precision(backend: str | None, dtype: torch.dtype) -> None:
         assert error <= 2 * allowed + torch.finfo(dtype).eps / 4, name
 
 
-def test_a_broadcast_cotangent_and_a_frozen_input() -> None:
+# Rows of one block and one more, of some blocks of queries (96) and keys (192 and 96), and widths beside tiles of
+# 16 and 32 columns.
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 96, 1, 64), (2, 97, 2, 64), (1, 193, 1, 72), (1, 400, 3, 40), (1, 577, 1, 128)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Large scores, in which few keys count; the error may be twice that of plain arithmetic, which is in float32 here."""
+    *qkv, dout = draw(shape, dtype)
+    qkv = [(x.detach() * factor).requires_grad_() for x, factor in zip(qkv, (4, 4, 1), strict=True)]
+    want, plain = expected(*qkv, dout), with_gradients(flash_attention_reference, *qkv, dout)
+    got = with_gradients(partial(flash_attention, backend="cogfast"), *qkv, dout)
+    floor = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 4
+    for name, truth in want.items():
+        error, allowed = ((x[name].double() - truth).norm() / truth.norm() for x in (got, plain))
+        assert got[name].dtype == dtype and error <= 2 * allowed + floor, name
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_reach_the_output_on_a_cpu(value: float) -> None:
+    q, k, v, _ = (x.detach() for x in draw((1, 130, 2, 8), torch.float32))
+    k[0, 7, 1, 3] = value
+    out, want = (flash_attention(q, k, v, backend) for backend in ("cogfast", "math"))
+    assert not out.isfinite().all() and torch.equal(out.isfinite(), want.isfinite())
+
+
+@NEEDS_CPU_KERNELS
+def test_a_cpu_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 that is PyTorch's where the processor multiplies such numbers; in float64 always."""
+    chosen = lambda x, run=flash_attention: _op_of(run, x)
+    few, ours = draw((1, 16, 2, 8), torch.bfloat16), "cogfast::cpu_attention"
+    theirs = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    monkeypatch.setattr(attention, "_HAS_BFLOAT16_PRODUCTS", False)
+    assert chosen([x.detach() for x in few]) == chosen(few) == ours
+    monkeypatch.setattr(attention, "_HAS_BFLOAT16_PRODUCTS", True)
+    assert chosen([x.detach() for x in few]) == theirs and chosen(few) is None  # plain PyTorch
+    assert chosen(draw((1, 16, 2, 8), torch.float32)) == ours
+    assert chosen(draw((1, 16, 2, 8), torch.float64)) == theirs
+    torch_kernels = choose_kernels("torch").flash_attention
+    assert chosen(draw((1, 16, 2, 8), torch.float32), torch_kernels) == theirs
+    monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
+    assert chosen(draw((1, 16, 2, 8), torch.float32)) == theirs
+    assert "not compiled" in reason_unavailable("cogfast", CPU, torch.float32, 64)
+
+
+def _op_of(run, inputs: list[Tensor]) -> str | None:
+    with Calls() as calls:
+        run(*inputs[:3])
+    return calls.names[0] if calls.names else None
+
+
+@NEEDS_CPU_KERNELS
+def test_compiled_attention_is_one_op_on_a_cpu() -> None:
+    inputs = draw((2, 70, 2, 16), torch.float32)
+    attend = partial(flash_attention, backend="cogfast")
+    compiled = torch.compile(
+        lambda q, k, v: attend(q.sin(), k, v), backend="aot_eager", fullgraph=True
+    )
+    plain = with_gradients(lambda q, k, v: attend(q.sin(), k, v), *inputs)
+    for name, value in with_gradients(compiled, *inputs).items():
+        assert torch.equal(value, plain[name]), name
+
+
+@pytest.mark.parametrize("backend", ["flash", COGFAST])
+def test_a_broadcast_cotangent_and_a_frozen_input_on_a_cpu(backend: str) -> None:
     """The gradient of a sum is one expanded number; an input may need no gradient."""
     q, k, v, _ = draw((1, 20, 2, 8), torch.float32)
     k.requires_grad_(False)
-    dq, dv = torch.autograd.grad(flash_attention(q, k, v, "flash").sum(), (q, v))
+    dq, dv = torch.autograd.grad(flash_attention(q, k, v, backend).sum(), (q, v))
     want = expected(q, k, v, torch.ones(1, 20, 2, 8))
     torch.testing.assert_close(dq.double(), want["dq"], atol=5e-6, rtol=0)
     torch.testing.assert_close(dv.double(), want["dv"], atol=5e-6, rtol=0)
@@ -141,10 +218,12 @@ def assert_runs_once(attend, *inputs: Tensor) -> str:
     return calls.names[0]
 
 
-def test_checkpoints_can_keep_the_output_on_a_cpu() -> None:
-    attend = partial(flash_attention, backend="flash")
+@pytest.mark.parametrize("backend", ["flash", COGFAST])
+def test_checkpoints_can_keep_the_output_on_a_cpu(backend: str) -> None:
+    attend = partial(flash_attention, backend=backend)
     name = assert_runs_once(attend, *draw((1, 16, 2, 8), torch.float32))
-    assert name == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    names = {"flash": "aten::_scaled_dot_product_flash_attention_for_cpu"}
+    assert name == names.get(backend, "cogfast::cpu_attention")
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
@@ -334,25 +413,33 @@ def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
         assert_runs_once(partial(flash_attention, backend=backend), *inputs)
 
 
-def test_scores_of_16_bits_are_float32() -> None:
+@pytest.mark.parametrize(
+    ("backend", "peer"),
+    [
+        ("math", SDPBackend.MATH),
+        pytest.param("cogfast", SDPBackend.FLASH_ATTENTION, marks=NEEDS_CPU_KERNELS),
+    ],
+)
+def test_scores_of_16_bits_are_float32_on_a_cpu(backend: str, peer: SDPBackend) -> None:
     """Errors are those of PyTorch's own attention, and not of scores that are rounded to 16 bits."""
     inputs = draw((2, 130, 2, 64), torch.bfloat16)
     inputs = (*(3 * x.detach() for x in inputs[:2]), *inputs[2:])
     inputs = tuple(x.detach().requires_grad_() if i < 3 else x for i, x in enumerate(inputs))
 
     def of_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(peer):
             heads = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(*heads).transpose(1, 2)
 
     want, theirs = expected(*inputs), with_gradients(of_torch, *inputs)
-    for name, value in with_gradients(flash_attention, *inputs).items():
+    for name, value in with_gradients(partial(flash_attention, backend=backend), *inputs).items():
         errors = [(x.double() - want[name]).norm() for x in (value, theirs[name])]
         assert errors[0] <= 1.6 * errors[1], name
 
 
-def test_a_split_batch_has_the_numbers_of_the_whole() -> None:
-    q, k, v, _ = draw((3, 600, 2, 64), torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_split_batch_has_the_numbers_of_the_whole(dtype: torch.dtype) -> None:
+    q, k, v, _ = draw((3, 600, 2, 64), dtype)
     whole = flash_attention(q, k, v)
     parts = [flash_attention(*(x[i : i + 1] for x in (q, k, v))) for i in range(3)]
     assert torch.equal(whole, torch.cat(parts))

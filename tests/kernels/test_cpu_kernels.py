@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cogfast.kernels import torch_library
 from cogfast.kernels.adaptive_layernorm import residual_adaptive_layernorm
+from cogfast.kernels.attention_backends import flash_attention
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam, sum_of_squares
 from cogfast.kernels.gelu import gelu
@@ -51,6 +52,12 @@ def run_qk_norm_rope3d(dtype: torch.dtype) -> Tensors:
     return *outputs, *torch.autograd.grad(outputs, (qkv, *affine), gradients.unbind())
 
 
+def run_attention(dtype: torch.dtype) -> Tensors:
+    qkv = [torch.randn(2, 300, 3, 64).to(dtype).requires_grad_() for _ in range(3)]
+    out = flash_attention(*qkv, "cogfast")
+    return out.detach(), *torch.autograd.grad(out, qkv, torch.randn_like(out))
+
+
 def run_fused_ema_adam(dtype: torch.dtype) -> Tensors:
     lengths = (1, 300_001, 7, 0, 4097, 70_000)
     start, grads = ([torch.randn(n).to(dtype) for n in lengths] for _ in range(2))
@@ -72,7 +79,8 @@ def run_fused_ema_adam(dtype: torch.dtype) -> Tensors:
 @NEEDS_CPU_KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "run", [run_gelu, run_adaptive_layernorm, run_qk_norm_rope3d, run_fused_ema_adam]
+    "run",
+    [run_gelu, run_adaptive_layernorm, run_qk_norm_rope3d, run_attention, run_fused_ema_adam],
 )
 def test_same_bits_for_any_threads(run: Callable[..., Tensors], dtype: torch.dtype) -> None:
     results = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels.add_low_rank import add_low_rank, read_low_rank
+from cogfast.kernels.attention_backends import flash_attention
 from cogfast.kernels.gelu import gelu
 from cogfast.kernels.qk_norm_rope3d import EPS, Rotation, qk_norm_rope3d
 
@@ -148,9 +149,7 @@ def _subclasses() -> dict[type[nn.Module], type[nn.Module]]:
         qkv = qkv.unflatten(-1, (3, attention.heads, width))
         of_query, of_key = [(n.weight, n.bias) for n in norms] or [None, None]
         of_rows = qk_norm_rope3d(qkv, of_query, of_key, rotary and rotary[2], num_text)
-        q, k, v = (each.transpose(1, 2) for each in of_rows)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return _product([attention.to_out[0]], x.transpose(1, 2).flatten(2), lora)
+        return _product([attention.to_out[0]], flash_attention(*of_rows).flatten(2), lora)
 
     def feed_forward(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         first, middle, last, *rest = mlp.net

@@ -29,6 +29,7 @@ from cogfast.extensions.plan.gpus import (
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     backends_that_run,
+    fastest_on_cpu,
     flash_attention,
     reason_unavailable,
 )
@@ -97,8 +98,12 @@ def choose_for_training(
     checkpoints, so that a resumed run computes as before. is_sparse: the run has block-sparse attention.
     """
     name = choose_for_sampling(args, model, groups, stored, is_sparse)
-    if name is not None or groups.device.type == "cpu" or is_sparse:
+    if name is not None or is_sparse:
         return name
+    if groups.device.type == "cpu":  # not measured, which would not repeat; machines may differ
+        dtype, is_own = DTYPES[args.precision], args.kernels == "triton"
+        names = groups.gather(fastest_on_cpu(dtype) if is_own else None)
+        return names[0] if len({*names}) == 1 else "flash"
     # Every rank must use one backend: two ranks could measure two different winners.
     shape = run_shape(config, args, model)
     return groups.on_main(lambda: fastest_here(shape, groups.device, DTYPES[args.precision]))

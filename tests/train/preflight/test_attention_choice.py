@@ -1,6 +1,7 @@
 """args.attention_backend: names that are refused, what auto measures and chooses, what a checkpoint
 stores."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -17,6 +18,7 @@ from cogfast.kernels import attention_backends as attention
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     Backend,
+    backends_that_run,
     flash_attention_reference,
     reason_unavailable,
 )
@@ -31,6 +33,7 @@ from cogfast.train.preflight.attention_choice import (
     measure,
     run_shape,
 )
+from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
 
@@ -226,10 +229,27 @@ def test_a_run_keeps_its_choice_and_a_resumed_one_takes_it(
     assert "attention: math, as in the checkpoint" in capsys.readouterr().err
 
 
+@NEEDS_CPU_KERNELS
+def test_a_run_on_a_cpu_stores_the_choice_of_all_ranks(run: Run, monkeypatch) -> None:
+    trained = run.train(steps=1)
+    assert read_manifest(trained.checkpoint)["attention_backend"] == "cogfast"
+    config = run.config()
+    args = TrainArguments.from_config(config)
+    both = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name, None])
+    model = trained.last.engine.transformer.config
+    # Another machine has no library.
+    assert choose_for_training(config, args, model, both, stored=None) == "flash"
+    own = dataclasses.replace(args, kernels="torch")
+    alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name])
+    assert choose_for_training(config, own, model, alone, stored=None) is None
+
+
 def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
     config = run.config("args.attention_backend=cudnn")
-    reason = "it needs a CUDA GPU; this machine can run: auto, flash, math"
-    line = f"args.attention_backend=cudnn: {reason}"
+    names = ["auto", *backends_that_run(torch.device("cpu"), torch.float32, 64)]
+    assert {"flash", "math"} < {*names}
+    reason = f"it needs a CUDA GPU; this machine can run: {', '.join(names)}"
+    line = f"args.attention_backend=cudnn: {reason}$"
     assert_refused(lambda: check_attention(config, TrainArguments.from_config(config), 64), line)
 
 
