@@ -46,7 +46,7 @@ class Backend:
     module: str | None = None  # of flash-attn; imported on first use
     dtypes: Sequence[torch.dtype] | None = _HALF  # None: all
     max_width: int | None = 256  # head width, a multiple of 8; None: any width
-    capability: tuple[int, int] | None = (8, 0)  # least compute capability; None: not for a GPU
+    capability: tuple[int, ...] = (8, 0)  # least compute capability; (): not for a GPU
     is_for_cpu: bool = False  # takes CPU tensors
     is_deterministic: bool = True  # its gradients repeat bit for bit
 
@@ -63,7 +63,7 @@ BACKENDS = {
     ),
     "fa3": Backend(module="flash_attn_interface", capability=(9, 0)),
     "fa4": Backend(module="flash_attn.cute.interface", max_width=128, capability=(9, 0)),
-    "cogfast": Backend(dtypes=CPU_DTYPES, max_width=None, capability=None, is_for_cpu=True),
+    "cogfast": Backend(dtypes=CPU_DTYPES, max_width=None, capability=(), is_for_cpu=True),
     # flash_attention_reference
     "math": Backend(dtypes=None, max_width=None, capability=(0, 0), is_for_cpu=True),
 }
