@@ -122,9 +122,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
 
 
 def fastest_on_cpu(dtype: torch.dtype) -> str | None:
-    """Return the backend that is the fastest at every shape on this CPU; None: the shape decides.
+    """Return the backend for all shapes on this CPU; None: the shape decides.
 
-    Every process of a machine has the same answer. docs/kernels.md has the times that it rests on.
+    Every process of a machine has the same answer. docs/kernels.md says what was measured, and where.
     """
     is_slower = dtype == torch.bfloat16 and _HAS_BFLOAT16_PRODUCTS
     is_able = torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES
