@@ -405,12 +405,13 @@ def write_compact(results: Sequence[Results]) -> str:
     """Return one table of what is measured: the result, where and when; and a sentence on the rest."""
     rows, missing = [], []
     for what, is_gpu, piece, summarize in COMPACT_ROWS:
-        for each in results:
-            text = summarize(each.rows(piece)) if each.is_gpu == is_gpu else None
-            if text is not None:
-                rows.append((what, text, each.machine, _dates(each.of(piece))))
-                break  # the first machine with a result gives the row
-        else:
+        found = [
+            (what, text, each.machine, _dates(each.of(piece)))
+            for each in results
+            if each.is_gpu == is_gpu and (text := summarize(each.rows(piece))) is not None
+        ]
+        rows += [row for row in found if row[3] == max(row[3] for row in found)]  # the newest
+        if not found:
             missing.append(f"{what} ({'GPU' if is_gpu else 'CPU'})")
     table = _lines(("what", "result", "where", "date"), rows) if rows else []
     return "\n".join([*table, *(["", f"Not measured: {'; '.join(missing)}."] if missing else [])])

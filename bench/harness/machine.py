@@ -17,6 +17,7 @@ from cogfast.extensions.doctor.doctor import examine
 
 _PACKAGES = ("torch", "triton", "diffusers", "peft", "deepspeed")
 _PACKAGES += ("decord", "av", "nvidia-dali-cuda130")
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # these hide instructions from libraries
 _SMI_FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 
 
@@ -34,19 +35,17 @@ def describe_machine(device: torch.device) -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU and its extensions for bfloat16."""
+    """Return the model of the CPU, its extensions for bfloat16, and what the environment takes away of them."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():  # not Linux
         return platform.processor() or platform.machine()
     text = path.read_text()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    name = found[1].strip() if found else platform.machine()
-    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
-    present = flags[1].split() if flags else []
-    # oneDNN emulates bfloat16 where the processor has neither, which changes every bf16 figure.
+    found = dict(re.findall(r"^(model name|flags)\s*:\s*(.+)$", text, re.MULTILINE))
+    name, present = found.get("model name", platform.machine()), found.get("flags", "").split()
     labels = {"avx512f": "AVX-512", "amx_bf16": "AMX"}
     extras = [label for flag, label in labels.items() if flag in present]
     extras = extras or ["AVX2"] * ("avx2" in present)
+    extras += [f"{key}={os.environ[key]}" for key in _LIMITS if key in os.environ]
     return f"{name} ({', '.join(extras)})" if extras else name
 
 

@@ -96,8 +96,12 @@ class ReadingProcesses:
                 multiprocessing_context=method if num_workers else None,
                 worker_init_fn=_start_worker if num_workers else None,
             )
+            before = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
             with stop_signals_blocked(method):
                 self._results = iter(loader)  # starts the processes
+            if threading.current_thread() is threading.main_thread():
+                # torch's handler raises wherever this thread is; next() sees a lost process within 5 s.
+                signal.signal(signal.SIGCHLD, before)
 
     def __iter__(self) -> ReadingProcesses:
         return self

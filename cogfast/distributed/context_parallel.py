@@ -108,17 +108,20 @@ class _Exchange(torch.autograd.Function):
         return exchange(grad, ctx.rows, ctx.group), None, None, None
 
 
-class _Enter(torch.autograd.Function):
-    """All rows -> this rank's rows. Backward gathers the gradient and divides it by the group's size."""
+class _Rows(torch.autograd.Function):
+    """All rows -> this rank's rows, or the inverse. Backward is the other, times or by the group's size."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return _own_rows(x, rows, group)
+    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup, joins: bool) -> Tensor:
+        ctx.rows, ctx.group, ctx.joins = rows, group, joins
+        return (_gather_rows if joins else _own_rows)(x, rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(grad / ctx.group.size, ctx.rows, ctx.group), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, group = ctx.rows, ctx.group
+        if ctx.joins:
+            return _own_rows(grad, rows, group) * group.size, None, None, None
+        return _gather_rows(grad / group.size, rows, group), None, None, None
 
 
 class _EnterShared(torch.autograd.Function):
@@ -135,19 +138,6 @@ class _EnterShared(torch.autograd.Function):
         whole = grad.to(torch.promote_types(grad.dtype, torch.float32))
         total = wait_for(_ops.all_reduce(whole, "sum", ctx.group.name))
         return (total / ctx.group.size).to(grad.dtype), None
-
-
-class _Leave(torch.autograd.Function):
-    """This rank's rows -> all rows. Backward multiplies the gradient by the group's size."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
-        return _gather_rows(x, rows, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_rows(grad, ctx.rows, ctx.group) * ctx.group.size, None, None
 
 
 class ContextParallelRows:
@@ -167,12 +157,12 @@ class ContextParallelRows:
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
         # Text rows come first: a rank may have only text rows, or none.
         own_text = min(max(num_text - first, 0), own)
-        hidden = _Enter.apply(hidden, rows, self.group)
+        hidden = _Rows.apply(hidden, rows, self.group, False)
         return hidden, _EnterShared.apply(conditioning, self.group), own_text
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
-        return _Leave.apply(hidden, self.rows, self.group)
+        return _Rows.apply(hidden, self.rows, self.group, True)
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return kernels whose attention has all rows of this rank's heads."""

@@ -7,7 +7,8 @@ flash-attn 3 by its own function. Their forward passes are ops that return out a
 exp(s_ij), so that activation checkpointing can keep both and need not run them again (`keeps_output`).
 flash-attn 4 has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
 
-"cogfast" is a C++ kernel for CPUs (cpu/vector/attention.cpp), with all arithmetic in float32. Backward has
+"cogfast" is a C++ kernel for CPUs (cpu/vector/attention.cpp), with all arithmetic in float32, but for products of
+bfloat16 on processors with AMX. Backward has
 p_ij = exp(s_ij - lse_i), delta_i = dout_i out_i, and ds_ij = p_ij (dout_i v_j - delta_i) / sqrt(D):
 
     dv_j = sum_i p_ij dout_i      dk_j = sum_i ds_ij q_i      dq_i = sum_j ds_ij k_j
@@ -15,27 +16,28 @@ p_ij = exp(s_ij - lse_i), delta_i = dout_i out_i, and ds_ij = p_ij (dout_i v_j -
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cpu import get_cpu_capability
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cogfast.kernels import torch_library
 from cogfast.kernels.argument_checks import check_tensor, refuse
+from cogfast.kernels.gpu import flash_attn
+from cogfast.kernels.gpu.flash_attn import is_deterministic
 from cogfast.kernels.torch_library import CPU_DTYPES, register_gradient, register_op
 
 _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
-# PyTorch's attention in bfloat16 uses the processor's products; without them it emulates them.
-_HAS_BFLOAT16_PRODUCTS = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-_MAX_PLAIN_SCORES = 1 << 20  # entries of a sample's scores, 4 MiB in float32: caches hold them
+# Both multiply bfloat16 with AMX. With AVX512_BF16 alone only PyTorch's attention does; else it emulates products.
+_HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported() and get_cpu_capability() == "AVX512"
+_HAS_AMX = _HAS_AVX512_BF16 and torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +63,9 @@ BACKENDS = {
         max_width=None,
         capability=(5, 0),
     ),
-    "fa3": Backend(module="flash_attn_interface", capability=(9, 0)),
-    "fa4": Backend(module="flash_attn.cute.interface", max_width=128, capability=(9, 0)),
+    "fa3": Backend(module=flash_attn.MODULES["fa3"], capability=(9, 0)),
+    "fa4": Backend(module=flash_attn.MODULES["fa4"], max_width=128, capability=(9, 0)),
     "cogfast": Backend(dtypes=CPU_DTYPES, max_width=None, capability=(), is_for_cpu=True),
-    # flash_attention_reference
     "math": Backend(dtypes=None, max_width=None, capability=(0, 0), is_for_cpu=True),
 }
 
@@ -95,14 +96,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     check_tensor(_OP, "v", v, q.shape, like=q)
     device = q.device.type
     if backend not in (None, *BACKENDS):
-        text = f"{_OP}: backend={backend!r} must be one of {', '.join(BACKENDS)}, or None"
-        raise ValueError(text)
+        raise ValueError(f"{_OP}: backend={backend!r} must be None or one of {', '.join(BACKENDS)}")
     if device == "cpu" and backend is None:
         backend = fastest_on_cpu(q.dtype) or fastest_of_pytorch(q)
     if backend == "math":
         return flash_attention_reference(q, k, v)
-    if backend in _PACKAGES:
-        return _PACKAGES[backend](q, k, v)
+    if backend in flash_attn.LOADED:
+        return (_attention_by_fa4 if backend == "fa4" else flash_attn.attention_3)(q, k, v)
     if backend == "cogfast" and device == "cpu":
         return _attention_on_cpu(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
@@ -126,7 +126,7 @@ def fastest_on_cpu(dtype: torch.dtype) -> str | None:
 
     Every process of a machine has the same answer. docs/kernels.md says what was measured, and where.
     """
-    is_slower = dtype == torch.bfloat16 and _HAS_BFLOAT16_PRODUCTS
+    is_slower = dtype == torch.bfloat16 and _HAS_AVX512_BF16 and not _HAS_AMX
     is_able = torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES
     return "cogfast" if is_able and not is_slower else None
 
@@ -138,32 +138,8 @@ def fastest_of_pytorch(q: Tensor) -> str | None:
     # Forward and backward in bfloat16 on one core with avx512_bf16, torch 2.13, plain and fused, in ms:
     # [16, 80, 4, 64] 5.5 and 20.5, [2, 300, 4, 64] 7.2 and 10.8, [1, 400, 12, 64] 15.7 and 16.2,
     # [1, 1000, 4, 64] 33.8 and 26.2. One sample decides, so that a split batch has the same numbers.
-    is_small = q.shape[2] * q.shape[1] ** 2 <= _MAX_PLAIN_SCORES
+    is_small = q.shape[2] * q.shape[1] ** 2 <= 1 << 20  # scores, 4 MiB in float32: caches hold them
     return "math" if q.requires_grad and q.dtype in _HALF and is_small else "flash"
-
-
-def is_deterministic() -> bool:
-    """Whether torch is set to raise an error for nondeterministic operations."""
-    is_asked = torch.are_deterministic_algorithms_enabled()
-    return is_asked and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-# --- flash-attn 4 as ops
-
-
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [B, S, H, D] and lse [B, H, S] float32."""
-    # Releases differ in the outputs after out and lse.
-    out, lse, *_ = _import("fa4")._flash_attn_fwd(q, k, v, return_lse=True)
-    return out, lse
-
-
-def _fa4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = _import("fa4")._flash_attn_bwd
-    dq, dk, dv, *_ = run(q, k, v, out, dout.contiguous(), lse, deterministic=is_deterministic())
-    return dq, dk, dv
 
 
 def _register(
@@ -205,15 +181,10 @@ def _save_of_op(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])  # lse
 
 
-_fa4, _attention_by_fa4 = _register("flash_attention_4", _fa4_forward, _fa4_backward)
+_fa4, _attention_by_fa4 = _register(
+    "flash_attention_4", flash_attn.forward_4, flash_attn.backward_4
+)
 _cpu, _attention_on_cpu = _register("cpu_attention")
-
-
-# --- Which backend can run
-
-
-# Functions of packages that have been imported: torch.compile cannot trace an import.
-_PACKAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 _FORWARD_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -232,28 +203,10 @@ def keeps_output(op: Any) -> bool:
     return op in _FORWARD_OPS or op.namespace == "flash_attn_3" or op.name() in _SPARSE_NAMES
 
 
-@cache
-def _import(name: str) -> Any:
-    """Import the module of a package, or return the reason why it does not import."""
-    module_name = BACKENDS[name].module
-    assert module_name is not None, name
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a broken package may raise anything
-        return f"{module_name} does not import: {type(error).__name__}: {error}".splitlines()[0]
-    _PACKAGES[name] = _attention_by_fa4 if name == "fa4" else _flash_attention_3
-    return module
-
-
-def _flash_attention_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = _import("fa3").flash_attn_func(q, k, v, deterministic=is_deterministic())
-    return out[0] if isinstance(out, tuple) else out  # some releases add lse
-
-
 def load_backend(name: str) -> None:
     """Import the package of a backend that can run here, if it has one."""
     if BACKENDS[name].module is not None:
-        _import(name)
+        flash_attn.load(name)
 
 
 def reason_unavailable(
@@ -290,7 +243,7 @@ def reason_unavailable(
         return "its gradients do not repeat bit for bit, as deterministic runs must"
     if name == "cudnn" and (torch.backends.cudnn.version() or 0) < _LEAST_CUDNN:
         return f"cuDNN {torch.backends.cudnn.version()} is older than 9.15.1 ({_LEAST_CUDNN})"
-    module = None if backend.module is None else _import(name)
+    module = None if backend.module is None else flash_attn.load(name)
     return module if isinstance(module, str) else None
 
 

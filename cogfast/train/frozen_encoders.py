@@ -83,26 +83,20 @@ class FrozenEncoders:
     def first_stage(self) -> FirstStage:
         if self._first_stage is None:
             self._first_stage = self._build_first_stage()
-            if self._first_stage is None:
-                raise ValueError(
-                    "model.first_stage_config has no autoencoder, but the batch has pixels; configure "
-                    "one, or use a data set that returns encoded_videos"
-                )
-        return self._fetched(self._first_stage)
+        missing = "model.first_stage_config has no autoencoder, but the batch has pixels"
+        return self._fetched(self._first_stage, missing, "encoded_videos")
 
     @property
     def text_encoder(self) -> TextEncoder:
         if self._text_encoder is None:
             self._text_encoder = self._build_text_encoder()
-            if self._text_encoder is None:
-                raise ValueError(
-                    "model.conditioner_config has no text encoder, but the batch has captions; "
-                    "configure one, or use a data set that returns prompt_embedding"
-                )
-        return self._fetched(self._text_encoder)
+        missing = "model.conditioner_config has no text encoder, but the batch has captions"
+        return self._fetched(self._text_encoder, missing, "prompt_embedding")
 
-    def _fetched(self, module: Any) -> Any:
-        """Return a module with its weights on the device."""
+    def _fetched(self, module: Any, missing: str, encoded: str) -> Any:
+        """Return a module with its weights on the device; ValueError if there is none."""
+        if module is None:
+            raise ValueError(f"{missing}; configure one, or use a data set that returns {encoded}")
         if self._device is not None:
             if module not in self._weights:
                 self._weights[module] = HostWeights(module, self._device)

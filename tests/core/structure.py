@@ -33,7 +33,7 @@ COMPUTED = {
     "config/components.py",
     "extensions/doctor/doctor.py",
     "finetune/__init__.py",
-    "kernels/attention_backends.py",
+    "kernels/gpu/flash_attn.py",
     "kernels/torch_library.py",
     "moved.py",
 }

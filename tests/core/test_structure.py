@@ -303,7 +303,7 @@ def test_web_addresses_are_public_ones() -> None:
 # fix adds.
 CEILINGS = {
     "lines of the package": 47863,
-    "lines of the core": 26319,
+    "lines of the core": 26264,
     "the core's share in percent": 54,
     "imports of extensions by the core": 103,
     "files of the core that import extensions": 48,

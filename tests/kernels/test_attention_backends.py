@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cpu import get_cpu_capability
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -30,10 +31,16 @@ from cogfast.kernels.attention_backends import (
     reason_unavailable,
 )
 from cogfast.kernels.block_kernels import choose_kernels
+from cogfast.kernels.gpu import flash_attn
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 COGFAST = pytest.param("cogfast", marks=NEEDS_CPU_KERNELS)
+# PyTorch's fused kernel refuses bfloat16 on a processor with AMX if ATEN_CPU_CAPABILITY hides AVX-512.
+NEEDS_FULL_SPEED = pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported() and get_cpu_capability() != "AVX512",
+    reason="PyTorch has an error with ATEN_CPU_CAPABILITY=avx2 on this processor",
+)
 ON_CPU = ("math", "flash", COGFAST)
 # One row; a prime number of rows and an odd width; two samples, and rows beyond a block of 32 or
 # 64.
@@ -86,7 +93,7 @@ def test_out_and_gradients_on_a_cpu(backend: str | None, shape: str) -> None:
     [
         (None, torch.bfloat16),
         ("math", torch.float16),
-        ("flash", torch.bfloat16),
+        pytest.param("flash", torch.bfloat16, marks=NEEDS_FULL_SPEED),
         pytest.param("cogfast", torch.bfloat16, marks=NEEDS_CPU_KERNELS),
     ],
     ids=str,
@@ -101,8 +108,8 @@ def test_half_precision_on_a_cpu(backend: str | None, dtype: torch.dtype) -> Non
         assert error <= 2 * allowed + torch.finfo(dtype).eps / 4, name
 
 
-# Rows of one block and one more, of some blocks of queries (96) and keys (192 and 96), and widths beside tiles of
-# 16 and 32 columns.
+# Rows of one block and one more, of some blocks of queries (96 or 128) and keys (192, 96; 512, 256), and widths beside
+# tiles of 16 and 32 columns.
 @NEEDS_CPU_KERNELS
 @pytest.mark.parametrize(
     "shape",
@@ -133,13 +140,15 @@ def test_values_that_are_not_finite_reach_the_output_on_a_cpu(value: float) -> N
 
 @NEEDS_CPU_KERNELS
 def test_a_cpu_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 that is PyTorch's where the processor multiplies such numbers; in float64 always."""
+    """In bfloat16 that is PyTorch's with AVX512_BF16 and without AMX; in float64 always."""
     chosen = lambda x, run=flash_attention: _op_of(run, x)
     few, ours = draw((1, 16, 2, 8), torch.bfloat16), "cogfast::cpu_attention"
     theirs = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    monkeypatch.setattr(attention, "_HAS_BFLOAT16_PRODUCTS", False)
-    assert chosen([x.detach() for x in few]) == chosen(few) == ours
-    monkeypatch.setattr(attention, "_HAS_BFLOAT16_PRODUCTS", True)
+    for has_any, has_amx in ((False, False), (True, True)):
+        monkeypatch.setattr(attention, "_HAS_AVX512_BF16", has_any)
+        monkeypatch.setattr(attention, "_HAS_AMX", has_amx)
+        assert chosen([x.detach() for x in few]) == chosen(few) == ours
+    monkeypatch.setattr(attention, "_HAS_AMX", False)
     assert chosen([x.detach() for x in few]) == theirs and chosen(few) is None  # plain PyTorch
     assert chosen(draw((1, 16, 2, 8), torch.float32)) == ours
     assert chosen(draw((1, 16, 2, 8), torch.float64)) == theirs
@@ -296,17 +305,17 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
         calls.append({"deterministic": deterministic, "v": v})
         return backward(dout, q, k, v)
 
-    ours.impl("flash_attention_4", attention._fa4_forward, "CPU")
-    ours.impl("flash_attention_4_backward", attention._fa4_backward, "CPU")
+    ours.impl("flash_attention_4", flash_attn.forward_4, "CPU")
+    ours.impl("flash_attention_4_backward", flash_attn.backward_4, "CPU")
     modules = {
         "flash_attn_interface": SimpleNamespace(flash_attn_func=flash_attn_func),
         "flash_attn.cute.interface": SimpleNamespace(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd),
     }
-    monkeypatch.setattr(attention.importlib, "import_module", modules.__getitem__)
-    monkeypatch.setattr(attention, "_PACKAGES", {})
-    attention._import.cache_clear()
+    monkeypatch.setattr(flash_attn.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(flash_attn, "LOADED", set())
+    flash_attn.load.cache_clear()
     yield calls
-    attention._import.cache_clear()
+    flash_attn.load.cache_clear()
     package._destroy()
     ours._destroy()
 
@@ -343,7 +352,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
             module = BACKENDS[name].module
             return torch if module in modules else f"{module} does not import: not there"
 
-        monkeypatch.setattr(attention, "_import", found)
+        monkeypatch.setattr(flash_attn, "load", found)
 
     return pretend
 
@@ -417,7 +426,9 @@ def test_on_a_gpu(backend: str, dtype: torch.dtype) -> None:
     ("backend", "peer"),
     [
         ("math", SDPBackend.MATH),
-        pytest.param("cogfast", SDPBackend.FLASH_ATTENTION, marks=NEEDS_CPU_KERNELS),
+        pytest.param(
+            "cogfast", SDPBackend.FLASH_ATTENTION, marks=[NEEDS_CPU_KERNELS, NEEDS_FULL_SPEED]
+        ),
     ],
 )
 def test_scores_of_16_bits_are_float32_on_a_cpu(backend: str, peer: SDPBackend) -> None:

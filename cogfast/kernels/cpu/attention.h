@@ -24,7 +24,7 @@ inline std::tuple<Tensor, Tensor> attention(const Tensor& q_, const Tensor& k_, 
   for_dtype(q, [&](auto zero) {
     using T = decltype(zero);
     const auto x = attention_of<T>(q, k, v, out, lse);
-    const int64_t blocks = COGFAST_CPU::attention_blocks(q.size(1));
+    const int64_t blocks = COGFAST_CPU::attention_blocks<T>(q.size(1));
     at::parallel_for(0, q.size(0) * q.size(2) * blocks, 1, [&](int64_t begin, int64_t end) {
       COGFAST_RUN(attention, x, begin, end);
     });

@@ -196,10 +196,9 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
     draw = lambda *size: torch.randn(size, generator=generator, dtype=dtype, device=device)
     packed = draw(b, s, 3, h, d)  # v is a part of packed qkv, as in the model
     q, k, v = (x.requires_grad_() for x in (draw(b, s, h, d), draw(b, s, h, d), packed[:, :, 2]))
-    qkv = (q, k, v)
     dout = draw(b, s, h, d)
     try:
-        reason = find_error(lambda q, k, v: flash_attention(q, k, v, name), qkv, dout)
+        reason = find_error(lambda q, k, v: flash_attention(q, k, v, name), (q, k, v), dout)
         if reason is not None:
             return Measured(name, reason=reason)
         forward, backward = [], []
@@ -207,7 +206,8 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
         for _ in range(_NUM_CALLS):
             milliseconds, out = _timed(lambda: flash_attention(q, k, v, name), device)
             forward.append(milliseconds)
-            backward.append(_timed(lambda out=out: torch.autograd.grad(out, qkv, dout), device)[0])
+            run = lambda out=out: torch.autograd.grad(out, (q, k, v), dout)
+            backward.append(_timed(run, device)[0])
     except Exception as error:  # a broken kernel must not end the run: other backends remain
         return Measured(name, reason=f"it fails: {type(error).__name__}: {error}".splitlines()[0])
     return Measured(name, statistics.median(forward), statistics.median(backward))
@@ -216,9 +216,8 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
 def _timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Return the milliseconds of a call, from idle device to idle device, and its result."""
     # A CPU is idle when a call returns; CUDA calls return before the work is done.
-    wait = lambda: None
-    if device.type == "cuda":
-        wait = torch.cuda.synchronize  # sync: idle at both ends of a timing; before training
+    # sync: idle at both ends of a timing; before training
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
     result = call()

@@ -14,7 +14,6 @@ from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.kernels import attention_backends as attention
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     Backend,
@@ -22,6 +21,7 @@ from cogfast.kernels.attention_backends import (
     flash_attention_reference,
     reason_unavailable,
 )
+from cogfast.kernels.gpu import flash_attn
 from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.preflight import attention_choice
@@ -52,7 +52,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     reason = "does not import: ModuleNotFoundError"
-    monkeypatch.setattr(attention, "_import", lambda name: f"{BACKENDS[name].module} {reason}")
+    monkeypatch.setattr(flash_attn, "load", lambda name: f"{BACKENDS[name].module} {reason}")
     device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
 
@@ -63,8 +63,9 @@ def attend_by(monkeypatch: pytest.MonkeyPatch):
 
     def replace(run) -> None:
         monkeypatch.setitem(BACKENDS, "flash", Backend(module="stand-in", is_for_cpu=True))
-        monkeypatch.setitem(attention._PACKAGES, "flash", run)
-        monkeypatch.setattr(attention, "load_backend", lambda name: None)
+        monkeypatch.setattr(flash_attn, "load", lambda name: None)
+        monkeypatch.setattr(flash_attn, "LOADED", {"flash"})
+        monkeypatch.setattr(flash_attn, "attention_3", run)
 
     return replace
 
