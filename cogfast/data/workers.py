@@ -100,7 +100,7 @@ class ReadingProcesses:
             with stop_signals_blocked(method):
                 self._results = iter(loader)  # starts the processes
             if threading.current_thread() is threading.main_thread():
-                # torch's handler raises wherever this thread is; next() sees a lost process within 5 s.
+                # torch's handler raises wherever this thread is; next() sees a lost process, too.
                 signal.signal(signal.SIGCHLD, before)
 
     def __iter__(self) -> ReadingProcesses:

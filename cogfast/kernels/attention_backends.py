@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cpu import get_cpu_capability
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cogfast.kernels import torch_library
@@ -36,8 +35,7 @@ _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
 # Both multiply bfloat16 with AMX. With AVX512_BF16 alone only PyTorch's attention does; else it emulates products.
-_HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported() and get_cpu_capability() == "AVX512"
-_HAS_AMX = _HAS_AVX512_BF16 and torch.cpu._is_amx_tile_supported()
+_LACKS_AMX = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +124,7 @@ def fastest_on_cpu(dtype: torch.dtype) -> str | None:
 
     Every process of a machine has the same answer. docs/kernels.md says what was measured, and where.
     """
-    is_slower = dtype == torch.bfloat16 and _HAS_AVX512_BF16 and not _HAS_AMX
+    is_slower = dtype == torch.bfloat16 and _LACKS_AMX
     is_able = torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES
     return "cogfast" if is_able and not is_slower else None
 
@@ -135,8 +133,7 @@ def fastest_of_pytorch(q: Tensor) -> str | None:
     """Return the faster of plain PyTorch and PyTorch's fused kernel on a CPU; None on a GPU: PyTorch chooses."""
     if q.device.type != "cpu":
         return None
-    # Forward and backward in bfloat16 on one core with avx512_bf16, torch 2.13, plain and fused, in ms:
-    # [16, 80, 4, 64] 5.5 and 20.5, [2, 300, 4, 64] 7.2 and 10.8, [1, 400, 12, 64] 15.7 and 16.2,
+    # With AVX512_BF16, plain and fused, in ms: [16, 80, 4, 64] 5.5 and 20.5, [1, 400, 12, 64] 15.7 and 16.2,
     # [1, 1000, 4, 64] 33.8 and 26.2. One sample decides, so that a split batch has the same numbers.
     is_small = q.shape[2] * q.shape[1] ** 2 <= 1 << 20  # scores, 4 MiB in float32: caches hold them
     return "math" if q.requires_grad and q.dtype in _HALF and is_small else "flash"
@@ -201,12 +198,6 @@ _SPARSE_NAMES = {"cogfast::sparse_attention", "flex_attention", "inductor_compil
 def keeps_output(op: Any) -> bool:
     """Return whether an op of a forward pass is attention, whose results checkpointing can keep."""
     return op in _FORWARD_OPS or op.namespace == "flash_attn_3" or op.name() in _SPARSE_NAMES
-
-
-def load_backend(name: str) -> None:
-    """Import the package of a backend that can run here, if it has one."""
-    if BACKENDS[name].module is not None:
-        flash_attn.load(name)
 
 
 def reason_unavailable(

@@ -17,8 +17,8 @@ from cogfast.kernels import qk_norm_rope3d as qk
 from cogfast.kernels.attention_backends import (
     fastest_of_pytorch,
     flash_attention,
-    load_backend,
 )
+from cogfast.kernels.gpu.flash_attn import load_backend
 
 KernelChoice = Literal["triton", "torch"]
 

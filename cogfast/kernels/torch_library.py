@@ -160,4 +160,13 @@ def register_op(
         if implementation is not None:
             _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"cogfast::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.cogfast, name).default
+    op = getattr(torch.ops.cogfast, name).default
+    return functools.partial(_once, op) if name.endswith("_backward") else op
+
+
+def _once(op: Any, *inputs: Any) -> Any:
+    """Run an op of gradients, which has no gradient: PyTorch would take 0 for it, and warn."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
+        text = f"{op.name()} has no gradient: second derivatives need args.kernels=torch"
+        raise RuntimeError(f"{text} and args.attention_backend=math")
+    return op(*inputs)

@@ -27,11 +27,11 @@ from cogfast.kernels.attention_backends import (
     flash_attention,
     flash_attention_reference,
     keeps_output,
-    load_backend,
     reason_unavailable,
 )
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.gpu import flash_attn
+from cogfast.kernels.gpu.flash_attn import load_backend
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -130,6 +130,36 @@ def test_blocks_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [48, 64, 96])
+def test_huge_scores_choose_one_key_on_a_cpu(width: int, dtype: torch.dtype) -> None:
+    """Rounding of the largest score and of lse, which is large here, leaves the weights alone."""
+    q, k, v, dout = draw((1, 64, 1, width), dtype)
+    qkv = [(x.detach() * factor).requires_grad_() for x, factor in ((q, 3e3), (k, 3e3), (v, 1))]
+    got = with_gradients(partial(flash_attention, backend="cogfast"), *qkv, dout)
+    scores = torch.einsum("bihd,bjhd->bhij", *(x.detach().double() for x in qkv[:2]))
+    chosen = scores.argmax(-1)[0, 0]  # [64]
+    torch.testing.assert_close(got["out"][0, :, 0], v[0, chosen, 0].detach(), rtol=1e-5, atol=1e-5)
+    dv = torch.zeros(64, width, dtype=torch.float64).index_add_(0, chosen, dout[0, :, 0].double())
+    rounded = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got["dv"][0, :, 0].double(), dv, rtol=rounded, atol=rounded)
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_of_keys_without_weight_leaves_the_others_theirs_on_a_cpu(
+    dtype: torch.dtype,
+) -> None:
+    q, k, v, _ = (x.detach() for x in draw((1, 700, 1, 16), dtype))
+    k[0, :530, 0, 2], q = math.inf, -q.abs()  # scores of the first 530 keys are -inf
+    out = flash_attention(q, k, v, "cogfast")
+    kept = formula(*(x.double() for x in (q, k[:, 530:], v[:, 530:])))
+    torch.testing.assert_close(out.double(), kept, rtol=0.02, atol=0.02)
+    k[0, :, 0, 2] = math.inf
+    assert flash_attention(q, k, v, "cogfast").isnan().all()  # as in PyTorch's: no score is left
+
+
+@NEEDS_CPU_KERNELS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_not_finite_reach_the_output_on_a_cpu(value: float) -> None:
     q, k, v, _ = (x.detach() for x in draw((1, 130, 2, 8), torch.float32))
@@ -144,11 +174,9 @@ def test_a_cpu_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = lambda x, run=flash_attention: _op_of(run, x)
     few, ours = draw((1, 16, 2, 8), torch.bfloat16), "cogfast::cpu_attention"
     theirs = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    for has_any, has_amx in ((False, False), (True, True)):
-        monkeypatch.setattr(attention, "_HAS_AVX512_BF16", has_any)
-        monkeypatch.setattr(attention, "_HAS_AMX", has_amx)
-        assert chosen([x.detach() for x in few]) == chosen(few) == ours
-    monkeypatch.setattr(attention, "_HAS_AMX", False)
+    monkeypatch.setattr(attention, "_LACKS_AMX", False)
+    assert chosen([x.detach() for x in few]) == chosen(few) == ours
+    monkeypatch.setattr(attention, "_LACKS_AMX", True)
     assert chosen([x.detach() for x in few]) == theirs and chosen(few) is None  # plain PyTorch
     assert chosen(draw((1, 16, 2, 8), torch.float32)) == ours
     assert chosen(draw((1, 16, 2, 8), torch.float64)) == theirs

@@ -9,6 +9,7 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
 from cogfast.kernels.add_low_rank import add_low_rank_reference
+from cogfast.kernels.attention_backends import flash_attention_reference
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 EPS = 1e-5
@@ -64,6 +65,12 @@ CASES = {
         lambda qkv, a, b, c, d, table: qk.qk_norm_rope3d_reference(
             qkv, (a, b), (c, d), rotation(), 2
         )[:2],
+    ),
+    "cpu_attention": (
+        "cpu_attention",
+        tuple(draw(2, 6, 2, 8, seed=s) for s in range(3)),
+        slice(1),
+        lambda *qkv: [flash_attention_reference(*qkv)],
     ),
     "add_low_rank": (
         "add_low_rank",
@@ -134,3 +141,16 @@ def test_quantized_products_have_gradients(dtype: torch.dtype) -> None:
         results.append((x.grad, bias.grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize("case", [case for case in CASES if case != "add_low_rank"])
+def test_second_derivatives_are_refused(case: str) -> None:
+    """PyTorch would take 0 for the gradient of an op of gradients."""
+    name, inputs, which, _ = CASES[case]
+    given, tensors = prepared(inputs)
+    outputs = getattr(torch.ops.cogfast, name).default(*given)
+    first = outputs if isinstance(outputs, Tensor) else outputs[which][0]
+    leaves = [x for x in tensors if x.requires_grad]
+    with pytest.raises(RuntimeError, match=f"{name}_backward has no gradient: second derivatives"):
+        torch.autograd.grad(first.square().sum(), leaves[:1], create_graph=True)

@@ -14,8 +14,10 @@ inline Tensor with_dense_rows(const Tensor& x) { return x.stride(3) == 1 ? x : x
 template <class T>
 auto attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse) {
   const float scale = 1 / std::sqrt(static_cast<float>(q.size(3)));
+  const bool multiplies_bfloat16 = !std::is_same_v<T, float> && COGFAST_CPU::multiplies_bfloat16();
   return COGFAST_CPU::Attention<T>{
-      q.size(1), q.size(2), q.size(3), scale, heads<T>(q), heads<T>(k), heads<T>(v), pointer<T>(out), pointer<float>(lse)};
+      q.size(1), q.size(2), q.size(3), scale, multiplies_bfloat16,
+      heads<T>(q), heads<T>(k), heads<T>(v), pointer<T>(out), pointer<float>(lse)};
 }
 
 inline std::tuple<Tensor, Tensor> attention(const Tensor& q_, const Tensor& k_, const Tensor& v_) {
@@ -24,7 +26,7 @@ inline std::tuple<Tensor, Tensor> attention(const Tensor& q_, const Tensor& k_, 
   for_dtype(q, [&](auto zero) {
     using T = decltype(zero);
     const auto x = attention_of<T>(q, k, v, out, lse);
-    const int64_t blocks = COGFAST_CPU::attention_blocks<T>(q.size(1));
+    const int64_t blocks = COGFAST_CPU::attention_blocks(q.size(1), x.multiplies_bfloat16);
     at::parallel_for(0, q.size(0) * q.size(2) * blocks, 1, [&](int64_t begin, int64_t end) {
       COGFAST_RUN(attention, x, begin, end);
     });

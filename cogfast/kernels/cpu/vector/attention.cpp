@@ -3,6 +3,7 @@
 // E is the type of the factors of products: bfloat16 where the processor multiplies such numbers, by oneDNN, else
 // float32. All sums are float32. Columns are padded to whole tiles, with zeros, so that no product has a tail there.
 
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -19,7 +20,7 @@ namespace cogfast::CPU_CAPABILITY {
 namespace {
 
 using at::BFloat16;
-using at::vec::fmadd, at::vec::fmsub;
+using at::vec::fmadd;
 namespace blas = at::native::cpublas;
 
 // A product in float32 is computed in tiles of TILE_ROWS x TILE_COLUMNS sums, which fill the vector registers.
@@ -109,13 +110,6 @@ void multiply(
   blas::brgemm(rows, columns, depth, a_row, b_row, c_row, ADDS, a, b, c, /*is_vnni=*/true);
 }
 
-// Whether tensors of T are multiplied as bfloat16.
-template <class T>
-bool has_bfloat16_products() {
-  if constexpr (!HAS_BFLOAT16 || std::is_same_v<T, float>) return false;
-  return at::globalContext().userEnabledMkldnn() && blas::could_pack(at::kBFloat16);  // AMX, unless ONEDNN_MAX_CPU_ISA is less
-}
-
 // to [columns, to_row] = the transpose of x [rows, columns].
 template <class E>
 void transpose(const E* x, int64_t x_row, int64_t rows, int64_t columns, E* to, int64_t to_row) {
@@ -173,7 +167,7 @@ template <class E, class T>
 void forward(const Attention<T>& x, int64_t begin, int64_t end) {
   constexpr int64_t QUERIES = Block<E>::QUERIES, KEYS = Block<E>::KEYS_FORWARD;
   const int64_t S = x.num_tokens, D = x.width, width = round_up(D, TILE_COLUMNS);
-  const int64_t blocks = attention_blocks<T>(S), padded = round_up(S, TILE_COLUMNS);
+  const int64_t blocks = attention_blocks(S, x.multiplies_bfloat16), padded = round_up(S, TILE_COLUMNS);
   const Buffer<E> k(padded * width), v(padded * width), q(QUERIES * width), copy(KEYS * width), rounded(QUERIES * KEYS);
   const Buffer<float> out(QUERIES * width), scores(QUERIES * KEYS);
   int64_t packed = -1;
@@ -193,7 +187,7 @@ void forward(const Attention<T>& x, int64_t begin, int64_t end) {
     const int64_t first = task % blocks * QUERIES, rows = std::min(QUERIES, S - first);
     copy_rows(rows_of(x.q, sample, h, first), x.q.stride_s, rows, D, +q, rows, width);
     float most[QUERIES], total[QUERIES] = {};
-    std::fill_n(most, QUERIES, -std::numeric_limits<float>::infinity());
+    std::fill_n(most, QUERIES, -FLT_MAX);  // not infinite: all scores of a block may be
     for (int64_t at = 0; at < S; at += KEYS) {
       const int64_t count = std::min(KEYS, S - at), columns = round_up(count, TILE_COLUMNS);
       multiply<false>(rows, columns, width, +q, width, k + at * width, columns, +scores, columns);
@@ -204,7 +198,7 @@ void forward(const Attention<T>& x, int64_t begin, int64_t end) {
         const float old = most[row], now = std::max(old, largest(s, columns) * x.scale);
         Vec sums(0.f);
         for (int64_t i = 0; i < columns; i += LANES) {
-          const Vec weight = exp(fmsub(Vec::loadu(s + i), Vec(x.scale), Vec(now)));
+          const Vec weight = exp(Vec::loadu(s + i) * Vec(x.scale) - Vec(now));
           store_factor(p + row * columns + i, weight);
           sums = sums + weight;
         }
@@ -222,6 +216,7 @@ void forward(const Attention<T>& x, int64_t begin, int64_t end) {
     }
     for (int64_t row = 0; row < rows; ++row) {
       T* to = x.out + ((sample * S + first + row) * x.num_heads + h) * D;
+      if (most[row] == -FLT_MAX) total[row] = std::numeric_limits<float>::quiet_NaN();  // there is no score
       for_each_vector(D, [&](int64_t i, auto count) { store(to + i, load(out + row * width + i, count) * Vec(1.f / total[row]), count); });
       x.lse[head * S + first + row] = most[row] + std::log(total[row]);
     }
@@ -279,7 +274,7 @@ void backward(const AttentionBackward<T>& x, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < count * columns; row += columns)
           for (int64_t i = 0; i < columns; i += LANES) {
             const Vec log_sum = Vec::loadu(lse + first + i), mean = Vec::loadu(delta + first + i);
-            const Vec weight = exp(fmsub(Vec::loadu(scores + row + i), Vec(f.scale), log_sum));
+            const Vec weight = exp(Vec::loadu(scores + row + i) * Vec(f.scale) - log_sum);
             const Vec gradient = weight * (Vec::loadu(dscores + row + i) - mean);
             store_factor(p + row + i, weight);
             store_factor(ds + row + i, gradient);
@@ -310,16 +305,19 @@ void backward(const AttentionBackward<T>& x, int64_t begin, int64_t end) {
 
 }  // namespace
 
-template <class T>
-int64_t attention_blocks(int64_t num_tokens) {
-  const int64_t queries = has_bfloat16_products<T>() ? Block<BFloat16>::QUERIES : Block<float>::QUERIES;
+bool multiplies_bfloat16() {
+  return HAS_BFLOAT16 && at::globalContext().userEnabledMkldnn() && blas::could_pack(at::kBFloat16);
+}
+
+int64_t attention_blocks(int64_t num_tokens, bool multiplies_bfloat16) {
+  const int64_t queries = multiplies_bfloat16 ? Block<BFloat16>::QUERIES : Block<float>::QUERIES;
   return (num_tokens + queries - 1) / queries;
 }
 
 template <class T>
 void attention(const Attention<T>& x, int64_t begin, int64_t end) {
   if constexpr (HAS_BFLOAT16 && std::is_same_v<T, BFloat16>)
-    if (has_bfloat16_products<T>()) {
+    if (x.multiplies_bfloat16) {
       forward<BFloat16>(x, begin, end);
       return blas::brgemm_release();
     }
@@ -329,15 +327,13 @@ void attention(const Attention<T>& x, int64_t begin, int64_t end) {
 template <class T>
 void attention_backward(const AttentionBackward<T>& x, int64_t begin, int64_t end) {
   if constexpr (HAS_BFLOAT16 && std::is_same_v<T, BFloat16>)
-    if (has_bfloat16_products<T>()) {
+    if (x.forward.multiplies_bfloat16) {
       backward<BFloat16>(x, begin, end);
       return blas::brgemm_release();
     }
   backward<float>(x, begin, end);
 }
 
-template int64_t attention_blocks<float>(int64_t);
-template int64_t attention_blocks<BFloat16>(int64_t);
 template void attention(const Attention<float>&, int64_t, int64_t);
 template void attention(const Attention<BFloat16>&, int64_t, int64_t);
 template void attention_backward(const AttentionBackward<float>&, int64_t, int64_t);
