@@ -40,6 +40,8 @@ class Contact:
 
     def split(self, data: Path) -> tuple[Path, Path]:
         """Link the clips and captions of a folder into one of training and one that is held out."""
+        if not (data / "videos").is_dir():
+            sys.exit(f"{data} has no folder videos/ with clips, beside labels/ with their captions")
         files = (data / "videos").iterdir()
         videos = sorted(path for path in files if path.is_file() and path.name[0] != ".")
         if len(videos) < 2:

@@ -84,7 +84,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     """Return softmax(q k^T / sqrt(D)) v, [B, S, H, D].
 
     q, k, v: [B, S, H, D] with a dense last dim, otherwise with any strides.
-    backend: a name of BACKENDS that can run here (`reason_unavailable`), after `load_backend`. None: on
+    backend: a name of BACKENDS that can run here (`reason_unavailable`), after `flash_attn.load`. None: on
         a GPU PyTorch's own choice, on a CPU `fastest_on_cpu`.
     """
     if q.ndim != 4:
@@ -112,7 +112,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     else:
         kernel = BACKENDS[backend].kernel
         if kernel is None:
-            text = f"{_OP}: backend={backend!r} is not loaded; call load_backend on a GPU that has"
+            text = (
+                f"{_OP}: backend={backend!r} is not loaded; call flash_attn.load on a GPU that has"
+            )
             raise ValueError(f"{text} it, or leave backend out")
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)

@@ -18,7 +18,7 @@ from cogfast.kernels.attention_backends import (
     fastest_of_pytorch,
     flash_attention,
 )
-from cogfast.kernels.gpu.flash_attn import load_backend
+from cogfast.kernels.gpu import flash_attn
 
 KernelChoice = Literal["triton", "torch"]
 
@@ -50,8 +50,8 @@ def choose_kernels(
             references in plain PyTorch.
         attention_backend: a name of flash_attention.BACKENDS that can run here; None: see there.
     """
-    if attention_backend is not None:
-        load_backend(attention_backend)
+    if attention_backend in flash_attn.MODULES:
+        flash_attn.load(attention_backend)
     attention = partial(flash_attention, backend=attention_backend)
     sparse = partial(sparse_attention, backend=attention_backend)
     if kernels == "triton":

@@ -33,6 +33,11 @@ sys.exit(subprocess.call([sys.executable, "-m", "cogfast", "convert", str(run), 
 KEYS = ("args.num_workers=0", "args.warmup_steps=0", "data.params.fps=8")
 
 
+def test_a_folder_without_clips_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="absent has no folder videos/ with clips, beside labels/"):
+        first_contact.main(["model", str(tmp_path / "absent"), "--out", str(tmp_path / "out")])
+
+
 @pytest.mark.slow
 def test_it_compares_adapters_and_ranks(
     tmp_path: Path,

@@ -214,7 +214,7 @@ def test_a_killed_worker_is_an_error_that_names_files(tmp_path, monkeypatch, req
         next(loader)
         for child in set(_children()) - before:
             os.kill(child, signal.SIGKILL)
-        time.sleep(0.5)  # torch's own handler would raise here, where nobody names a file
+        time.sleep(0.5)  # torch's own handler would raise here
         assert ended  # that of the program is called
         with pytest.raises(RuntimeError, match=r"killed at or after step \d+, .*/videos/0\d.mp4"):
             for _ in range(10):

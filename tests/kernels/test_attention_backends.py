@@ -31,7 +31,6 @@ from cogfast.kernels.attention_backends import (
 )
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.kernels.gpu import flash_attn
-from cogfast.kernels.gpu.flash_attn import load_backend
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -351,7 +350,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
 @pytest.mark.parametrize(("name", "deterministic"), [("fa3", False), ("fa3", True), ("fa4", True)])
 def test_flash_attn_packages(packages: list[dict], name: str, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)  # a fixture of all tests resets it
-    load_backend(name)
+    flash_attn.load(name)
     inputs = draw(SHAPES["two"], torch.float32)
     attend = partial(flash_attention, backend=name)
     got, want = with_gradients(attend, *inputs), expected(*inputs)

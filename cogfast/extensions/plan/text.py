@@ -182,6 +182,11 @@ def attention_of(
 ) -> tuple[str | None, list[str], str]:
     """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
     choose, and the reason. is_here: the GPU is that of this machine."""
+    named = args.attention_backend
+    if named != "auto" and not BACKENDS[named].capability:
+        raise ValueError(
+            f"args.attention_backend={named} is for CPUs, this plan for a GPU: set auto"
+        )
     able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
     if is_here:
         width = plan.setup.transformer.config.head_width
@@ -189,8 +194,7 @@ def attention_of(
         able, why = backends_that_run(*case), "the fastest that runs here"
     if plan.setup.transformer.sparse_share is not None:
         able, why = ["flash"], "taken for FlexAttention's kernels, which were not timed"
-    is_named = args.attention_backend != "auto"
-    return args.attention_backend if is_named else gpu.shares.fastest(able), able, why
+    return named if named != "auto" else gpu.shares.fastest(able), able, why
 
 
 def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:

@@ -34,6 +34,8 @@ _VECTORS = {
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
 }
+if torch.cpu._is_avx512_bf16_supported():
+    _VECTORS["AVX512"].append("-mavx512bf16")
 # Some compilers link what cannot be loaded: clang++ without libomp leaves symbols undefined.
 _LOAD = "import sys, torch; torch.ops.load_library(sys.argv[1])"
 _temporary = cache(partial(tempfile.TemporaryDirectory, prefix="cogfast-"))  # of this process
@@ -62,17 +64,12 @@ def library_file() -> Path:
     instructions = torch.backends.cpu.get_cpu_capability()
     if not sys.platform.startswith("linux") or instructions not in _VECTORS:
         raise RuntimeError("the C++ kernels are for Linux on an x86-64 processor with AVX2")
-    words = [*_compiler(), *_OPTIONS, *_vectors(instructions)]
+    words = [*_compiler(), *_OPTIONS, *_VECTORS[instructions]]
     digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8)
     for path in sorted(path for path in _HERE.rglob("*") if path.suffix in (".cpp", ".h", ".inc")):
         digest.update(path.read_bytes())
     name = f"cpu-{_OPS}-torch{torch.__version__}-{instructions}-{digest.hexdigest()}.so"
     return cache_folder() / name
-
-
-def _vectors(instructions: str) -> list[str]:
-    has_bf16 = instructions == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-    return _VECTORS[instructions] + ["-mavx512bf16"] * has_bf16
 
 
 def missing_compiler() -> str:
@@ -137,7 +134,7 @@ def _compile(file: Path) -> None:
     include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
     command = [*_compiler(), *_OPTIONS, *(f"-I{path}" for path in include)]
     instructions = torch.backends.cpu.get_cpu_capability()
-    vector = [*command, *_vectors(instructions), f"-DCPU_CAPABILITY={instructions}"]
+    vector = [*command, *_VECTORS[instructions], f"-DCPU_CAPABILITY={instructions}"]
     vector += [f"-DCPU_CAPABILITY_{instructions}"]
     # The tensor level first: it includes most of PyTorch and takes longest.
     commands = [[*command, f"-DCOGFAST_CPU={instructions}", "-c", f"{_HERE / 'registration.cpp'}"]]

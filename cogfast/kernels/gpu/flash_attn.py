@@ -26,12 +26,6 @@ def load(name: str) -> Any:
     return module
 
 
-def load_backend(name: str) -> None:
-    """Import the package of an attention backend that can run here, if it has one."""
-    if name in MODULES:
-        load(name)
-
-
 def is_deterministic() -> bool:
     """Whether torch is set to raise an error for nondeterministic operations."""
     is_asked = torch.are_deterministic_algorithms_enabled()

@@ -26,6 +26,7 @@ from cogfast.extensions.plan.gpus import (
     cost_without_flash_attention,
     gpu_of,
 )
+from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     backends_that_run,
@@ -64,20 +65,19 @@ class Measured:
 
 
 def check_attention(config: Config, args: TrainArguments, head_width: int) -> None:
-    """Check that args.attention_backend can run on this machine.
-
-    Raises:
-        ValueError: it cannot; names the backends that can.
-    """
+    """Refuse an args.attention_backend that cannot run on this machine, and name those that can."""
     name = args.attention_backend
     if name == "auto":
         return
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    # These decide whether a backend can run; batch and length do not.
+    else:
+        torch_library.compile_cpu_kernels()  # as a run does at its start
     case = (device, DTYPES[args.precision], head_width, args.deterministic)
     reason = reason_unavailable(name, *case)
+    if name == "cogfast" and args.kernels == "torch":
+        reason = "it is a kernel of cogfast, and args.kernels=torch leaves these out"
     if reason is not None:
         names = ", ".join(["auto", *backends_that_run(*case)])
         text = f"args.attention_backend={name}: {reason}; this machine can run: {names}"
@@ -121,7 +121,7 @@ def choose_for_sampling(
 
     is_sparse: stored backends are those of dense attention; sparse attention has one default, FlexAttention.
     """
-    stored = None if is_sparse else stored
+    stored = None if is_sparse or (args.kernels, stored) == ("torch", "cogfast") else stored
     name = args.attention_backend
     if name != "auto":
         # A different backend than the checkpoint's is allowed, but changes the last digits.
@@ -138,12 +138,8 @@ def choose_for_sampling(
     if reason is None:
         logger.info("attention: %s, as in the checkpoint", stored)
         return stored
-    logger.warning(
-        "attention: the checkpoint's %s cannot run here (%s); another backend is chosen, and numbers "
-        "may differ in their last digits",
-        stored,
-        reason,
-    )
+    text = "attention: the checkpoint's %s cannot run here (%s); another backend is chosen, and numbers"
+    logger.warning(f"{text} may differ in their last digits", stored, reason)
     return None
 
 

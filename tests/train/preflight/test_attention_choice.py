@@ -14,6 +14,7 @@ from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.process_groups import ProcessGroups
+from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
     BACKENDS,
     Backend,
@@ -242,7 +243,24 @@ def test_a_run_on_a_cpu_stores_the_choice_of_all_ranks(run: Run, monkeypatch) ->
     assert choose_for_training(config, args, model, both, stored=None) == "flash"
     own = dataclasses.replace(args, kernels="torch")
     alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name])
-    assert choose_for_training(config, own, model, alone, stored=None) is None
+    for stored in (None, "cogfast"):
+        assert choose_for_training(config, own, model, alone, stored) is None
+    assert choose_for_training(config, own, model, alone, "math") == "math"
+    named = dataclasses.replace(own, attention_backend="cogfast")
+    line = (
+        "it is a kernel of cogfast, and args.kernels=torch leaves these out; this machine can run"
+    )
+    with pytest.raises(ValueError, match=line):
+        check_attention(config, named, 64)
+
+
+@NEEDS_CPU_KERNELS
+def test_a_named_kernel_is_compiled_at_the_start(run: Run, monkeypatch) -> None:
+    """On a machine where nothing has run yet, as for auto."""
+    config = run.config("args.attention_backend=cogfast")
+    monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
+    check_attention(config, TrainArguments.from_config(config), 64)
+    assert torch_library.HAS_CPU_KERNELS
 
 
 def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
