@@ -243,7 +243,7 @@ if os.environ["RANK"] == sys.argv[1]:
 try:
     start_processes()
 except OtherRankError as error:
-    print("ends:", error, flush=True)
+    print(f"ends: {error}\\n", end="", flush=True)  # in one piece: ranks share the pipe
 """
 
 
