@@ -113,7 +113,7 @@ def read_results(folder: Path) -> Results:
 def write_section(results: Sequence[Results]) -> str:
     """Return all tables, GPUs first."""
     lines = [
-        "Speed-up is the time of diffusers over that of cogfast, for the same weights (the median of rounds, which",
+        "Speed-up is the time of diffusers over that of cogfast, for the same weights (where they took turns, the median of rounds, which",
         "may differ from the ratio of the median times); rows whose outputs or gradients disagree say so. Both clip gradients,",
         "update with AdamW and keep an EMA of the weights. TFLOP/s and MFU count three forward passes",
         "(LoRA: two for the frozen linears) and no recomputation.",

@@ -302,8 +302,8 @@ def test_web_addresses_are_public_ones() -> None:
 # Counts of tests/core/structure.py. A commit may lower a ceiling; none may raise one, but for the lines that a
 # fix adds.
 CEILINGS = {
-    "lines of the package": 47861,
-    "lines of the core": 26259,
+    "lines of the package": 47856,
+    "lines of the core": 26258,
     "the core's share in percent": 54,
     "imports of extensions by the core": 103,
     "files of the core that import extensions": 48,

@@ -184,9 +184,7 @@ def attention_of(
     choose, and the reason. is_here: the GPU is that of this machine."""
     named = args.attention_backend
     if named != "auto" and not BACKENDS[named].capability:
-        raise ValueError(
-            f"args.attention_backend={named} is for CPUs, this plan for a GPU: set auto"
-        )
+        raise ValueError(f"args.attention_backend={named} is for CPUs, the plan for GPUs: set auto")
     able, why = [n for n, each in BACKENDS.items() if each.kernel], "the fastest of PyTorch's"
     if is_here:
         width = plan.setup.transformer.config.head_width

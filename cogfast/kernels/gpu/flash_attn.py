@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
-LOADED: set[str] = (
-    set()
-)  # names of packages that have been imported: torch.compile cannot trace an import
+LOADED: set[str] = set()  # names of imported packages: torch.compile cannot trace an import
 
 
 @cache

@@ -212,8 +212,7 @@ def measure(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -
 def _timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Return the milliseconds of a call, from idle device to idle device, and its result."""
     # A CPU is idle when a call returns; CUDA calls return before the work is done.
-    # sync: idle at both ends of a timing; before training
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None  # sync: at the start
     wait()
     start = time.perf_counter()
     result = call()

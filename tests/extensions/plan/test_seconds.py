@@ -278,7 +278,7 @@ def test_the_plan_names_the_attention_that_it_assumes() -> None:
     assert "; fp8 products at 2 times bf16's rate, which was not measured" in fp8
     sparse = time_lines("h100-80", "args.attention=sparse:0.8")
     assert "of the peak, measured with dense attention alone" in sparse
-    with pytest.raises(ValueError, match="cogfast is for CPUs, this plan for a GPU: set auto"):
+    with pytest.raises(ValueError, match="cogfast is for CPUs, the plan for GPUs: set auto"):
         time_lines("h100-80", "args.attention_backend=cogfast")
 
 
