@@ -186,8 +186,8 @@ class TrainArguments:
     attention_backend: Literal[
         "auto", "fa4", "fa3", "cudnn", "flash", "efficient", "cogfast", "math"
     ] = "auto"
-    """auto: on a GPU, measure the fastest at the run's shape once; on a CPU, cogfast's kernel, but PyTorch's
-    in bfloat16 with AVX512_BF16 and no AMX. The choice is stored in the checkpoint"""
+    """auto: on a GPU, measure the fastest at the run's shape once; on a CPU, cogfast's kernel. The choice is
+    stored in the checkpoint"""
     attention: Annotated[str | None, BeforeValidator(lambda x: _attention(x))] = None
     """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
     ([kernels.md](kernels.md#block-sparse-attention)), with attention_backend auto or fa4. null: that

@@ -8,7 +8,7 @@ exp(s_ij), so that activation checkpointing can keep both and need not run them 
 flash-attn 4 has no such ops, and gets them here. docs/kernels.md says why there is no Triton kernel.
 
 "cogfast" is a C++ kernel for CPUs (cpu/vector/attention.cpp), with all arithmetic in float32, but for products of
-bfloat16 on processors with AMX. Backward has
+bfloat16 where the processor has them. Backward has
 p_ij = exp(s_ij - lse_i), delta_i = dout_i out_i, and ds_ij = p_ij (dout_i v_j - delta_i) / sqrt(D):
 
     dv_j = sum_i p_ij dout_i      dk_j = sum_i ds_ij q_i      dq_i = sum_j ds_ij k_j
@@ -34,8 +34,6 @@ from cogfast.kernels.torch_library import CPU_DTYPES, register_gradient, registe
 _OP = "flash_attention"
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_CUDNN = 91501  # before 9.15.1, results are wrong if S is not a multiple of 128
-# Both multiply bfloat16 with AMX. With AVX512_BF16 alone only PyTorch's attention does; else it emulates products.
-_LACKS_AMX = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +124,7 @@ def fastest_on_cpu(dtype: torch.dtype) -> str | None:
 
     Every process of a machine has the same answer. docs/kernels.md says what was measured, and where.
     """
-    is_slower = dtype == torch.bfloat16 and _LACKS_AMX
-    is_able = torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES
-    return "cogfast" if is_able and not is_slower else None
+    return "cogfast" if torch_library.HAS_CPU_KERNELS and dtype in CPU_DTYPES else None
 
 
 def fastest_of_pytorch(q: Tensor) -> str | None:

@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <new>
@@ -303,10 +304,26 @@ void backward(const AttentionBackward<T>& x, int64_t begin, int64_t end) {
   }
 }
 
+// Whether oneDNN multiplies bfloat16 here: not if it was built without, or if the environment hides instructions.
+bool has_brgemm() {
+  const BFloat16 a[32] = {}, b[32] = {};
+  float c[16];
+  try {
+    blas::brgemm(1, 16, 2, 2, 16, 16, false, a, b, c, /*is_vnni=*/true);
+  } catch (const std::exception&) {
+    return false;
+  }
+  blas::brgemm_release();
+  return true;
+}
+
 }  // namespace
 
 bool multiplies_bfloat16() {
-  return HAS_BFLOAT16 && at::globalContext().userEnabledMkldnn() && blas::could_pack(at::kBFloat16);
+  if (!HAS_BFLOAT16 || !at::globalContext().userEnabledMkldnn()) return false;
+  // Without AMX such products take 0.6 times the time of float32's on AMD's processors, and 1.4 times on Intel's.
+  static const bool is_faster = blas::could_pack(at::kBFloat16) || (__builtin_cpu_is("amd") && has_brgemm());
+  return is_faster;
 }
 
 int64_t attention_blocks(int64_t num_tokens, bool multiplies_bfloat16) {
