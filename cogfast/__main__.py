@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 
 from cogfast.cli.launchers import adopt_ranks, check_ranks
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
-from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
+from cogfast.core.values import Problems, nearest, one_line, printable
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,

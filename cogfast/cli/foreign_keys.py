@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +27,8 @@ def refuse_sampling_keys(origins: Mapping[str, str], args: Mapping[str, Any]) ->
 def refuse_training_keys(origins: Mapping[str, str]) -> None:
     """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
     group = ""
-    for field in dataclasses.fields(TrainArguments):
-        group, key = GROUPS.get(field.name, group), f"args.{field.name}"
+    for name in TrainArguments.model_fields:
+        group, key = GROUPS.get(name, group), f"args.{name}"
         is_of_training = group in ("learning rate", "evaluation")
         if is_of_training and find_origin(origins, key) == COMMAND_LINE:
             raise ValueError(

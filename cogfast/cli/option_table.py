@@ -22,7 +22,7 @@ from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import describe, is_component_schema, json_schema, show
+from cogfast.core.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 from cogfast.moved import find, public_module
 

@@ -372,7 +372,7 @@ def _parse_words(
     """
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]
-    for name in [f.name for f in fields(TrainArguments)] + unused + list(_OTHER_FLAGS):
+    for name in [*TrainArguments.model_fields] + unused + list(_OTHER_FLAGS):
         # Both --train-iters and --train_iters; a name of one word has one spelling.
         flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
         help_text = shown.get(name, argparse.SUPPRESS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cogfast.config.sat_network import POSITION_KEY
-from cogfast.config.values import nearest_folder
+from cogfast.core.values import nearest_folder
 from cogfast.extensions.stores.mirror import copy_of
 
 # Keys of the configuration to values and to where they come from, for messages

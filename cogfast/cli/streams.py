@@ -16,8 +16,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, TextIO
 
-from cogfast.config.values import printable
 from cogfast.core.addresses import shown
+from cogfast.core.values import printable
 from cogfast.extensions.stores.mirror import named_by_urls
 
 if TYPE_CHECKING:

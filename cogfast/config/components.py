@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig
 
 from cogfast.config.merged_config import DEFAULT, SECTIONS, leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
-from cogfast.config.values import (
+from cogfast.core.values import (
     KeyProblem,
     check_keys,
     check_mapping,

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cogfast.config.arguments import Batch, TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import DEFAULT, find_origin, level, move_origin
-from cogfast.config.values import KeyProblem, Model, Range, join, problem_of, show
+from cogfast.core.keys import Batch
+from cogfast.core.values import KeyProblem, Model, Range, join, problem_of, show
 
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
 _MOST_BF16_SUMMANDS = 4

@@ -33,8 +33,8 @@ from cogfast.config.merged_config import (
     to_dict,
 )
 from cogfast.config.sections import check_sections, complete_sections
-from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
+from cogfast.core.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.extensions.stores.store import CACHE_VARIABLE, is_url
 from cogfast.extensions.stores.store_errors import check_address
 

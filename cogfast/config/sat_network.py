@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.merged_config import DEFAULT, find_origin, level, to_dict
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import (
+from cogfast.core.values import (
     KeyProblem,
     Model,
     Range,

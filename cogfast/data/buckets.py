@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted, printable
+from cogfast.core.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import ClipNotes
 from cogfast.data.datasets import CaptionedVideos

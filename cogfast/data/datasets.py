@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import Range, counted, cut
+from cogfast.core.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from cogfast.config.json_files import read_json
+from cogfast.core.json_files import read_json
 from cogfast.core.shapes import TokenGrid
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.finetune.schemas import Components

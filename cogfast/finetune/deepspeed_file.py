@@ -17,9 +17,9 @@ from typing import Any
 
 from cogfast.config.arguments import select
 from cogfast.config.merged_config import to_dict
-from cogfast.config.values import show
 from cogfast.config.yaml_files import read_yaml
 from cogfast.core.files import read_limited
+from cogfast.core.values import show
 from cogfast.finetune.schemas import Args
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from cogfast.cli.launchers import check_ranks
 from cogfast.cli.streams import start_logging
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import read_json
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import cut
 from cogfast.core.addresses import shown
 from cogfast.core.files import write_text
+from cogfast.core.json_files import read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TokenGrid, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip

@@ -10,7 +10,7 @@ from typing import Any
 
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.values import cut, nearest
+from cogfast.core.values import cut, nearest
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
     find_config,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cogfast.config.components import import_target
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import KeyProblem, nearest
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
+from cogfast.core.values import KeyProblem, nearest
 from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config import Config, data_arguments, instantiate, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments, select, sparse_share
+from cogfast.config.arguments import ModelArguments, TrainArguments, select
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import refuse
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
@@ -37,6 +37,7 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
+from cogfast.extensions.sparse.keys import sparse_share
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import Condition
 from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
@@ -29,6 +28,7 @@ from cogfast.extensions.conditions.inpainting import (
     random_masks,
 )
 from cogfast.model.autoencoder import FirstStage, Moments
+from cogfast.model.keys import Condition
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
 

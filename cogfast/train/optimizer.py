@@ -12,13 +12,15 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cogfast.config import instantiate
-from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import OWN_OPTIMIZERS, own_optimizer
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.parallelize import find_shards
 from cogfast.extensions.memory.host_ema import HostEma
+from cogfast.extensions.memory.keys import EmaDevice, Moments
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.keys import Schedule
 
 logger = logging.getLogger(__name__)
 

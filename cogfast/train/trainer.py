@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.config.values import counted
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.diffusion.denoiser import Conditioning

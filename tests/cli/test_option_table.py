@@ -12,7 +12,7 @@ from cogfast.__main__ import main
 from cogfast.cli.option_table import Group, comments_of, groups, render
 from cogfast.cli.options import parse_train
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.values import show
+from cogfast.core.values import show
 from cogfast.data.datasets import ListedVideos
 from scripts.write_options import FILE, SCHEMA, page, yaml_schema
 from tests.support.tiny_run import ROOT, write_clips

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted, cut
+from cogfast.core.values import counted, cut
 from cogfast.extensions.stores.store import Stat
 
 logger = logging.getLogger(__name__)

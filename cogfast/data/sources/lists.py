@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import find_missing, placed, text_lines, worded
 from cogfast.data.sources.manifest import table_hint

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted
 from cogfast.core.files import MOST_LINE_BYTES
+from cogfast.core.values import counted
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,

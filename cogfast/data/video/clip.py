@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range, counted
+from cogfast.core.values import Range, counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.file import Refusal, check_file
 from cogfast.data.video.picture import holds_picture, read_pixels

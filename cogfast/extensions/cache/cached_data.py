@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import PackedStrings
 from cogfast.distributed.process_groups import ProcessGroups

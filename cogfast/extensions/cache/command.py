@@ -24,8 +24,8 @@ from torch import Tensor
 from cogfast.config import Config, data_arguments, with_words
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import DEFAULT, leaves
-from cogfast.config.values import counted
 from cogfast.core.files import WriteError
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
@@ -168,7 +168,7 @@ class _CacheRun:
         self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
         self.folder = args.latent_cache
         # The videos, and not the cache that this command fills.
-        of_videos = dataclasses.replace(args, latent_cache=None)
+        of_videos = args.changed(latent_cache=None)
         every = assemble_datasets(config, of_videos, groups)
         every = Datasets(_without_masks(every.train), _without_masks(every.valid))
         found, _ = survey_datasets(every, of_videos, groups, 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments
-from cogfast.config.json_files import read_json
 from cogfast.config.merged_config import refuse
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.values import show
+from cogfast.core.json_files import read_json
+from cogfast.core.values import show
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
 from cogfast.extensions.formats.sat_names import sat_name

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.load import with_words
 from cogfast.config.merged_config import refuse
-from cogfast.config.values import counted
 from cogfast.core.files import write_text
+from cogfast.core.values import counted
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.extensions.stores.mirror import url_of
@@ -114,7 +114,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     resume = _resume(config, args)
     manifest: dict[str, Any] = {}
     try:
-        checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+        checkpoint = checkpoint_to_resume(args.changed(resume=resume))
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
     except StoreError as error:
@@ -172,7 +172,7 @@ def _resume(config: Config, args: TrainArguments) -> str:
         return args.resume or "auto"
     if args.run_folder is not None:
         # A path is where the run began: the checkpoints in its own folder are newer.
-        return args.resume if checkpoint_to_resume(replace(args, resume="auto")) is None else "auto"
+        return args.resume if checkpoint_to_resume(args.changed(resume="auto")) is None else "auto"
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "

@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
-from cogfast.config.values import counted
 from cogfast.core.files import sync
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.lora import is_lora_parameter

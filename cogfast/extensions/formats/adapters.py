@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import brief
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
-from cogfast.config.values import counted
+from cogfast.core.json_files import brief
+from cogfast.core.values import counted
 from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO

@@ -6,8 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import (
     check_member,
     merge_lora,
@@ -15,6 +14,7 @@ from cogfast.extensions.formats.adapters import (
     without_adapters,
 )
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.identify import identify, lacking_of
 from cogfast.model.weights.open import open_source

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cogfast.config.components import own_objective
-from cogfast.config.json_files import read_json
-from cogfast.config.values import counted
+from cogfast.core.json_files import read_json
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import (
     adapters_of,
     check_member,

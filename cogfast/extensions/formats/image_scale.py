@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cogfast.config.arguments import ImageLatentScale, conditions_of_run
-from cogfast.config.json_files import check, keys
+from cogfast.core.json_files import check, keys
 from cogfast.extensions.formats.vae import read_vae_config
+from cogfast.model.keys import ImageLatentScale, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 
 logger = logging.getLogger(__name__)

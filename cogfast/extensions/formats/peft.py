@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, brief, check, parse_json, read_json
-from cogfast.config.values import counted, show
+from cogfast.core.json_files import Range, brief, check, parse_json, read_json
+from cogfast.core.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, check, read_json
-from cogfast.config.values import counted, show
+from cogfast.core.json_files import Range, check, read_json
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
+from cogfast.core.values import counted, show
 from cogfast.model.config import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.source import WeightSource, first_of, verify
 from cogfast.model.weights.tensor_files import (

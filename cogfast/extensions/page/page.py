@@ -22,15 +22,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
-from cogfast.config.arguments import conditions_of_run
 from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.values import OF_TEXTS, printable
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
+from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
 from cogfast.extensions.sample.flags import input_words
+from cogfast.model.keys import conditions_of_run
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.config import Config
@@ -108,7 +108,7 @@ def write_facts(
     attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
     global_batch, num_samples, num_trained and shows_ema.
     """
-    used = asdict(args)
+    used = args.model_dump()
     used["attention_backend"] = attention_backend or args.attention_backend
     effective: dict[str, object] = {
         f"args.{key}": value for key, value in used.items() if value != config.args.get(key)

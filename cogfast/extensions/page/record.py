@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.json_files import Range, brief, read_json, read_limited
 from cogfast.config.merged_config import find_origin, leaves, to_dict
-from cogfast.config.values import counted, printable
 from cogfast.config.yaml_files import read_yaml
+from cogfast.core.json_files import Range, brief, read_json, read_limited
+from cogfast.core.values import counted, printable
 from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
 
@@ -33,8 +33,8 @@ _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
 _MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
 _LORA = "model.network_config.params.modules.lora_config.params"
 _DEFAULTS: Mapping[str, object] = {
-    **{f"args.{key}": value for key, value in asdict(TrainArguments()).items()},
-    **{f"model.{key}": value for key, value in asdict(ModelArguments()).items()},
+    **{f"args.{key}": value for key, value in TrainArguments().model_dump().items()},
+    **{f"model.{key}": value for key, value in ModelArguments().model_dump().items()},
 }
 _Count = Annotated[int, Range(0, 2**53)]
 

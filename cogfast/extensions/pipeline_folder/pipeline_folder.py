@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from cogfast.config import Config
 from cogfast.config.arguments import select
 from cogfast.config.components import is_none
-from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
 from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
-from cogfast.config.values import Problems, Range, nearest_folder
+from cogfast.core.json_files import InsideNames, keys, read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.core.values import Problems, Range, nearest_folder
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 
 _ATTENTION = (0.5, 0.4)  # shares, forward and backward, where no backend's are known: an assumption
 INSTALL_FLASH_ATTENTION = "pip install '.[fa4]'"

@@ -10,7 +10,7 @@ import torch
 from cogfast.config import Config
 from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu

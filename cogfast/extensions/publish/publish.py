@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from cogfast.config.arguments import TrainArguments, conditions_of_run
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_objective
-from cogfast.config.json_files import brief, read_limited
-from cogfast.config.values import OF_TEXTS, counted, printable
+from cogfast.core.json_files import brief, read_limited
+from cogfast.core.values import OF_TEXTS, counted, printable
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
@@ -30,6 +30,7 @@ from cogfast.extensions.page.record import read_run
 from cogfast.extensions.pipeline_folder.pipeline_folder import is_hub_id
 from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.model.config import member_of
+from cogfast.model.keys import conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest, run_of
 from cogfast.model.weights.run_checkpoint import open_run
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_of_run
-from cogfast.config.json_files import brief
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.merged_config import leaves, to_dict
-from cogfast.config.values import counted, show
 from cogfast.core.addresses import shown
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.json_files import brief
+from cogfast.core.values import counted, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.extensions.conditions.given_frames import GivenFrames
@@ -36,6 +36,7 @@ from cogfast.extensions.sample.sizes import sampled_sizes
 from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
+from cogfast.model.keys import conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.run_checkpoint import RunFiles
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
@@ -107,7 +108,7 @@ def sample(
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     # Rounded and offloaded weights are for training; adapters are merged into the original ones.
-    whole = dataclasses.replace(args, quantize_base="none", offload_blocks=0)
+    whole = args.changed(quantize_base="none", offload_blocks=0)
     transformer = assemble_transformer(
         config, whole, groups, source, ema, allow_missing=args.force_inference
     ).eval()

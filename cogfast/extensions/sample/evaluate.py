@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import brief
-from cogfast.config.values import counted, show
 from cogfast.core.files import WriteError
+from cogfast.core.json_files import brief
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted, show
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -224,7 +224,7 @@ class Evaluator:
         # The workers of training stay alive meanwhile.
         given = {"seed": _SEED, "num_workers": min(1, args.num_workers)}
         given["gradient_accumulation_steps"] = self.accumulation
-        args = replace(args, batch_size=size, **given)
+        args = args.changed(batch_size=size, **given)
         name = "bad_samples_valid.jsonl"
         return assemble_batches(
             self._held_out, args, self.groups, self.folder, num_steps=num_steps, list_name=name

@@ -17,8 +17,8 @@ from cogfast.config.components import is_none
 from cogfast.config.merged_config import COMMAND_LINE, leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import show
 from cogfast.core.addresses import hint, shown
+from cogfast.core.values import show
 
 _GUIDERS = "cogfast.diffusion.guidance"
 _SAMPLER = "model.sampler_config.params"

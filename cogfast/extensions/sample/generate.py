@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from cogfast.config.values import counted
 from cogfast.core.files import write_whole
 from cogfast.core.shapes import pad_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted
 from cogfast.data.batches import in_unit_range
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.buckets import have_same_shape
 from cogfast.data.datasets import mask_of

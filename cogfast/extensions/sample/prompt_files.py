@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
 from cogfast.core.files import read_limited
+from cogfast.core.values import counted
 
 
 @dataclass(frozen=True, slots=True)

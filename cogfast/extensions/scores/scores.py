@@ -25,11 +25,11 @@ from typing import IO, TYPE_CHECKING
 
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import brief, read_json
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import refuse
-from cogfast.config.values import nearest
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.json_files import brief, read_json
+from cogfast.core.values import nearest
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
 

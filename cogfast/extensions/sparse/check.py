@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments, sparse_share
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
 from cogfast.config.merged_config import refuse
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.sparse.attention import BLOCK, Blocks, attended_keys, sparse_attention
+from cogfast.extensions.sparse.keys import sparse_share
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
@@ -124,7 +124,7 @@ def choose_attention(
     """Return "dense" or "sparse:SHARE": what args.attention says, else `stored`, that of the checkpoint
     that is resumed or sampled."""
     chosen = args.attention or stored or "dense"
-    check_sparse(config, replace(args, attention=chosen), model, is_training)
+    check_sparse(config, args.changed(attention=chosen), model, is_training)
     share = sparse_share(chosen)
     if groups.is_main and stored is not None and chosen != stored:
         text = "attention: %s instead of the checkpoint's %s, as args.attention says"

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from cogfast.core import files
 from cogfast.extensions.stores import copies
+from cogfast.extensions.stores.keys import parse_cache
 from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
 from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
 
@@ -53,8 +54,6 @@ _IN_USE = 5.0  # seconds after its last use for which a local copy is not remove
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
 _OURS = re.compile(r"[0-9a-f]{32}(\.[^.]*)?\.(xxh3|[0-9a-f]{12}\.incomplete)")  # checksums, drafts
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "Last-Modified")
 _VERSIONS += ("modify", "mtime", "created")
@@ -384,19 +383,6 @@ def _check_fits(folder: Path, limit: int, num_bytes: int, in_use: int = 0) -> No
         text = f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
         fix = "set args.local_cache=FOLDER:SIZE to a larger SIZE, or a folder with more space"
         raise StoreError(f"{text}{in_use} are in use; {fix}")
-
-
-def parse_cache(text: str) -> tuple[Path, int | None]:
-    """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
-    folder, colon, size = text.rpartition(":")
-    if not colon and not _SIZE.fullmatch(text):
-        return Path(os.path.expanduser(text)).absolute(), None
-    match = _SIZE.fullmatch(size)
-    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
-    if not folder or number <= 0:
-        rule = "must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in bytes, K, M, G or T"
-        raise ValueError(f"args.local_cache={text}: {rule}")
-    return Path(os.path.expanduser(folder)).absolute(), number
 
 
 @contextmanager

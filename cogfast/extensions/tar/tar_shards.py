@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cogfast.config.values import counted
 from cogfast.core.addresses import distinct
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.file_index import user_index

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_json
-from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
 from cogfast.core.addresses import each_text, shown
 from cogfast.core.files import (
@@ -32,6 +30,8 @@ from cogfast.core.files import (
     read_limited,
     wait_until,
 )
+from cogfast.core.json_files import Size, brief, is_inside, keys, parse_json, read_json
+from cogfast.core.values import Range
 
 FORMAT = "cogfast-checkpoint-3"
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, Size, brief, check, read_json
-from cogfast.config.values import show
+from cogfast.core.json_files import Range, Size, brief, check, read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
+from cogfast.core.values import show
 from cogfast.model.config import TransformerConfig, inpainting_channels
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
 from cogfast.extensions.formats.completed import adapters_for, completed, fitted
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.identify import identify

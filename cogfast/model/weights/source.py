@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.json_files import brief
-from cogfast.config.values import counted
+from cogfast.core.json_files import brief
 from cogfast.core.shapes import PatchSize, TokenGrid
+from cogfast.core.values import counted
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import InsideNames, brief, keys, read_json
 from cogfast.core.files import LFS, ChecksumFile, is_disk_full, is_lfs_pointer
+from cogfast.core.json_files import InsideNames, brief, keys, read_json
 
 # The *.bin files of weights; accelerate has others beside them.
 TORCH_FILES = "*pytorch_model*.bin"

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.arguments import FolderLayout
 from cogfast.core.files import WriteError, is_disk_full, read_limited, sync, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
@@ -51,6 +50,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.keys import FolderLayout
 from cogfast.train.own_classes import Classes
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,14 @@ import torch
 from cogfast.config import Config, resolve
 from cogfast.config.arguments import ModelArguments, TrainArguments, select
 from cogfast.config.components import is_none, own_objective, own_optimizer
-from cogfast.config.json_files import brief
 from cogfast.config.load import COMMAND_KEY
 from cogfast.config.merged_config import DEFAULT, find_origin, level, refuse, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
 from cogfast.config.sat_unused import own_defaults
-from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
 from cogfast.core.files import open_regular
+from cogfast.core.json_files import brief
+from cogfast.core.values import Problems, counted, cut, nearest, one_line, show
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.extensions.conditions.check import (
     check_conditions,

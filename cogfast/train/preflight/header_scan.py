@@ -12,7 +12,7 @@ from typing import TypeGuard
 import numpy as np
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset

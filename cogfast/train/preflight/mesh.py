@@ -8,7 +8,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import refuse
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.values import show
+from cogfast.core.values import show
 from cogfast.model.config import TransformerConfig
 from cogfast.train.video_size import bucket_sizes, sampled_size
 

@@ -5,7 +5,6 @@ Cheap parts are built once, so that their errors are reported early, with the fi
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import sys
@@ -22,7 +21,7 @@ from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import is_none
 from cogfast.config.load import with_words
 from cogfast.config.merged_config import find_origin, refuse
-from cogfast.config.values import KeyProblem, cut
+from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.train.assembly import Diffusion
 from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer, shorter_warmup
@@ -172,5 +171,5 @@ def fit_rates(
     steps = shorter_warmup(config.origins, args, num_steps, stored)
     if steps is not None and steps != args.warmup_steps:
         config = with_words(config, [f"args.warmup_steps={steps}"], TENTH)
-        args = dataclasses.replace(args, warmup_steps=steps)
+        args = args.changed(warmup_steps=steps)
     return config, args, build_learning_rate(args, num_steps)

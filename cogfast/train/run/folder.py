@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from glob import escape
@@ -28,13 +27,13 @@ import torch
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
 from cogfast.config import Config
-from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves, to_dicts
-from cogfast.config.values import counted, cut, printable
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
+from cogfast.core.values import counted, cut, printable
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -55,6 +54,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     run_of,
     step_of,
 )
+from cogfast.train.keys import FolderLayout
 from cogfast.train.optimizer import TENTH
 from cogfast.train.own_classes import Classes, changes_of_code
 
@@ -554,7 +554,7 @@ def _completed(sections: dict) -> dict:
     """
     if not sections:
         return {}
-    defaults = {"args": asdict(TrainArguments()), "model": asdict(ModelArguments())}
+    defaults = {"args": TrainArguments().model_dump(), "model": ModelArguments().model_dump()}
     whole = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
     fold(whole, {})
     return whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
 from cogfast.config.merged_config import leaves
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -187,7 +186,7 @@ class Parts:
         self.attention = choose_attention(
             config, args, transformer.config, manifest.get("attention"), groups, is_training=True
         )
-        args = dataclasses.replace(args, attention=self.attention)
+        args = args.changed(attention=self.attention)
         use_attention(transformer, self.attention)
         if groups.is_main and transformer.sparse_share is not None and args.export != "none":
             logger.warning(
@@ -381,7 +380,7 @@ def _take_adapters(
             folder,
             step,
         )
-    return step, dataclasses.replace(args, load_lora=groups.on_all(partial(copy_of, file)))
+    return step, args.changed(load_lora=groups.on_all(partial(copy_of, file)))
 
 
 def _log_changes(

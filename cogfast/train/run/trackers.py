@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogfast.config.values import one_line
 from cogfast.core.files import open_own
+from cogfast.core.values import one_line
 from cogfast.train.run.folder import wandb_id
 
 if TYPE_CHECKING:

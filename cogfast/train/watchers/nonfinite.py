@@ -6,7 +6,6 @@ a log line that reports a bad step, all ranks read its micro-batches again and r
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import printable
+from cogfast.core.values import printable
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
@@ -148,7 +147,7 @@ class NonfiniteCheck(Watcher):
         groups = self.groups
         network_ranks = groups.control if self.engine.stage == 3 else groups.model_control
         # In this process: workers would read ahead far more than is needed.
-        args = dataclasses.replace(self.args, num_workers=0, max_bad_fraction=1.0)
+        args = self.args.changed(num_workers=0, max_bad_fraction=1.0)
         given = (self.dataset, args, groups, self.folder, bad - 1)
         with groups.on_all(lambda: assemble_batches(*given)) as batches:
             for _ in range(args.gradient_accumulation_steps):

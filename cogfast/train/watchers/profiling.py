@@ -23,8 +23,8 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.cuda import profiler as cuda_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cogfast.config.values import counted
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.core.values import counted
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.stores.mirror import name_of

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import ImageLatentScale, TrainArguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.formats.image_scale import pipeline_code, scale_of
 from cogfast.extensions.sample.sizes import sampled_sizes
+from cogfast.model.keys import ImageLatentScale
 from cogfast.train.preflight.check import check_sample
 from cogfast.train.video_size import LatentSize
 from tests.support.pipelines import PROMPT, SCALE, SEED, SIZE, STEPS, Pipelines

@@ -241,7 +241,7 @@ def test_a_run_on_a_cpu_stores_the_choice_of_all_ranks(run: Run, monkeypatch) ->
     model = trained.last.engine.transformer.config
     # Another machine has no library.
     assert choose_for_training(config, args, model, both, stored=None) == "flash"
-    own = dataclasses.replace(args, kernels="torch")
+    own = args.changed(kernels="torch")
     alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name])
     for stored in (None, "cogfast"):
         assert choose_for_training(config, own, model, alone, stored) is None
