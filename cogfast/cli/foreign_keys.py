@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cogfast.config.arguments import GROUPS, TrainArguments
-from cogfast.config.merged_config import COMMAND_LINE, find_origin, level
+from cogfast.core.keys import COMMAND_LINE, find_origin, level
 
 _OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
 

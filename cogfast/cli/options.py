@@ -18,9 +18,9 @@ from pathlib import Path
 from cogfast.cli import start
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_unused import UNUSED
 from cogfast.core.files import read_limited
+from cogfast.core.keys import DEFAULT
 from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT, find_origin, level, move_origin
-from cogfast.core.keys import Batch
+from cogfast.config.merged_config import move_origin
+from cogfast.core.keys import DEFAULT, Batch, find_origin, level
 from cogfast.core.values import KeyProblem, Model, Range, join, problem_of, show
 
 # Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
@@ -251,7 +251,7 @@ def _keys(model: type[BaseModel]) -> dict[str, Any]:
     return {"properties": known, "additionalProperties": {}}
 
 
-def stage_and_sums(section: dict, args: TrainArguments) -> tuple[int, str | None]:
+def stage_and_sums(section: Mapping, args: TrainArguments) -> tuple[int, str | None]:
     """Return the ZeRO stage that runs, and the dtype in which micro-batches are summed (None: theirs).
 
     section: of the configuration, `deepspeed`. The sums of many bf16 micro-batches are float32 unless

@@ -25,11 +25,11 @@ from cogfast.config.deepspeed_keys import (
     prepare,
     take,
 )
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
+from cogfast.config.merged_config import SECTIONS
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, fold_lora
 from cogfast.config.sat_unused import UNUSED
-from cogfast.core.keys import Keys, Share
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin
 from cogfast.core.values import (
     KeyProblem,
     Model,

@@ -6,18 +6,33 @@ that `After` gives (`ordered`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from cogfast.core.values import KeyProblem, Model, Range
 
-__all__ = ["After", "Batch", "Count", "Keys", "Model", "Range", "Share", "Size", "ordered"]
+__all__ = [
+    "After",
+    "Batch",
+    "Count",
+    "KeyProblem",
+    "Keys",
+    "Model",
+    "Range",
+    "Share",
+    "Size",
+    "ordered",
+]
 
 Count = Annotated[int, Range(1, 10**9)]  # steps, epochs, batches
 Batch = Annotated[int, Range(1, 10**5)]
 Size = Annotated[int, Range(1, 2**16)]  # rows, columns, frames
 Share = Annotated[float, Range(0, 1)]
+# Origins of values that no file has
+COMMAND_LINE = "command line"
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +81,37 @@ def ordered(kind: type[K]) -> type[K]:
     kind.__pydantic_fields__ = {name: kind.model_fields[name] for name in names(None)}
     kind.model_rebuild(force=True)
     return kind
+
+
+@contextmanager
+def with_origins(origins: Mapping[str, str]) -> Iterator[None]:
+    """Put the file or the option that set the key in front of a KeyProblem."""
+    try:
+        yield
+    except KeyProblem as problem:
+        raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from problem
+
+
+def find_origin(origins: Mapping[str, str], key: str) -> str:
+    """Return the origin of the value of `key`. An item of a list has the origin of the list."""
+    if key in origins:  # a key may itself have brackets
+        return origins[key]
+    path = key.replace("[", ".").replace("]", "")
+    if path in origins:
+        return origins[path]
+    # A mapping has no origin of its own: use that of one of its values, if possible not a default.
+    below = [origin for name, origin in origins.items() if name.startswith(path + ".")]
+    if below:
+        return next((origin for origin in reversed(below) if origin != DEFAULT), DEFAULT)
+    while path := path.rpartition(".")[0]:
+        if path in origins:
+            return origins[path]
+    return DEFAULT
+
+
+def level(origin: str) -> int:
+    """Return 2 for key=value words, 1 for options such as --lora, 0 for files and defaults.
+
+    Where two keys set the same, the one of the higher level counts.
+    """
+    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))

@@ -12,8 +12,9 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,10 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.deepspeed_keys import stage_and_sums
-from cogfast.config.merged_config import to_dict
 from cogfast.distributed.fused_step import (
     BlockGather,
     FusedStep,
@@ -78,13 +77,13 @@ def whole_shape(parameter: Tensor) -> list[int]:
     return list(getattr(parameter, "ds_shape", parameter.shape)) or [1]
 
 
-def deepspeed_config(config: Config, args: TrainArguments) -> dict:
-    """Return the `deepspeed` section as DeepSpeed expects it, for an optimizer that cogfast builds.
+def deepspeed_config(given: Mapping[str, Any], args: TrainArguments) -> dict:
+    """Return the section `deepspeed` as DeepSpeed expects it, for an optimizer that cogfast builds.
 
     Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
     stage 0 is a different one and gives different losses.) `stage_and_sums` says which other runs do.
     """
-    section = to_dict(config.deepspeed)
+    section = deepcopy(dict(given))
     for handled_here in ("optimizer", "scheduler", "train_batch_size"):
         section.pop(handled_here, None)
     section["train_micro_batch_size_per_gpu"] = args.batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -33,6 +33,7 @@ from cogfast.model.embeddings import (
     unpatchify,
 )
 from cogfast.model.initialization import initialize
+from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
@@ -320,6 +321,28 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     elif config.learnable_position:
         table = PositionTable(*size, interpolation=None)
     return table, rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What model.network_config describes."""
+
+    kind: type[DiffusionTransformer]
+    config: TransformerConfig
+    target: str  # the name that the configuration has for `kind`
+    model: ModelKeys  # what of it is trained
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the class is a user's own."""
+        return self.kind is not DiffusionTransformer
+
+    def build(self, seed: int = 0) -> DiffusionTransformer:
+        """Build the transformer, with LoRA, and set requires_grad."""
+        transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
+        prefixes, modules = keys.not_trainable_prefixes, keys.trainable_modules
+        freeze(transformer, prefixes, keys.lora_train, modules)
+        return transformer
 
 
 def build_transformer(

@@ -394,7 +394,9 @@ class Trainer:
             log_results(self.metrics.history, self.evaluator.samples)
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
             log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
-            warn_of_image_scale(self.config, is_end=True)
+            warn_of_image_scale(
+                self.parts.model, self.parts.network.config.patch_size, self.args.load, is_end=True
+            )
             return
         interval = self.args.exit_interval
         reason = stop.reason if stop.is_stopping else f"args.exit_interval={interval}"
@@ -406,4 +408,6 @@ class Trainer:
             self.parts.how_to_resume(),
         )
         log_results(self.metrics.history, self.evaluator.samples)
-        warn_of_image_scale(self.config, is_end=True)
+        warn_of_image_scale(
+            self.parts.model, self.parts.network.config.patch_size, self.args.load, is_end=True
+        )

@@ -137,7 +137,7 @@ def test_dry_run(model: str, more: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert "accepted and not used" not in text  # our files hold no key that nothing reads
     config = run_of(*files).config()
     network = transformer_arguments(config.model.network_config.params)
-    check_conditions(config, ModelArguments.from_config(config), network)
+    check_conditions(ModelArguments.from_config(config), network)
     line = next(t for t in text.splitlines() if t.startswith("  lr: "))
     assert line.split() == (
         ["lr:", "0.0001", "#", "lora.yaml"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.config.merged_config import find_origin, to_dict
+from cogfast.config.merged_config import to_dict
+from cogfast.core.keys import find_origin
 from cogfast.finetune.deepspeed_file import Launch, deepspeed_settings, read_launch
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import translate

@@ -11,16 +11,16 @@ import torch
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import find_origin, to_dict
-from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.merged_config import to_dict
+from cogfast.core.keys import find_origin
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
-from cogfast.model.config import TransformerConfig
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
+from cogfast.train.run import opened
 from cogfast.train.run.terminal import log_commands, resume_words
 from cogfast.train.video_size import sampled_size
 from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_the_paper
@@ -200,8 +200,9 @@ def test_a_validation_is_that_of_the_pipelines(options, tmp_path):
     given = {"validation_steps": 2, "validation_dir": tmp_path, "validation_prompts": "prompts.txt"}
     config = translate(Args(**options("5b", do_validation=True, gen_fps=24, **given)))
     assert (config.args.sampling_fps, config.args.negative_prompt) == (24, "")
-    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
-    assert sampled_size(config, model).fps == 24
+    made = opened.Run(config)
+    size = sampled_size(made.data_arguments, made.network.config, made.args.sampling_fps)
+    assert size.fps == 24
 
 
 def test_whole_models_are_exported_at_an_interval(options):

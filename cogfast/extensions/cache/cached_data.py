@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.values import counted
 from cogfast.data.datasets import CaptionedVideos
@@ -26,11 +25,12 @@ from cogfast.extensions.cache.entry_keys import (
 from cogfast.extensions.stores.store import StoreError
 from cogfast.train.assembly import Datasets
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.run.opened import Run
 
 
 def read_from_cache(
     datasets: Datasets,
-    config: Config,
+    run: Run,
     args: TrainArguments,
     groups: ProcessGroups,
     overrides: EncodeOverrides,
@@ -47,7 +47,7 @@ def read_from_cache(
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     every = [train] if valid is None else [train, valid]
     try:
-        entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
+        entries, keys = groups.on_main(lambda: _find(every, run, args, overrides))
     except StoreError as error:
         raise ValueError(f"args.latent_cache: {error}") from None
     cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
@@ -55,14 +55,15 @@ def read_from_cache(
 
 
 def _find(
-    every: list[CaptionedVideos], config: Config, args: TrainArguments, overrides: EncodeOverrides
+    every: list[CaptionedVideos], run: Run, args: TrainArguments, overrides: EncodeOverrides
 ) -> tuple[dict[str, Entries], list[dict[str, PackedStrings]]]:
     """Return the entries by kind, and the keys of each data set: by the names of
     `CaptionedVideos.encoded`."""
     assert args.latent_cache is not None, "the caller reads from it"
     folder = args.latent_cache
     sources = Sources(folder)
-    specs = cache_specs(config, args, every[0].settings, overrides)
+    described = run.sections, run.allow_import, args, run.model
+    specs = cache_specs(*described, every[0].settings, overrides)
     changed = [
         name
         for v in every

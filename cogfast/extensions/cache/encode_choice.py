@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.process_groups import ProcessGroups
@@ -44,20 +42,20 @@ class EncodeChoice:
     """Makes the choice of a run when its first sample is encoded. `way` is None before, and without clips.
     Collective.
 
-    stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
+    shape: (B, F, H, W) of `largest_clips`. stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
     a latent cache, its way is stored in the checkpoints.
     """
 
     def __init__(
         self,
-        config: Config,
+        shape: tuple[int, int, int, int],
         args: TrainArguments,
         groups: ProcessGroups,
         stored: Sequence[Any] | None = None,
         dataset: object = None,
     ) -> None:
         self.args, self.groups = args, groups
-        self.shape = largest_clips(config, args)
+        self.shape = shape
         if isinstance(dataset, CachedVideos):
             way = dataset.entries["video"].spec.get(ENCODE_CHUNKS)
             stored = stored if way is None else (way, True)
@@ -98,14 +96,15 @@ def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
     return free_memory(groups.device)[0]
 
 
-def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, int]:
-    """Return (B, F, H, W) of the largest batch that a run encodes at once."""
-    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
-    size = largest_size(config, model)
-    at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
+def largest_clips(
+    args: TrainArguments, data: Mapping[str, Any], model: TransformerConfig, at_once: int | None
+) -> tuple[int, int, int, int]:
+    """Return (B, F, H, W) of the largest batch that a run encodes at once. data: the data set's arguments.
+    at_once: model.en_and_decode_n_samples_a_time."""
+    size = largest_size(data, model)
     # The batch with most pixels decides. Pictures are encoded one by one.
     volume = lambda each: each.num_frames * math.prod(each.pixels)
-    sizes = batch_sizes(config, model)
+    sizes = batch_sizes(data, model)
     clips = [times * volume(each) for times, each in sizes if each.num_frames > 1]
     most = math.ceil(max(clips, default=0) / volume(size))
     batch = max(args.batch_size, args.eval_batch_size or 1) * max(1, most)

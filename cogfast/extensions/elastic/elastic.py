@@ -13,9 +13,8 @@ from typing import Any
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.load import with_words
-from cogfast.config.merged_config import refuse
 from cogfast.core.files import write_text
-from cogfast.core.values import counted
+from cogfast.core.values import KeyProblem, counted
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.extensions.stores.mirror import url_of
@@ -67,11 +66,11 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
         return config, None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         text = f"{_KEY}={mode} needs torchrun, with --nnodes=MIN:MAX and --max-restarts=N (docs/launch.md)"
-        refuse(config, _KEY, f"{text}; start it so, or use {_KEY}=off")
+        raise KeyProblem(_KEY, f"{text}; start it so, or use {_KEY}=off")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # It keeps the addresses of earlier starts, with which ranks then try to connect.
         text = f"{_KEY}={mode} needs a new store at each start, and this torchrun keeps its own"
-        refuse(config, _KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+        raise KeyProblem(_KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
     launch = Launch.join()
     plan = _agree(config, launch)
     while True:
@@ -111,7 +110,7 @@ def _agree(config: Config, launch: Launch) -> Plan:
 def plan_world(config: Config, num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
     args = TrainArguments.from_config(config)
-    resume = _resume(config, args)
+    resume = _resume(args)
     manifest: dict[str, Any] = {}
     try:
         checkpoint = checkpoint_to_resume(args.changed(resume=resume))
@@ -119,7 +118,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
             manifest = read_manifest(checkpoint, RESUMABLE)
     except StoreError as error:
         key = "args.save" if args.run_folder is None else "args.run_folder"
-        refuse(config, key, f"{key}={error}")
+        raise KeyProblem(key, f"{key}={error}") from None
     except DamagedRun as error:
         fall_back(error, resume)
         return plan_world(config, num_ranks)
@@ -137,7 +136,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     if args.elastic == "shrink" and num_ranks < of_model:
         text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
         text += f" (args.model_parallel_size={tensor} x args.context_parallel_size={context}); raise MIN of "
-        refuse(config, _KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
+        raise KeyProblem(_KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
     here = divide(total, args.batch_size, num_ranks // of_model)
     used, wanted = here[0] * of_model, max(num_before, of_model)
     if args.elastic == "wait" and used < wanted:
@@ -166,7 +165,7 @@ def fall_back(error: DamagedRun, resume: str | None) -> None:
     logger.warning("%s; %s continues from it", error, _KEY)
 
 
-def _resume(config: Config, args: TrainArguments) -> str:
+def _resume(args: TrainArguments) -> str:
     """Return args.resume so that each restart continues from the newest checkpoint of the run."""
     if args.resume in (None, "auto", "latest"):
         return args.resume or "auto"
@@ -176,5 +175,5 @@ def _resume(config: Config, args: TrainArguments) -> str:
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "
-        refuse(config, "args.resume", f"{text}its run")
+        raise KeyProblem("args.resume", f"{text}its run")
     return args.resume

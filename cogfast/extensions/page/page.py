@@ -22,10 +22,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
-from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
+from cogfast.core.keys import DEFAULT
 from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run

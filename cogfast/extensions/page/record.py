@@ -16,9 +16,10 @@ from typing import Annotated, Any
 from omegaconf.errors import OmegaConfBaseException
 
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.merged_config import find_origin, leaves, to_dict
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.yaml_files import read_yaml
 from cogfast.core.json_files import Range, brief, read_json, read_limited
+from cogfast.core.keys import find_origin
 from cogfast.core.values import counted, printable
 from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of

@@ -23,11 +23,12 @@ from cogfast.config import Config
 from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
+from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
 from cogfast.core.json_files import InsideNames, keys, read_json
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin
 from cogfast.core.shapes import SPATIAL_COMPRESSION
-from cogfast.core.values import Problems, Range, nearest_folder
+from cogfast.core.values import KeyProblem, Problems, Range, nearest_folder
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
@@ -214,7 +215,7 @@ def fill_from_pipeline(
         if factor is not None and factor != given:
             if origins.get(_SCALE, DEFAULT) != DEFAULT:
                 text = f"{_SCALE}={given}, but {folder}/vae/config.json has scaling_factor={factor}"
-                refuse(config, _SCALE, f"{text}; set the same, or use the file of the model")
+                raise KeyProblem(_SCALE, f"{text}; set the same, or use the file of the model")
             model["scale_factor"] = factor
             found.append(_SCALE)
     for i, entry in enumerate(select(model, "conditioner_config.params.emb_models") or []):
@@ -250,7 +251,9 @@ def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
         try:
             OmegaConf.update(whole, key, copy_of(value))
         except OSError as error:
-            refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}")
+            raise KeyProblem(
+                key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}"
+            ) from None
     return dataclasses.replace(config, **{str(name): whole[name] for name in whole})
 
 

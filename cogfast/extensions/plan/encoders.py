@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cogfast.config import Config, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import is_none
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.component import Component
 from cogfast.core.shapes import num_latent_frames
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
-from cogfast.train.assembly import text_entry, video_data
+from cogfast.train.assembly import video_data
+from cogfast.train.run.opened import Run
 
 _FLOAT32 = 4
 # google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
@@ -109,7 +109,7 @@ class Encoders:
 
 
 def find_encoders(
-    config: Config,
+    run: Run,
     args: TrainArguments,
     shape: tuple[int, int, int, int],
     text_length: int,
@@ -118,9 +118,9 @@ def find_encoders(
 ) -> Encoders:
     """Return what the encoders of a configuration take; files that are missing need not exist.
     num_captions: the most of a micro-batch."""
-    model = ModelArguments.from_config(config)
+    model = run.model
     # A data section that is still to come counts as one of clips.
-    is_of_clips = "target" not in config.data or video_data(config) is not None
+    is_of_clips = run.data is None or video_data(run.data) is not None
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     frames = GivenFrames.parse(model.given_frames)
@@ -134,8 +134,10 @@ def find_encoders(
     if args.mode == "inference":
         in_step, samples = (False, False), True
     in_evaluation = (samples, samples)
-    text_bytes, text_peak = _text_encoder(config, args, text_length, number_bytes, num_captions)
-    is_known, mode = _first_stage(config)
+    text_bytes, text_peak = _text_encoder(
+        run.text_encoder, args.precision, text_length, number_bytes, num_captions
+    )
+    is_known, mode = _first_stage(run.first_stage)
     return Encoders(
         text_bytes=text_bytes,
         text_peak=text_peak,
@@ -152,12 +154,11 @@ def find_encoders(
     )
 
 
-def _first_stage(config: Config) -> tuple[bool, str]:
+def _first_stage(stage: Component | None) -> tuple[bool, str]:
     """Return whether the first stage is the VAE of CogVideoX, and its encode_chunks."""
-    node = config.model.get("first_stage_config")
-    if is_none(node):
+    if stage is None:
         return False, "auto"
-    target, params = resolve(node, config.allow_import)
+    target, params = stage.kind, stage.arguments
     mode = str(params.get("encode_chunks") or "auto")
     if params.get("use_tiling"):
         mode = "tiles"
@@ -170,14 +171,13 @@ def _first_stage(config: Config) -> tuple[bool, str]:
 
 
 def _text_encoder(
-    config: Config, args: TrainArguments, length: int, number_bytes: int, batch: int
+    encoder: Component | None, precision: str, length: int, number_bytes: int, batch: int
 ) -> tuple[int, int]:
     """Return the bytes of the text encoder's weights, and the peak of its activations."""
-    node, _ = text_entry(config)
-    if node is None or is_none(node) or resolve(node, config.allow_import)[0] is not T5TextEncoder:
+    if encoder is None or encoder.kind is not T5TextEncoder:
         return 0, 0
     weights = T5_NUMEL * number_bytes
-    if args.precision == "fp16":
+    if precision == "fp16":
         weights += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
     scores = 2 * _T5_HEADS * length**2 * (_FLOAT32 + number_bytes)
     rows = length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes

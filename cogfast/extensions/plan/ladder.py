@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cogfast.config import Config, with_words
+from cogfast.config import with_words
 from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
@@ -33,6 +33,7 @@ from cogfast.extensions.plan.memory import (
 from cogfast.extensions.plan.trace import Traces
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Fitted:
     """A configuration after the changes. changes: `key=value` words, or a number of GPUs."""
 
     changes: tuple[str, ...]
-    config: Config
+    run: Run
     args: TrainArguments
     plan: MemoryPlan
 
@@ -60,12 +61,12 @@ class Fitted:
         )
 
 
-def climb(config: Config, args: TrainArguments, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
+def climb(run: Run, args: TrainArguments, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
     """Return the first changes of the ladder with which the run fits, or those that help if none do.
 
     has_gpus: also the changes that are no keys of the same layout: ZeRO-3, more GPUs.
     """
-    start = Fitted((), config, args, plan)
+    start = Fitted((), run, args, plan)
     if plan.fits:
         return start
     found = start
@@ -92,8 +93,8 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     """Plan the run of `start` with these changes. A later change of a key replaces an earlier one."""
     changes = tuple({change.partition("=")[0]: change for change in changes}.values())
     words = [word for change in changes if "GPUs" not in change for word in change.split()]
-    config = with_words(start.config, words, FIT)
-    args, setup = TrainArguments.from_config(config), start.plan.setup
+    run = Run(with_words(start.run.config, words, FIT))
+    args, setup = run.args, start.plan.setup
     gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
     number = gpus[-1] if gpus else setup.world_size
     made = [word for word in words if word.startswith(_TRACED)]
@@ -101,8 +102,8 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     for each in (start, before):
         if made == [w for c in each.changes for w in c.split() if w.startswith(_TRACED)]:
             traces = each.plan.setup.traces
-    changed = setup_of(config, args, number, traces)
-    return Fitted(changes, config, args, plan_memory(changed, start.plan.card))
+    changed = setup_of(run, args, number, traces)
+    return Fitted(changes, run, args, plan_memory(changed, start.plan.card))
 
 
 def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
@@ -141,18 +142,16 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
         number *= 2
 
 
-def fit_to_device(
-    config: Config, args: TrainArguments, groups: ProcessGroups
-) -> tuple[Config, TrainArguments]:
-    """Return the configuration that fits on the device of the rank with the least memory.
+def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
+    """Return the run that fits on the device of the rank with the least memory.
 
     All ranks return the same. Raises ValueError if the whole ladder does not make it fit.
     """
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(setup_of(config, args, groups.world_size), card)
-    found = climb(config, args, plan)
+    plan = plan_memory(setup_of(run, run.args, groups.world_size), card)
+    found = climb(run, run.args, plan)
     if not found.plan.fits:
         raise ValueError(
             f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still "
@@ -162,7 +161,7 @@ def fit_to_device(
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
-    return found.config, found.args
+    return found.run
 
 
 def apply_checkpointing(

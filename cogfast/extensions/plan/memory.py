@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.deepspeed_keys import stage_and_sums
-from cogfast.config.merged_config import to_dict
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
@@ -38,10 +36,11 @@ from cogfast.extensions.plan.zero import (
 from cogfast.extensions.prodigy_muon.optimizers import Muon
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
-from cogfast.model.transformer import DiffusionTransformer
+from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.train.activation_checkpointing import LADDER, Policy
 from cogfast.train.assembly import DTYPES, build_on_meta
 from cogfast.train.optimizer import build_optimizer
+from cogfast.train.run.opened import Run
 from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
 
 GIB = 2**30
@@ -328,21 +327,22 @@ def _evaluation_phases(
 
 
 def setup_of(
-    config: Config, args: TrainArguments, world_size: int, traces: Traces | None = None
+    run: Run, args: TrainArguments, world_size: int, traces: Traces | None = None
 ) -> Setup:
     """Collect what decides the memory of a configuration on `world_size` ranks.
 
     traces: of the same model with the same layout, if there are some.
     """
-    traces = traces or Traces(_build(config, args))
+    traces = traces or Traces(_build(run.network, args))
     model = traces.transformer.config
-    clip, batches = largest_size(config, model), batch_sizes(config, model)
+    data = run.data_arguments
+    clip, batches = largest_size(data, model), batch_sizes(data, model)
     times, size = max(batches, key=lambda pair: pair[0] * pair[1].num_tokens(model))
     # Pictures are encoded one by one, which takes less than a clip.
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
     number = DTYPES[args.precision].itemsize
-    encoders = find_encoders(config, args, shape, model.text_length, number, captions)
+    encoders = find_encoders(run, args, shape, model.text_length, number, captions)
     is_sampling = args.mode == "inference"
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
@@ -352,7 +352,9 @@ def setup_of(
     ]
     return Setup(
         traces=traces,
-        rules=rules_of(config, args, world_size // args.model_parallel_size),
+        rules=rules_of(
+            run.deepspeed, args, world_size // args.model_parallel_size, run.allow_import
+        ),
         size=size,
         batch_size=args.batch_size * times,
         choice=str(args.activation_checkpointing),
@@ -384,10 +386,10 @@ def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig
     return per_sample
 
 
-def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:
+def _build(network: Network, args: TrainArguments) -> DiffusionTransformer:
     """Build the shard of the rank that has most, without memory and processes."""
     tensor, context = args.model_parallel_size, args.context_parallel_size
-    transformer = build_on_meta(config, args, stand_in(0, tensor) if tensor > 1 else None)
+    transformer = build_on_meta(network, args, stand_in(0, tensor) if tensor > 1 else None)
     if context > 1:
         split_context(transformer, stand_in(context - 1, context))
     return transformer
@@ -409,9 +411,13 @@ def _num_moments(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int:
     return 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
 
 
-def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
+def rules_of(
+    section: Mapping[str, Any],
+    args: TrainArguments,
+    data_size: int,
+    allow_import: Sequence[str] = (),
+) -> ZeroRules:
     """Return where DeepSpeed and the optimizer keep the state of this configuration."""
-    section = to_dict(config.deepspeed)
     zero = section.get("zero_optimization") or {}
     number = DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
@@ -421,7 +427,7 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
     optimizer = build_optimizer(
         section.get("optimizer") or {},
         [{"params": [weight]}],
-        allow_import=config.allow_import,
+        allow_import=allow_import,
         lr=args.lr,
     )
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.keys import with_origins
 from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
@@ -28,10 +28,10 @@ from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.plan.zero import num_held
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
-from cogfast.model.config import TransformerConfig
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.run.opened import Run
 
 _NAME_COLUMNS = 22
 _NOTHING_FITS = (
@@ -46,37 +46,42 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    config, model = checked(config)
-    args, (name, memory, entry) = TrainArguments.from_config(config), find_card(gpu)
+    run = checked(config)
+    (args, model, data), (name, memory, entry) = (
+        (run.args, run.network, run.data_arguments),
+        find_card(gpu),
+    )
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    check_mesh(config, args, model, world_size)
-    check_sparse(config, args, model, is_training=args.mode != "inference")
-    if args.mode != "inference":
-        check_global_batch(config, args, world_size)
-    plan = plan_memory(setup_of(config, args, world_size), memory)
+    with with_origins(config.origins):
+        check_mesh(args, model.config, data, model.target, world_size)
+        check_sparse(args, model.config, data, is_training=args.mode != "inference")
+        if args.mode != "inference":
+            check_global_batch(args, run.deepspeed, world_size)
+    plan = plan_memory(setup_of(run, args, world_size), memory)
     changes: list[str] = []
     fix: Fitted | None = None
     if args.fit == "auto" and memory is not None:
-        found = climb(config, args, plan)
+        found = climb(run, args, plan)
         if found.plan.fits:
             args, plan, changes = found.args, found.plan, fit_lines(found)
     if not plan.fits:
-        fix = climb(config, args, plan, has_gpus=True)
+        fix = climb(run, args, plan, has_gpus=True)
     lines = _lines(args, plan, name, fix, changes)
     if entry is not None:
         lines += _time_lines(args, plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
 
 
-def checked(config: Config) -> tuple[Config, TransformerConfig]:
-    """Return the configuration that a plan is made of, and its network, if they can be planned."""
+def checked(config: Config) -> Run:
+    """Return the run that a plan is made of, if it can be planned."""
     run_without_dynamo()
     config = follow_weights(config)
     if config.model.get("network_config") is None:
         raise ValueError("model.network_config is missing; add a model file to --base")
-    network = transformer_arguments(config.model.network_config.params)
-    check_conditions(config, ModelArguments.from_config(config), network)
-    return config, TransformerConfig(**network)
+    run = Run(config)
+    with with_origins(config.origins):
+        check_conditions(run.model, run.fields)
+    return run
 
 
 def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:

@@ -11,13 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.merged_config import leaves, to_dict
+from cogfast.config import Config
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import leaves
 from cogfast.core.addresses import shown
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief
+from cogfast.core.keys import with_origins
 from cogfast.core.values import counted, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
@@ -36,7 +37,7 @@ from cogfast.extensions.sample.sizes import sampled_sizes
 from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
-from cogfast.model.keys import conditions_of_run
+from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.run_checkpoint import RunFiles
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
@@ -45,6 +46,7 @@ from cogfast.train.preflight.attention_choice import choose_for_sampling
 from cogfast.train.preflight.check import check_sample, log_unused
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.run.folder import git, plain_sections
+from cogfast.train.run.opened import Run
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ def sample(
     those of data.params.tensors, for each name once or once per prompt.
     """
     config = follow_weights(config, [lora.path for lora in loras])
-    args = TrainArguments.from_config(config)
+    run = Run(config)
+    args, model, data, network = run.args, run.model, run.data_arguments, run.network_target
     if not args.compile:
         run_without_dynamo()
     check_sample(config, weights, [name for name, of_name in files.items() if any(of_name)])
@@ -80,14 +83,15 @@ def sample(
             prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
             text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
             raise ValueError(text)
-    check_negative_prompt(config)
+    assert run.sampler is not None, "check_sample asks for one"
+    check_negative_prompt(args.negative_prompt, run.sampler)
     _refuse_results(out)
     _check_writable(out)
-    sizes, data = sampled_sizes(config, args, files["image"]), data_arguments(config)
+    with with_origins(config.origins):
+        sizes = sampled_sizes(args, run.fields, data, files["image"])
     # Before the weights: a video that is too short should not cost the user a long start.
-    model = ModelArguments.from_config(config)
     inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
-    arrays = read_tensors(tensors, len(prompts), config)
+    arrays = read_tensors(tensors, len(prompts), network, data)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -95,7 +99,7 @@ def sample(
     )
     groups.check_same({**leaves(plain_sections(config)), "prompts": prompts})
     # The cheap parts first; weights of 11 GB are read below.
-    diffusion = assemble_diffusion(config)
+    diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
     refuse_fixed_frames(diffusion.sampler)
     if groups.is_main:
         log_unused(config)
@@ -103,26 +107,28 @@ def sample(
             logger.info("a prompt is empty: its video is sampled without a caption")
         warn_of_different_schedules(diffusion)
         if weights is None:
-            warn_of_image_scale(config)
-        _warn_of_other_loras(config, loras)
+            warn_of_image_scale(model, run.network.config.patch_size, args.load)
+        _warn_of_other_loras(model, loras)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     # Rounded and offloaded weights are for training; adapters are merged into the original ones.
     whole = args.changed(quantize_base="none", offload_blocks=0)
     transformer = assemble_transformer(
-        config, whole, groups, source, ema, allow_missing=args.force_inference
+        run.network, whole, groups, source, ema, allow_missing=args.force_inference
     ).eval()
     add_loras(transformer, adapters)
-    run = None if weights is None else find_run_checkpoint(Path(weights))
-    manifest = {} if run is None else read_manifest(run)
+    trained = None if weights is None else find_run_checkpoint(Path(weights))
+    manifest = {} if trained is None else read_manifest(trained)
     if manifest and groups.is_main:
         warn_of_other_positions(transformer.config, sizes, manifest)
     before, stored = manifest.get("attention"), manifest.get("attention_backend")
-    use_attention(transformer, choose_attention(config, args, transformer.config, before, groups))
+    with with_origins(config.origins):
+        chosen = choose_attention(args, transformer.config, data, before, groups)
+    use_attention(transformer, chosen)
     is_sparse = transformer.sparse_share is not None
     backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
     transformer.use_kernels(choose_kernels(args.kernels, backend))
-    encoder = assemble_encoder(config, args, transformer, groups)
+    encoder = assemble_encoder(run, args, transformer, groups)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
     pair = args.batch_size, 1
@@ -141,12 +147,12 @@ def sample(
         negative_prompt=args.negative_prompt,
     )
     if ema is None:
-        ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
+        ema = trained is not None and "shadow" in RunFiles(trained, manifest).kinds
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
     if tensors:
         settings["tensors"] = list(tensors)
-    settings |= _settings(config, args, maker, plan)
+    settings |= _settings(run.sections["model"], args, maker, plan)
     rows = []
     for prompt in wanted:
         assert prompt.size is not None, "every prompt gets a size"
@@ -205,9 +211,8 @@ def _check_writable(out: Path) -> None:
         raise ValueError(f"--out {out}: {there} cannot be written; give another folder with --out")
 
 
-def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+def _warn_of_other_loras(model: ModelKeys, loras: Sequence[LoraOverlay]) -> None:
     """Warn of adapters that were trained with other conditions, or another scale of the first frame."""
-    model = ModelArguments.from_config(config)
     for lora in loras:
         run = find_run_checkpoint(Path(lora.path))
         section = {} if run is None else (read_manifest(run).get("config") or {}).get("model") or {}
@@ -272,16 +277,15 @@ def _limit_memory(
 
 
 def _settings(
-    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+    model: Mapping[str, Any], args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
 ) -> dict[str, Any]:
-    """Return all settings that affect the result, for all prompts."""
-    plain = to_dict(config.model)
+    """Return all settings that affect the result, for all prompts. model: the section."""
     size = maker.size
     return {
         "dtype": args.precision,
         "num_steps": maker.sampler.num_steps,
-        "sampler": plain["sampler_config"],
-        "denoiser": plain["denoiser_config"],
+        "sampler": model["sampler_config"],
+        "denoiser": model["denoiser_config"],
         "channels": size.channels,
         "frames": size.frames,
         "num_frames": size.num_frames,

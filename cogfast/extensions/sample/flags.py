@@ -11,13 +11,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cogfast.config import Config, data_arguments
+from cogfast.config import Config
 from cogfast.config.arguments import select
 from cogfast.config.components import is_none
-from cogfast.config.merged_config import COMMAND_LINE, leaves, to_dict
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.addresses import hint, shown
+from cogfast.core.component import Component
+from cogfast.core.keys import COMMAND_LINE
 from cogfast.core.values import show
 
 _GUIDERS = "cogfast.diffusion.guidance"
@@ -36,11 +38,10 @@ INPUTS = {
 }
 
 
-def sampled_tensors(config: Config) -> Mapping[str, Sequence[int]]:
+def sampled_tensors(network: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
     """Return {name: shape} of data.params.tensors that each sampled video needs: all for a network of the
-    user's, none for cogfast's own, which reads none."""
-    is_own = config.model.network_config.target in NETWORKS
-    return {} if is_own else data_arguments(config).get("tensors") or {}
+    user's, none for cogfast's own, which reads none. network: the name of its class."""
+    return {} if network in NETWORKS else data.get("tensors") or {}
 
 
 def input_words(conditions: Sequence[str], given_frames: object) -> str:
@@ -174,10 +175,9 @@ def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
     return node.setdefault("params", {})
 
 
-def check_negative_prompt(config: Config) -> None:
+def check_negative_prompt(prompt: str | None, sampler: Component) -> None:
     """Raise ValueError if args.negative_prompt is set and the sampler has no guidance to use it."""
-    prompt = config.args.get("negative_prompt")
-    guider = (to_dict(config.model)["sampler_config"].get("params") or {}).get("guider_config")
+    guider = sampler.params.get("guider_config")
     if prompt is None or (guider and not guider["target"].endswith(".IdentityGuider")):
         return
     raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
 from cogfast.core.values import nearest
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.buckets import have_same_shape
@@ -58,10 +57,13 @@ def read_inputs(
     return found
 
 
-def read_tensors(words: Sequence[str], num_prompts: int, config: Config) -> dict[str, list[Tensor]]:
-    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor."""
-    shapes, files = sampled_tensors(config), dict[str, list[str]]()
-    takes = f"{config.model.network_config.target} takes {', '.join(shapes) or 'none'} of {KEY}"
+def read_tensors(
+    words: Sequence[str], num_prompts: int, network: str, data: Mapping[str, Any]
+) -> dict[str, list[Tensor]]:
+    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor.
+    network: the name of its class. data: the data set's arguments."""
+    shapes, files = sampled_tensors(network, data), dict[str, list[str]]()
+    takes = f"{network} takes {', '.join(shapes) or 'none'} of {KEY}"
     for word in words:
         name, _, file = word.partition("=")
         if name not in shapes or not file:

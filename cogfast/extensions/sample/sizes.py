@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
@@ -20,7 +18,10 @@ from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, chec
 
 
 def sampled_sizes(
-    config: Config, args: TrainArguments, images: Sequence[Path | None]
+    args: TrainArguments,
+    network: dict[str, Any],
+    data: Mapping[str, Any],
+    images: Sequence[Path | None],
 ) -> list[LatentSize]:
     """Return the size of each prompt's video.
 
@@ -28,8 +29,6 @@ def sampled_sizes(
     side of the data section; the data section's size; the model's. ValueError for a size that the
     model does not support.
     """
-    network = transformer_arguments(config.model.network_config.params)
-    data = data_arguments(config)
     patch: PatchSize = network["patch_size"]
     channels = network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
@@ -39,19 +38,19 @@ def sampled_sizes(
         num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
     elif "max_num_frames" in data:
         num_frames = data["max_num_frames"]
-        check_frames(config, network, num_frames, "data.params.max_num_frames")
+        check_frames(network, num_frames, "data.params.max_num_frames")
     else:
         num_frames = network["num_frames"]
     sizes = []
     for image in images:
-        height, width = _pixels(config, args, network, data, image)
+        height, width = _pixels(args, network, data, image)
         rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
         sizes.append(LatentSize.of_video(channels, num_frames, rows, columns, patch.t, fps))
     return sizes
 
 
 def _pixels(
-    config: Config, args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
+    args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
 ) -> tuple[int, int]:
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
@@ -71,7 +70,7 @@ def _pixels(
             held = map(min, held, _published_size(network))
         return tuple(held)
     height, width = map(int, size)
-    check_size(config, network, height, width, key)
+    check_size(network, height, width, key)
     return height, width
 
 

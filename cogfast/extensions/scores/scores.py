@@ -23,13 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
 
-from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import refuse
+from cogfast.core.component import Component
 from cogfast.core.files import WriteError, write_text
 from cogfast.core.json_files import brief, read_json
-from cogfast.core.values import nearest
+from cogfast.core.values import KeyProblem, nearest
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
 
@@ -188,25 +187,25 @@ class Scores(Watcher):
         self.process, self.outputs = None, []
 
 
-def check_scores(config: Config, args: TrainArguments) -> None:
-    """Check args.eval_command and args.keep_best."""
+def check_scores(args: TrainArguments, data: Component | None) -> None:
+    """Check args.eval_command and args.keep_best. data: the data set."""
     command, best, problem = args.eval_command, args.keep_best, None
     if best is not None and not re.fullmatch(r"-?score/.+|-valid_loss", best):
         text = f"args.keep_best={brief(best)} must be score/NAME, -score/NAME if lower is better, or -valid_loss"
         text += " (a minus sign in front means that lower is better)"
-        refuse(config, "args.keep_best", f"{text}{nearest(best, ['-valid_loss'])}")
+        raise KeyProblem("args.keep_best", f"{text}{nearest(best, ['-valid_loss'])}")
     if best is not None and "score/" in best and command is None and args.resume is None:
         text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
-        refuse(config, "args.keep_best", f"{text}; give it on the command line")
+        raise KeyProblem("args.keep_best", f"{text}; give it on the command line")
     if best == "-valid_loss" and not args.has_evaluation and args.resume is None:
         text = "args.keep_best=-valid_loss needs held-out losses, but there are no evaluations;"
-        refuse(config, "args.keep_best", f"{text} set args.eval_interval")
+        raise KeyProblem("args.keep_best", f"{text} set args.eval_interval")
     # Only a manifest may name held-out rows, which are not read here.
-    is_known = str(config.data.get("target")).endswith(("SFTDataset", "VideoFolder", "VideoList"))
+    is_known = str(data and data.target).endswith(("SFTDataset", "VideoFolder", "VideoList"))
     is_all_trained = re.fullmatch(r"[^,]*(,[ 0.]+(,.*)?)?", args.split) and not args.valid_data
     if best == "-valid_loss" and is_known and is_all_trained and args.resume is None:
         text = "args.keep_best=-valid_loss needs held-out losses, but no data is held out;"
-        refuse(config, "args.keep_best", f"{text} set args.valid_data or args.split=9,1,0")
+        raise KeyProblem("args.keep_best", f"{text} set args.valid_data or args.split=9,1,0")
     if command is None:
         return
     try:
@@ -222,7 +221,7 @@ def check_scores(config: Config, args: TrainArguments) -> None:
     if problem is None and not args.has_evaluation:
         problem = "scores the videos of evaluations, but there are none; set args.eval_interval"
     if problem is not None:
-        refuse(config, COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
+        raise KeyProblem(COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
 
 
 def scores_of(output: str) -> dict[str, float]:

@@ -11,11 +11,11 @@ from inspect import iscode, isfunction
 from pathlib import Path
 
 from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
 from cogfast.train.run.folder import plain_sections
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,14 @@ def log_commands(
     origin = config.origins.get(f"args.{key}", "")
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    model = ModelArguments.from_config(config)
+    opened = Run(config)
+    model, network = opened.model, opened.network_target
     files = input_words(model.inputs, model.given_frames)
-    for name in sampled_tensors(config):
+    for name in sampled_tensors(network, opened.data_arguments):
         files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
-    is_own = config.model.network_config.target not in NETWORKS
+    is_own = network not in NETWORKS
     # No other format has added modules.
     more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
     theirs = addresses(plain_sections(config), is_of_run=True)
