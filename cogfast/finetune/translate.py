@@ -10,6 +10,7 @@ from typing import Any
 
 from cogfast.config import Config, load_config
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
+from cogfast.core.keys import DEFAULT
 from cogfast.core.values import cut, nearest
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
@@ -27,6 +28,7 @@ from cogfast.model.weights.open import open_source
 Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
+_GUIDER = {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}}
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
 # Types of deepspeed.optimizer, and the parameters that make them what CogVideo's trainer builds
 _OPTIMIZERS = {
@@ -43,8 +45,9 @@ def translate(args: Args) -> Config:
     base, settings = _model_settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
-    settings |= _validation_settings(args) | deepspeed_settings(args)
-    return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
+    return fill_from_pipeline(
+        load_config([base], args.overrides, settings=settings | deepspeed_settings(args))
+    )
 
 
 def _model_settings(args: Args) -> tuple[Path, Settings]:
@@ -64,6 +67,7 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
     # Their trainer gives every size integer positions, and precision is an option.
     for key in (f"{POSITION_KEY}.positions", "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"):
         settings.pop(key, None)
+    chunks, number = "auto" if args.enable_tiling else "frames", 1 if args.enable_slicing else None
     settings |= {
         "args.mode": ("finetune", TRAINER),
         "args.load": (str(folder), "--model_path"),
@@ -71,18 +75,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         "model.conditioner_config.params.emb_models[0].ucg_rate": (0.0, TRAINER),
         "model.sampler_config.target": (f"{_SAMPLING}.sampling.VPSDEDPMPP2MSampler", TRAINER),
         "model.sampler_config.params.num_steps": (50, TRAINER),
-        "model.sampler_config.params.guider_config": (
-            {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}},
-            TRAINER,
-        ),
-        "model.first_stage_config.params.encode_chunks": (
-            "auto" if args.enable_tiling else "frames",
-            "--enable_tiling",
-        ),
-        "model.en_and_decode_n_samples_a_time": (
-            1 if args.enable_slicing else None,
-            "--enable_slicing",
-        ),
+        "model.sampler_config.params.guider_config": (_GUIDER, TRAINER),
+        "model.first_stage_config.params.encode_chunks": (chunks, "--enable_tiling"),
+        "model.en_and_decode_n_samples_a_time": (number, "--enable_slicing"),
     }
     if args.model_type == "i2v":
         settings["model.noised_image_dropout"] = (0.0, TRAINER)
@@ -91,9 +86,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         settings |= {
             "model.not_trainable_prefixes": (["all"], "--training_type"),
             f"{_LORA}.target": ("sat.model.finetune.lora2.LoraMixin", "--training_type"),
-            f"{_LORA}.params.r": (args.rank, "--rank"),
-            f"{_LORA}.params.lora_alpha": (args.lora_alpha, "--lora_alpha"),
-            f"{_LORA}.params.target_modules": (args.target_modules, "--target_modules"),
+            f"{_LORA}.params.r": _same(args, "rank"),
+            f"{_LORA}.params.lora_alpha": _same(args, "lora_alpha"),
+            f"{_LORA}.params.target_modules": _same(args, "target_modules"),
         }
     return base, settings
 
@@ -122,18 +117,16 @@ def _data_settings(args: Args) -> Settings:
     frames, *size = args.train_resolution
     # If no rate is given, frames are spread and short clips are padded, as in their trainer.
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
+    short = "pad" if selection == "uniform" else "skip"
     captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {
         "data.params.video_size": (size, "--train_resolution"),
         "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
-        "data.params.short_clips": (
-            "pad" if selection == "uniform" else "skip",
-            "--frame_selection",
-        ),
-        "data.params.resize": (args.resize, "--resize"),
-        "args.num_workers": (args.num_workers, "--num_workers"),
-        "args.collective_timeout": (args.nccl_timeout, "--nccl_timeout"),
+        "data.params.short_clips": (short, "--frame_selection"),
+        "data.params.resize": _same(args, "resize"),
+        "args.num_workers": _same(args, "num_workers"),
+        "args.collective_timeout": _same(args, "nccl_timeout"),
     }
     # One name for both is a file of metadata, or the folder of one.
     if captions == videos:
@@ -153,7 +146,7 @@ def _data_settings(args: Args) -> Settings:
         settings["args.latent_cache"] = (str(cache), "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
     if args.fps is not None:
-        settings["data.params.fps"] = (args.fps, "--fps")
+        settings["data.params.fps"] = _same(args, "fps")
     if args.image_column is not None and args.model_type == "i2v":
         settings["data.params.image_column"] = (str(args.image_column), "--image_column")
     return settings
@@ -167,52 +160,39 @@ def _training_settings(args: Args) -> Settings:
             f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
         )
     kind, params = _OPTIMIZERS[name]
+    optimizer = {key: (value, "--optimizer") for key, value in params.items()}
     if kind == "Prodigy":
-        params = {**params, "beta3": args.beta3}
+        optimizer["beta3"] = _same(args, "beta3")
+    optimizer |= {"betas": ([args.beta1, args.beta2], "--beta1"), "eps": _same(args, "epsilon")}
     # A number of steps replaces the number of epochs, as it does upstream.
-    amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
+    amount: Settings = {"args.epochs": _same(args, "train_epochs")}
     if args.train_steps is not None:
-        amount = {"args.train_iters": (args.train_steps, "--train_steps")}
+        amount = {"args.train_iters": _same(args, "train_steps")}
     if args.seed is not None:
-        amount["args.seed"] = (args.seed, "--seed")
-    precision = args.mixed_precision
+        amount["args.seed"] = _same(args, "seed")
+    recomputing = "auto" if args.gradient_checkpointing else "none"
+    bucket = _BUCKET[args.training_type]
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": bucket}
     return {
         **amount,
-        "args.batch_size": (args.batch_size, "--batch_size"),
-        "args.gradient_accumulation_steps": (
-            args.gradient_accumulation_steps,
-            "--gradient_accumulation_steps",
-        ),
-        "args.lr": (args.learning_rate, "--learning_rate"),
-        "args.weight_decay": (args.weight_decay, "--weight_decay"),
-        "args.lr_schedule": (args.lr_scheduler, "--lr_scheduler"),
-        "args.warmup_steps": (args.lr_warmup_steps, "--lr_warmup_steps"),
+        "args.batch_size": _same(args, "batch_size"),
+        "args.gradient_accumulation_steps": _same(args, "gradient_accumulation_steps"),
+        "args.lr": _same(args, "learning_rate"),
+        "args.weight_decay": _same(args, "weight_decay"),
+        "args.lr_schedule": _same(args, "lr_scheduler"),
+        "args.warmup_steps": _same(args, "lr_warmup_steps"),
         # The option is a whole number, the key may be a fraction.
         "args.lr_num_cycles": (float(args.lr_num_cycles), "--lr_num_cycles"),
-        "args.lr_power": (args.lr_power, "--lr_power"),
+        "args.lr_power": _same(args, "lr_power"),
         # PyTorch's schedulers start at 0: the first step of a warm-up has learning rate 0.
         "args.lr_first_step": (0, TRAINER),
-        "args.activation_checkpointing": (
-            "auto" if args.gradient_checkpointing else "none",
-            "--gradient_checkpointing",
-        ),
-        "deepspeed.bf16.enabled": (precision == "bf16", "--mixed_precision"),
-        "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
-        "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
+        "args.activation_checkpointing": (recomputing, "--gradient_checkpointing"),
+        "deepspeed.bf16.enabled": (args.mixed_precision == "bf16", "--mixed_precision"),
+        "deepspeed.fp16.enabled": (args.mixed_precision == "fp16", "--mixed_precision"),
+        "deepspeed.gradient_clipping": _same(args, "max_grad_norm"),
         "deepspeed.optimizer.type": (kind, "--optimizer"),
-        **{
-            f"deepspeed.optimizer.params.{key}": (
-                value,
-                f"--{key}" if key == "beta3" else "--optimizer",
-            )
-            for key, value in params.items()
-        },
-        "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
-        "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
-        "deepspeed.zero_optimization": (
-            {"stage": 2, "overlap_comm": True, "reduce_bucket_size": _BUCKET[args.training_type]},
-            "default",
-        ),
+        **{f"deepspeed.optimizer.params.{key}": given for key, given in optimizer.items()},
+        "deepspeed.zero_optimization": (zero, DEFAULT),
     }
 
 
@@ -223,32 +203,28 @@ def _run_settings(args: Args) -> Settings:
         "args.folder_layout": ("finetune", TRAINER),
         # A file of adapters is small; a model of 5B takes 11 GB in every checkpoint.
         "args.export": ("all" if args.training_type == "lora" else "last", "--training_type"),
-        "args.save_interval": (args.checkpointing_steps, "--checkpointing_steps"),
-        "args.keep_last": (args.checkpointing_limit, "--checkpointing_limit"),
-        "args.log_interval": (10, "default"),
+        "args.save_interval": _same(args, "checkpointing_steps"),
+        "args.keep_last": _same(args, "checkpointing_limit"),
+        "args.log_interval": (10, DEFAULT),
         "args.wandb": (args.report_to in ("wandb", "all"), "--report_to"),
-        "args.wandb_project_name": (args.tracker_name, "--tracker_name"),
+        "args.wandb_project_name": _same(args, "tracker_name"),
     }
     if args.export_interval is not None and args.training_type == "sft":
-        settings["args.export_interval"] = (args.export_interval, "--export_interval")
+        settings["args.export_interval"] = _same(args, "export_interval")
     resume = args.resume_from_checkpoint
     if resume is not None and str(resume) != PLACEHOLDER:
         settings["args.resume"] = (str(resume), "--resume_from_checkpoint")
-    return settings
-
-
-def _validation_settings(args: Args) -> Settings:
     if not args.do_validation:
-        return {}
+        return settings
     # Checked by Args.
     assert args.validation_dir is not None and args.validation_prompts is not None
     prompts = args.validation_dir / args.validation_prompts
-    settings: Settings = {
-        "args.eval_interval": (args.validation_steps, "--validation_steps"),
+    settings |= {
+        "args.eval_interval": _same(args, "validation_steps"),
         "args.eval_prompt_file": (str(prompts), "--validation_prompts"),
         "args.eval_at_end": (True, TRAINER),
         "args.eval_with_ema": (False, TRAINER),  # as the exported weights
-        "args.sampling_fps": (args.gen_fps, "--gen_fps"),
+        "args.sampling_fps": _same(args, "gen_fps"),
         "args.negative_prompt": ("", TRAINER),  # the pipelines' default
     }
     if args.validation_images is not None and args.model_type == "i2v":
@@ -257,9 +233,13 @@ def _validation_settings(args: Args) -> Settings:
     return settings
 
 
+def _same(args: Args, option: str) -> tuple[Any, str]:
+    """Return the value of an option whose key has the same value, and its origin."""
+    return getattr(args, option), f"--{option}"
+
+
 def notices(args: Args) -> list[str]:
     """Return a line for each option that has no effect in this run."""
-    default = {name: field.default for name, field in Args.model_fields.items()}
     is_lora = args.training_type == "lora"
     is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
     # (option, whether it has no effect, the reason)
@@ -275,5 +255,5 @@ def notices(args: Args) -> list[str]:
     return [
         f"--{name} {getattr(args, name)} has no effect: {reason}"
         for name, is_unused, reason in unused
-        if is_unused and getattr(args, name) != default[name]
+        if is_unused and getattr(args, name) != Args.model_fields[name].default
     ]
