@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +40,12 @@ _PREFIX = "ACCELERATE_"
 _REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """A launch by accelerate.
-
-    file: DeepSpeed's configuration, whose values replace those of `section`. section: the content of
-    the deepspeed section that the launch describes itself; {} without ZeRO. precision: None if
-    accelerate's own default applies, which the trainer's option replaces.
-    """
-
-    file: Path | None = None
-    section: dict[str, Any] = field(default_factory=dict)
-    precision: str | None = None
-
-
-def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return the settings in the variables of `accelerate launch`; an empty Launch without them.
+def read_launch(
+    environment: Mapping[str, str],
+) -> tuple[Path | None, dict[str, Any], str | None]:
+    """Return what the variables of `accelerate launch` set: the file of DeepSpeed's configuration, without
+    one the deepspeed section that the launch describes itself ({} without ZeRO), and the precision (None if
+    accelerate's own default applies, which the trainer's option replaces).
 
     Raises ValueError for a kind of parallelism that cogfast does not have.
     """
@@ -77,13 +66,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     precision = given.get("MIXED_PRECISION", "no").lower()
     asked = None if precision == "no" else precision
     if "DEEPSPEED_CONFIG_FILE" in given:
-        return Launch(file=Path(given["DEEPSPEED_CONFIG_FILE"]), precision=asked)
-    uses_zero = _is_true(given.get("USE_DEEPSPEED", ""))
-    return Launch(section=_section(given) if uses_zero else {}, precision=asked)
-
-
-def _section(given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the deepspeed section that accelerate's variables describe. given: without the prefix."""
+        return Path(given["DEEPSPEED_CONFIG_FILE"]), {}, asked
+    if not _is_true(given.get("USE_DEEPSPEED", "")):
+        return None, {}, asked
     # 2 is accelerate's default stage.
     zero: dict[str, Any] = {"stage": _number(given, "DEEPSPEED_ZERO_STAGE", int) or 2}
     for part in ("optimizer", "param"):
@@ -96,7 +81,7 @@ def _section(given: Mapping[str, str]) -> dict[str, Any]:
     for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
         value = _number(given, key.upper(), kind)
         section |= {} if value is None else {key: value}
-    return section
+    return None, section, asked
 
 
 def _number(given: Mapping[str, str], name: str, kind: type[int] | type[float]) -> Any:
@@ -124,14 +109,12 @@ def deepspeed_settings(args: Args) -> dict[str, tuple[Any, str]]:
     "auto" where an option has the value is left out. Raises ValueError where the file contradicts
     an option: which of them wins would be a guess.
     """
-    launch = read_launch(os.environ)
-    file = args.deepspeed_config or launch.file
-    if launch.precision not in (None, args.mixed_precision):
-        _refuse(
-            args, "mixed_precision", f"{_LAUNCH} --config_file", "mixed_precision", launch.precision
-        )
+    given, section, precision = read_launch(os.environ)
+    if precision not in (None, args.mixed_precision):
+        _refuse(args, "mixed_precision", f"{_LAUNCH} --config_file", "mixed_precision", precision)
     # A file is complete: it replaces what the launch says about ZeRO.
-    section = dict(launch.section) if file is None else _read(file)
+    if file := args.deepspeed_config or given:
+        section = _read(file)
     file = file or _LAUNCH
     if section.pop("scheduler", None) is not None:
         logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)

@@ -36,6 +36,7 @@ from cogfast.finetune.components import SHARED_MODEL, Accelerator, RunComponents
 from cogfast.finetune.overrides import (
     OVERRIDABLE,
     SAMPLE_KEYS,
+    StepVideos,
     check_collated,
     check_encoded,
     identity,
@@ -45,7 +46,6 @@ from cogfast.finetune.overrides import (
 )
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
-from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
@@ -62,21 +62,17 @@ _VALIDATION = (
     "cogfast reads --validation_prompts, --validation_images and --validation_videos and calls "
     "validation_step for each; override that"
 )
+_DATA = (
+    "cogfast reads the data; collate_fn gets the path of each sample, and self.read_video reads "
+    "what lies beside it"
+)
+_UNUSED = (
+    "check_setting prepare_models prepare_dataset prepare_trainable_parameters prepare_optimizer "
+    "prepare_for_training prepare_for_validation prepare_trackers validate"
+)
 # Methods of upstream's Trainer that nothing calls here -> the reason
-_NOT_CALLED = {
-    "check_setting": _PREPARATION,
-    "prepare_models": _PREPARATION,
-    "prepare_dataset": (
-        "cogfast reads the data; collate_fn gets the path of each sample, and self.read_video reads "
-        "what lies beside it"
-    ),
-    "prepare_trainable_parameters": _PREPARATION,
-    "prepare_optimizer": _PREPARATION,
-    "prepare_for_training": _PREPARATION,
-    "prepare_for_validation": _VALIDATION,
-    "prepare_trackers": _PREPARATION,
-    "validate": _VALIDATION,
-}
+_NOT_CALLED = dict.fromkeys(_UNUSED.split(), _PREPARATION) | {"prepare_dataset": _DATA}
+_NOT_CALLED |= {"prepare_for_validation": _VALIDATION, "validate": _VALIDATION}
 
 
 class _Facts(dict):
@@ -206,14 +202,8 @@ class Trainer:
         self.config = translate(args)
         for line in notices(args):
             logger.warning("%s", line)
-        frames, height, width = args.train_resolution
-        self.state = State(
-            frames,
-            height,
-            width,
-            _DTYPES[args.mixed_precision],
-            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"))),
-        )
+        facts = _Facts(read_json(Path(self.config.args.load, "transformer", "config.json")))
+        self.state = State(*args.train_resolution, _DTYPES[args.mixed_precision], facts)
         self.dataset: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: LearningRate | None = None

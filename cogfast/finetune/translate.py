@@ -87,7 +87,7 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
             "model.not_trainable_prefixes": (["all"], "--training_type"),
             f"{_LORA}.target": ("sat.model.finetune.lora2.LoraMixin", "--training_type"),
             f"{_LORA}.params.r": _same(args, "rank"),
-            f"{_LORA}.params.lora_alpha": _same(args, "lora_alpha"),
+            f"{_LORA}.params.lora_alpha": (args.lora_alpha, "--lora_alpha"),
             f"{_LORA}.params.target_modules": _same(args, "target_modules"),
         }
     return base, settings
