@@ -96,7 +96,7 @@ def _load(request: Request, is_of_run: bool = False) -> Config:
     """Start logging, and read the configuration of a command."""
     start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
-    from cogfast.cli.packages import check_packages
+    from cogfast.cli.options import check_packages
     from cogfast.config import load_config
 
     check_packages(request.allow_import)
@@ -137,10 +137,9 @@ def _show(config: Config, check: Callable[[Config], None]) -> None:
 
 
 def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) -> None:
-    from cogfast.cli.options import parse_train
+    from cogfast.cli.options import parse_train, refuse_sampling_keys
 
     request = parse_train(argv)
-    from cogfast.cli.foreign_keys import refuse_sampling_keys
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
 
@@ -177,10 +176,9 @@ def cache(argv: Sequence[str]) -> None:
 
 
 def sample(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_sample, read_prompts
+    from cogfast.cli.options import parse_sample, read_prompts, refuse_training_keys
 
     request = parse_sample(argv)
-    from cogfast.cli.foreign_keys import refuse_training_keys
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
 
     is_of_run = request.weights is not None
@@ -412,10 +410,8 @@ def _is_known(error: BaseException) -> bool:
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:
     """Whether cogfast raised the error itself, so that its message is written for the user."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    names = frame.tb_frame.f_globals if frame else {}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = frames[-1].f_globals if frames else {}
     name = names.get("__name__", "")
     # `python -m cogfast`; a user's script is __main__, too.
     is_ours = name == "__main__" and names.get("__file__") == __file__
