@@ -362,9 +362,8 @@ def _run(argv: list[str]) -> int:
         check_open_files()
         _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
-        is_known = _is_known(error)
         is_lost = is_of_another_rank(error)
-        is_line = (is_known or is_lost) and "--traceback" not in argv
+        is_line = (_is_known(error) or is_lost) and "--traceback" not in argv
         restarts = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
         is_restarted = is_lost and len(set(restarts)) == 2
         if is_lost and not is_restarted:  # let the rank that failed report first
@@ -375,12 +374,11 @@ def _run(argv: list[str]) -> int:
             # At once, without waiting for the heartbeat's thread: other ranks still wait for this one.
             write_last_line(f"cogfast: rank {os.environ.get('RANK')}: {_line(error)}")
             os._exit(1)
-        if is_line:
-            _report(error)
-        text = _line(error) if is_line else one_line(f"{type(error).__name__}: {error}")
-        _tell_ranks(argv, text)
         if not is_line:
+            _tell_ranks(argv, one_line(f"{type(error).__name__}: {error}"))
             raise
+        _report(error)
+        _tell_ranks(argv, _line(error))
         return 2 if isinstance(error, ValueError) else 1
     return 0
 

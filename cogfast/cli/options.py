@@ -4,7 +4,6 @@ words that the command does not read."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from itertools import filterfalse
 from pathlib import Path
@@ -32,20 +31,8 @@ from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
-_SWITCHES = (
-    "no_load_rng",
-    "no_save_rng",
-    "resume_dataloader",
-    "debug",
-    "force_pretrain",
-    "save_args",
-    "batch_from_same_dataset",
-    "deepspeed",
-    "sdedit",
-    "image2video",
-    "force_train",
-    "force_inference",
-)
+_SWITCHES = ("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_pretrain")
+_SWITCHES += ("save_args", "batch_from_same_dataset", "deepspeed", "sdedit", "image2video")
 # SAT's flags that have a legal value here but no field in TrainArguments.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
 # Keys of the configuration to values and to where they come from, for messages
@@ -76,7 +63,7 @@ class Request:
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
     settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
+    lora: Sequence[str] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
     sampling: SamplingFlags = SamplingFlags()
 
@@ -107,7 +94,7 @@ def parse_train(argv: Sequence[str]) -> Request:
         "accept_changes": "resume even if keys changed that affect training",
     }
     found, request = _parse_run(parser, argv, "args.train_iters=100", shown)
-    return dataclasses.replace(request, dry_run=found.dry_run)
+    return replace(request, dry_run=found.dry_run)
 
 
 def _parse_run(
@@ -157,12 +144,11 @@ def _parse_run(
         _refuse_second_load(model, overrides)
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
-        has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
-        has_cache = any(word.startswith("args.latent_cache=") for word in overrides)
+        keys = [word.partition("=")[0] for word in overrides]
+        has_data = is_plan or "args.train_data" in keys
+        is_read = not (is_plan or "args.latent_cache" in keys)
         may_download = not (is_plan or getattr(found, "dry_run", False))
-        files, settings = _find_model(
-            model, settings, has_data, may_download, is_read=not (is_plan or has_cache)
-        )
+        files, settings = _find_model(model, settings, has_data, may_download, is_read)
         base = [*files, *base]  # the user's own files count more
     allowed = found.allow_import
     return found, Request(base=base, overrides=overrides, allow_import=allowed, settings=settings)
@@ -253,7 +239,7 @@ def parse_sample(argv: Sequence[str]) -> Request:
     text = "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load."
     parser = _new_parser("sample", text)
     text = "prompt of a video; may be repeated"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     text = "text file with a prompt per line"
     parser.add_argument("--prompt-file", type=local_path, metavar="FILE", help=text)
     for name, (text, _) in INPUTS.items():
@@ -262,12 +248,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
             f"--{name}", type=local_path, action="append", metavar="FILE", help=text
         )
     text = "tensor of data.params.tensors, for a network of your own; once for all prompts, or once per prompt"
-    parser.add_argument("--tensor", action="append", metavar="NAME=FILE.npy", help=text)
+    more: dict[str, typing.Any] = {"action": "append", "default": []}
+    parser.add_argument("--tensor", dest="tensors", metavar="NAME=FILE.npy", help=text, **more)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
     text += "they have any, and the plain weights of args.load"
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
     text = "merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be repeated"
-    parser.add_argument("--lora", action="append", metavar="PATH[:SCALE]", help=text)
+    parser.add_argument("--lora", metavar="PATH[:SCALE]", help=text, **more)
     text = "print the merged configuration, check it, and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
@@ -283,13 +270,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) > 1:
-        _refuse_words(parser.prog, argv, sources, found.prompt or [])
+        _refuse_words(parser.prog, argv, sources, found.prompts or [])
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if sources:
         sources = [copy_of(sources[0], may_download=not found.dry_run)]
         check_run(parser.prog, argv, sources)
-    if found.prompt and found.prompt_file:
+    if found.prompts and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     if sources and not Path(sources[0]).exists():
         from cogfast.extensions.pipeline_folder.pipeline_folder import hub_folder, is_hub_id
@@ -314,24 +301,17 @@ def parse_sample(argv: Sequence[str]) -> Request:
             file, values = find_config(Path(sources.pop()))
             fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         base = [] if file is None else [str(file)]
-    return Request(
-        base=base,
-        settings=settings,
-        overrides=[*fitting, *_all_overrides(found, [*moved, *overrides])],
-        allow_import=found.allow_import,
-        dry_run=found.dry_run,
-        prompts=found.prompt,
-        prompt_file=found.prompt_file,
-        inputs={name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
-        tensors=found.tensor or (),
-        out=found.out,
-        weights=sources[0] if sources else None,
-        ema=found.ema,
-        lora=tuple(found.lora or ()),
-        sampling=SamplingFlags(
-            **{one.name: getattr(found, one.name) for one in fields(SamplingFlags)}
-        ),
-    )
+    # The other fields have the names of their options.
+    names = vars(found).keys() & {one.name for one in fields(Request)}
+    given = {name: vars(found)[name] for name in names} | {
+        "base": base,
+        "settings": settings,
+        "overrides": [*fitting, *_all_overrides(found, [*moved, *overrides])],
+        "inputs": {name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
+        "weights": sources[0] if sources else None,
+        "sampling": SamplingFlags(**{o.name: vars(found)[o.name] for o in fields(SamplingFlags)}),
+    }
+    return Request(**given)
 
 
 def _refuse_words(

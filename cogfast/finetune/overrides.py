@@ -81,11 +81,6 @@ def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     ]
 
 
-def reads(function: Callable, name: str) -> bool:
-    """Return whether the code of a method reads the attribute `name`."""
-    return inspect.isfunction(function) and name in function.__code__.co_names
-
-
 def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss_own: bool) -> dict:
     """Return what an overridden collate_fn returned; ValueError for what cogfast's loss cannot take.
 
@@ -137,7 +132,9 @@ class StepVideos(VideoMaker):
 
     def _video(self, prompt: Prompt) -> np.ndarray:
         self._trainer.seed_generators(self._random([prompt]), "validation_step")
-        video, image = self._trainer.validation_video(prompt.index), prompt.image
+        videos, image, video = self._trainer._videos, prompt.image, None
+        if videos:
+            video = self._trainer.read_video(videos[prompt.index])[0]
         data = {
             "prompt": prompt.text,
             "image": None if image is None else _pictures(image[:, None])[0],

@@ -218,12 +218,7 @@ class Args(BaseModel):
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
-        missing = [
-            f"--{name}"
-            for name in cls.model_fields
-            if _is_required(cls, name) and name not in found
-        ]
-        if missing:
+        if missing := [f"--{name}" for name in _required(cls) if name not in found]:
             text = f"cogfast finetune needs {', '.join(missing)}; --help lists all options"
             raise ValueError(text)
         return cls(**found)
@@ -255,8 +250,9 @@ class Args(BaseModel):
         return self
 
 
-def _is_required(cls: type[Args], name: str) -> bool:
-    return name in _REQUIRED_IN_SHELL or cls.model_fields[name].is_required()
+def _required(cls: type[Args]) -> list[str]:
+    fields = cls.model_fields.items()
+    return [name for name, field in fields if name in _REQUIRED_IN_SHELL or field.is_required()]
 
 
 class _Parser(Parser):
@@ -283,6 +279,7 @@ def _parser(cls: type[Args]) -> _Parser:
     )
     added = [name for name in cls.model_fields if name not in Args.model_fields]
     headings = _GROUPS | dict.fromkeys(added[:1], f"Of {cls.__name__}")
+    required = _required(cls)
     group: Any = None
     is_own = False  # from the first option that upstream does not have
     for name, field in cls.model_fields.items():
@@ -299,7 +296,7 @@ def _parser(cls: type[Args]) -> _Parser:
         elif get_origin(kind) is list:
             options = {"nargs": "+", "metavar": ("NAME", "NAME")}
         default = field.get_default(call_default_factory=True)
-        if _is_required(cls, name):
+        if name in required:
             shown = "required"
         elif isinstance(default, list):
             shown = " ".join(default)

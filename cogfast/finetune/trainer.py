@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from cogfast.finetune.overrides import (
     check_encoded,
     identity,
     overridden,
-    reads,
     samples_of,
 )
 from cogfast.finetune.schemas import Args
@@ -145,9 +144,6 @@ class _Run(cogfast.train.trainer.Trainer):
             "alone, a tensor of one number"
         )
 
-    def _own_loss(self, batch: dict) -> Tensor:
-        return super().compute_loss(batch)
-
     def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
         """Return a batch with upstream's keys, collated. If collate_fn cannot read what belongs to a sample,
         others take the place of the micro-batch."""
@@ -226,10 +222,11 @@ class Trainer:
         methods, train = overridden(type(self), Trainer), TrainArguments.from_config(self.config)
         if train.model_parallel_size * train.context_parallel_size > 1:
             for name, functions in methods.items():
-                if any(reads(function, "components") for function in functions):
+                own = [function for function in functions if isfunction(function)]
+                if any("components" in function.__code__.co_names for function in own):
                     what = f"{type(self).__name__}.{name} reads self.components, which"
                     raise ValueError(f"{what} {SHARED_MODEL}")
-        self._videos: list[Path] = []
+        self._videos: list[Path] = []  # of the lines of --validation_videos
         videos = self.args.validation_videos
         if videos is None:
             return
@@ -280,10 +277,6 @@ class Trainer:
         if eval_data["image"] is not None:
             given["image"] = eval_data["image"]
         return [("video", pipe(**given, generator=self.state.generator).frames[0])]
-
-    def validation_video(self, index: int) -> Tensor | None:
-        """Read the clip [3, F, H, W] in [-1, 1] of a line of --validation_videos; None without them."""
-        return self.read_video(self._videos[index])[0] if self._videos else None
 
     def read_video(self, path: str | Path) -> Tensor:
         """Read a file as the clips of the data are read: [1, 3, F, H, W] in [-1, 1], on the CPU.
@@ -341,7 +334,7 @@ class Trainer:
         batch: {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]} and, for
         image-to-video, "images": [B, 3, H, W] in [-1, 1].
         """
-        return self._prepare()._own_loss(batch)
+        return cogfast.train.trainer.Trainer.compute_loss(self._prepare(), batch)
 
     def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack samples to the batch of `compute_loss`.
