@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cogfast.cli.launchers import adopt_ranks, check_ranks
@@ -195,8 +196,6 @@ def sample(argv: Sequence[str]) -> None:
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, files = read_prompts(request, config.args)
-    from pathlib import Path
-
     from cogfast.extensions.sample.command import sample as sample_videos
     from cogfast.extensions.sample.lora_overlay import LoraOverlay
 

@@ -428,11 +428,11 @@ def _parse_words(
         help_text = shown.get(name, argparse.SUPPRESS)
         options: dict[str, typing.Any] = {"help": help_text, "dest": f"args.{name}"}
         hint = hints.get(name, str)
-        kinds = typing.get_args(hint) or (hint,)
+        kinds = (hint, *typing.get_args(hint))
         # SAT's switches have no value: the flag alone means true.
         if name in _SWITCHES or bool in kinds:
             options |= {"action": "store_const", "const": True}
-        elif list in map(typing.get_origin, (hint, *kinds)):
+        elif list in map(typing.get_origin, kinds):
             options["nargs"] = "*"
         elif name in shown:
             options["metavar"] = "VALUE"
@@ -457,7 +457,7 @@ def _all_overrides(
         if not key.startswith("args.") or value is None:
             continue
         hint = hints.get(key[5:], str)
-        is_text = str in (typing.get_args(hint) or (hint,))
+        is_text = str in (hint, *typing.get_args(hint))
         # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
         if isinstance(value, list):
             value, moved = _split_overrides(value)

@@ -255,13 +255,8 @@ class Trainer:
     def initialize_pipeline(self) -> Any:
         """Return the pipeline that validation_step gets."""
         parts = self.components
-        pipe = parts.pipeline_cls(
-            tokenizer=parts.tokenizer,
-            text_encoder=parts.text_encoder,
-            vae=parts.vae,
-            transformer=parts.transformer,
-            scheduler=parts.scheduler,
-        )
+        names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+        pipe = parts.pipeline_cls(**{name: getattr(parts, name) for name in names})
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

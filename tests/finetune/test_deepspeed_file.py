@@ -11,9 +11,8 @@ import pytest
 from cogfast.__main__ import main
 from cogfast.config.merged_config import to_dict
 from cogfast.core.keys import find_origin
-from cogfast.finetune.deepspeed_file import deepspeed_settings, read_launch
 from cogfast.finetune.schemas import Args
-from cogfast.finetune.translate import translate
+from cogfast.finetune.translate import deepspeed_settings, read_launch, translate
 from tests.finetune.conftest import words
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
 
