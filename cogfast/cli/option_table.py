@@ -55,12 +55,6 @@ class Option:
     default: str
     meaning: str
 
-    def line(self) -> str:
-        """Return an item of a list in Markdown."""
-        default = self.default if self.default == REQUIRED else f"default `{self.default}`"
-        notes = f" ({self.type}; {default})" if self.type else ""
-        return f"- `{self.key}`{notes}: {self.meaning}\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -208,5 +202,10 @@ def render(found: Iterable[Group]) -> str:
     for group in found:
         parts.append(f"{'#' * group.level} {group.title}\n")
         parts += [group.text + "\n"] if group.text else []
-        parts += ["".join(one.line() for one in group.options)] if group.options else []
+        lines = ""
+        for one in group.options:
+            default = REQUIRED if one.default == REQUIRED else f"default `{one.default}`"
+            notes = f" ({one.type}; {default})" if one.type else ""
+            lines += f"- `{one.key}`{notes}: {one.meaning}\n"
+        parts += [lines] if lines else []
     return "\n".join(parts)

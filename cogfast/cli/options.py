@@ -211,9 +211,8 @@ def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
     text = "Encode a run's videos and captions once, into args.latent_cache."
     parser = _new_parser("cache", text)
     text = "price of an hour of one GPU; the log then has the costs"
-    parser.add_argument(
-        "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000, 0.001), help=text
-    )
+    price = number_up_to(float, 1000, 0.001)
+    parser.add_argument("--price", metavar="DOLLARS_PER_GPU_HOUR", type=price, help=text)
     found, request = _parse_run(parser, argv, "args.latent_cache=PATH", {})
     return request, found.price
 
@@ -242,12 +241,11 @@ def parse_sample(argv: Sequence[str]) -> Request:
     parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     text = "text file with a prompt per line"
     parser.add_argument("--prompt-file", type=local_path, metavar="FILE", help=text)
+    each = "; once for all prompts, or once per prompt"
+    files: dict[str, typing.Any] = {"type": local_path, "action": "append", "metavar": "FILE"}
     for name, (text, _) in INPUTS.items():
-        text += "; once for all prompts, or once per prompt"
-        parser.add_argument(
-            f"--{name}", type=local_path, action="append", metavar="FILE", help=text
-        )
-    text = "tensor of data.params.tensors, for a network of your own; once for all prompts, or once per prompt"
+        parser.add_argument(f"--{name}", help=text + each, **files)
+    text = "tensor of data.params.tensors, for a network of your own" + each
     more: dict[str, typing.Any] = {"action": "append", "default": []}
     parser.add_argument("--tensor", dest="tensors", metavar="NAME=FILE.npy", help=text, **more)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "

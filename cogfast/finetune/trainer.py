@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isfunction, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,17 +108,6 @@ class State:
     generator: torch.Generator | None = None
 
 
-class LearningRate:
-    """The run's learning rate, under the name that PyTorch's schedulers have."""
-
-    def __init__(self, run: cogfast.train.trainer.Trainer) -> None:
-        self._run = run
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rate of the current step; between two steps, that of the next step."""
-        return [self._run.learning_rate(self._run.step)]
-
-
 class _Run(cogfast.train.trainer.Trainer):
     """The run. Its loss, batches and encoders are those of `owner`, which users may have overridden."""
 
@@ -202,7 +192,7 @@ class Trainer:
         self.state = State(*args.train_resolution, _DTYPES[args.mixed_precision], facts)
         self.dataset: Any = None
         self.optimizer: Any = None
-        self.lr_scheduler: LearningRate | None = None
+        self.lr_scheduler: Any = None
         self._run: _Run | None = None
         self._encoding: tuple[Encoder, SlotRandom] | None = None  # of the sample that is encoded
         self.accelerator = Accelerator()
@@ -400,7 +390,9 @@ class Trainer:
             _ = self.components  # a mistake in load_components ends the run here
             run = self._run = _Run(self.config, self)
             self.dataset, self.optimizer = run.datasets.train, run.engine.optimizer
-            self.lr_scheduler = LearningRate(run)
+            # A method of PyTorch's schedulers; between two steps, the rate is that of the next step.
+            rate = lambda: [run.learning_rate(run.step)]
+            self.lr_scheduler = SimpleNamespace(get_last_lr=rate)
             self.state.num_trainable_parameters = run.parts.num_trained
             self.state.total_batch_size_count = run.parts.global_batch
             # For the user: nothing reads this file.
