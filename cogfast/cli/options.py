@@ -367,23 +367,22 @@ def read_prompts(
 
     A line of a file may be prompt@@image, as in SAT.
     """
+    fix = "give --prompt TEXT or a file of prompts"
     if request.prompts is not None:
         key, lines = "--prompt", request.prompts
     elif request.prompt_file is None and args.input_type == "cli":
         key, lines = "standard input", utf8_lines(sys.stdin.buffer.read(), "standard input")
     else:
         file = request.prompt_file or args.input_file
-        key = "--prompt-file" if request.prompt_file else "args.input_file"
+        key = f"{'--prompt-file' if request.prompt_file else 'args.input_file'}={file}"
         if not os.path.isfile(file):
             problem = "is a folder" if os.path.isdir(file) else "no such file"
-            raise ValueError(f"{key}={file}: {problem}; give --prompt TEXT or a file of prompts")
-        text = read_limited(file, 1 << 26, "give --prompt TEXT or a file of prompts")
-        key = f"{key}={file}"
-        lines = utf8_lines(text, key)
+            raise ValueError(f"{key}: {problem}; {fix}")
+        lines = utf8_lines(read_limited(file, 1 << 26, fix), key)
     # Blank lines of a file are skipped; an empty --prompt is a prompt.
     pairs = split_prompts([line for line in lines if line.strip() or request.prompts], key)
     if not pairs:
-        raise ValueError(f"{key}: there is no prompt; give --prompt TEXT or a file of prompts")
+        raise ValueError(f"{key}: there is no prompt; {fix}")
     prompts = [prompt for prompt, _ in pairs]
     # Images may also stand behind the prompts.
     given = {"image": [image for _, image in pairs], **request.inputs}
