@@ -187,7 +187,7 @@ def _training_settings(args: Args) -> Settings:
             f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
         )
     kind, params = _OPTIMIZERS[name]
-    optimizer = {key: (value, "--optimizer") for key, value in params.items()}
+    optimizer: Settings = {key: (value, "--optimizer") for key, value in params.items()}
     if kind == "Prodigy":
         optimizer["beta3"] = _given(args, "beta3")
     optimizer |= {"betas": ([args.beta1, args.beta2], "--beta1"), "eps": _given(args, "epsilon")}
