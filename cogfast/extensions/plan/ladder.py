@@ -56,9 +56,8 @@ class Fitted:
 
     def describe(self) -> str:
         """Return the changes with the peak that follows."""
-        return (
-            f"{' '.join(self.changes)}: {self.plan.peak / GIB:.1f} GiB ({self.plan.largest.name})"
-        )
+        peak = f"{self.plan.peak / GIB:.1f} GiB ({self.plan.largest.name})"
+        return f"{' '.join(self.changes)}: {peak}"
 
 
 def climb(run: Run, args: TrainArguments, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
@@ -66,10 +65,7 @@ def climb(run: Run, args: TrainArguments, plan: MemoryPlan, has_gpus: bool = Fal
 
     has_gpus: also the changes that are no keys of the same layout: ZeRO-3, more GPUs.
     """
-    start = Fitted((), run, args, plan)
-    if plan.fits:
-        return start
-    found = start
+    start = found = Fitted((), run, args, plan)
     for rung in _rungs(args, plan.setup, has_gpus):
         if found.plan.fits:
             break
@@ -112,7 +108,7 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
     is_frozen = setup.has_frozen_base
     if setup.choice != "auto":
         yield "args.activation_checkpointing=auto"
-    if (any(encoders.in_evaluation) or any(encoders.in_step)) and not encoders.are_offloaded:
+    if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:
         yield "args.offload_encoders=true"
     if encoders.is_known and encoders.encodes_clips and encoders.mode == "auto":
         yield "model.first_stage_config.params.encode_chunks=tiles"
@@ -125,7 +121,7 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
     for divisor in (2, 4, 8):
         if args.batch_size % divisor == 0:
             size, times = args.batch_size // divisor, args.gradient_accumulation_steps * divisor
-            yield (f"args.batch_size={size} args.gradient_accumulation_steps={times}")
+            yield f"args.batch_size={size} args.gradient_accumulation_steps={times}"
     if not setup.offloads and not args.compile:
         yield "args.offload_activations=true"
     if is_frozen and args.quantize_base == "none":
@@ -179,7 +175,13 @@ def apply_checkpointing(
     assert choice is not None, "from_config chooses one"
     policies: tuple[Policy, ...] = ("full" if choice == "auto" else choice,) * number
     if choice == "auto" and setup is not None:
-        chosen = choose_policies(setup, _budget(setup, groups.device))
+        device = groups.device
+        free, total = free_memory(device)
+        # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
+        is_gpu = device.type == "cuda"
+        held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
+        budget = free - total + usable(total) + held - gap_bytes(setup)
+        chosen = choose_policies(setup, budget)
         # The rank with the least memory decides: its blocks have climbed LADDER least.
         policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
         logger.info("activation checkpointing: %s", describe(policies))
@@ -192,15 +194,6 @@ def apply_checkpointing(
     offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
     apply_policies(transformer, policies, args.compile, offload)
     return policies
-
-
-def _budget(setup: Setup, device: torch.device) -> int:
-    """Return the bytes that the plan of a step may have so that the step fits."""
-    free, total = free_memory(device)
-    # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
-    is_gpu = device.type == "cuda"
-    held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
-    return free - total + usable(total) + held - gap_bytes(setup)
 
 
 def fit_lines(found: Fitted) -> list[str]:

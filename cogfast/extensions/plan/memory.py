@@ -9,6 +9,7 @@ with PyTorch's allocator.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +37,7 @@ from cogfast.extensions.plan.zero import (
 from cogfast.extensions.prodigy_muon.optimizers import Muon
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
 from cogfast.model.config import TransformerConfig
-from cogfast.model.transformer import DiffusionTransformer, Network
+from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy
 from cogfast.train.assembly import DTYPES, build_on_meta
 from cogfast.train.optimizer import build_optimizer
@@ -197,13 +198,11 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
         fits = lambda risen, below=before, above=rung: (
             training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
         )
-        low, high = 0, number
-        while low < high:  # the largest number of risen layers that fits
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        if low:
-            chosen = (before,) * (number - low) + (rung,) * low
-        if low < number:
+        # Layers that stay, where as many as fit have risen
+        stay = bisect_left(range(number, 0, -1), True, key=fits)
+        if stay < number:
+            chosen = (before,) * stay + (rung,) * (number - stay)
+        if stay > 0:
             break
     return chosen
 
@@ -273,8 +272,7 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
         events = setup.block(number, policies[number]).backward
         follow(edges.embedded + held(number, 1), events)
     follow(edges.embedded, edges.embed)
-    transient = gradients.finish()
-    note(0, 0, transient)
+    note(0, 0, gradients.finish())
     return Phase("training", {**base_parts(setup), **best})
 
 
@@ -298,13 +296,13 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     gradients = step_bytes(setup.transformer, setup.rules)
     phases.append(Phase("optimizer step", {**base, "gradients": gradients}))
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    mode, num_bytes = encoders.encode_peak(max(0, free)) if encoders.in_step[1] else ("", 0)
+    mode, num_bytes = encoders.encode_peak(free)
     if num_bytes:
         # Gradients of earlier micro-batches wait.
         waiting = {"gradients": gradients} if setup.rules.accumulation > 1 else {}
         parts = {**base, **waiting, **encoders.fetched(encoders.stage_bytes)}
         phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
-    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation[0]):
+    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation):
         parts = {**base, **encoders.fetched(encoders.text_bytes)}
         phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
     if setup.eval_shape is not None:
@@ -319,7 +317,7 @@ def _evaluation_phases(
     assert setup.eval_shape is not None, "there is an evaluation"
     phases = [Phase(name, {**base, "block at work": setup.traces.forward(setup.eval_shape)})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    how, num_bytes = setup.encoders.decode_peak(max(0, free))
+    how, num_bytes = setup.encoders.decode_peak(free)
     if num_bytes:
         base |= setup.encoders.fetched(setup.encoders.stage_bytes)
         phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
@@ -333,7 +331,14 @@ def setup_of(
 
     traces: of the same model with the same layout, if there are some.
     """
-    traces = traces or Traces(_build(run.network, args))
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    if traces is None:
+        # The shard of the rank that has most, without memory and processes
+        group = stand_in(0, tensor) if tensor > 1 else None
+        transformer = build_on_meta(run.network, args, group)
+        if context > 1:
+            split_context(transformer, stand_in(context - 1, context))
+        traces = Traces(transformer)
     model = traces.transformer.config
     data = run.data_arguments
     clip, batches = largest_size(data, model), batch_sizes(data, model)
@@ -347,23 +352,20 @@ def setup_of(
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
     eval_shapes = [
-        (evaluated * times, _rows(size, model, args.context_parallel_size))
-        for times, size in ((2, clip), *batches)
+        (evaluated * times, _rows(size, model, context)) for times, size in ((2, clip), *batches)
     ]
+    most = max(times * _sample_bytes(encoders, size, model) for times, size in batches)
     return Setup(
         traces=traces,
-        rules=rules_of(
-            run.deepspeed, args, world_size // args.model_parallel_size, run.allow_import
-        ),
+        rules=rules_of(run.deepspeed, args, world_size // tensor, run.allow_import),
         size=size,
         batch_size=args.batch_size * times,
         choice=str(args.activation_checkpointing),
         encoders=encoders,
         eval_shape=max(eval_shapes, key=math.prod) if args.has_evaluation or is_sampling else None,
-        batch_bytes=args.batch_size
-        * max(times * _sample_bytes(encoders, size, model) for times, size in batches),
-        model_size=args.model_parallel_size,
-        context_size=args.context_parallel_size,
+        batch_bytes=args.batch_size * most,
+        model_size=tensor,
+        context_size=context,
         is_sampling=is_sampling,
         offloads=args.offload_activations,
     )
@@ -384,15 +386,6 @@ def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig
     if encoders.encodes_clips:
         per_sample += encoders.num_videos * 5 * clip  # as bytes and as float32
     return per_sample
-
-
-def _build(network: Network, args: TrainArguments) -> DiffusionTransformer:
-    """Build the shard of the rank that has most, without memory and processes."""
-    tensor, context = args.model_parallel_size, args.context_parallel_size
-    transformer = build_on_meta(network, args, stand_in(0, tensor) if tensor > 1 else None)
-    if context > 1:
-        split_context(transformer, stand_in(context - 1, context))
-    return transformer
 
 
 def stand_in(rank: int, size: int) -> ParallelGroup:

@@ -47,10 +47,8 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
     run = checked(config)
-    (args, model, data), (name, memory, entry) = (
-        (run.args, run.network, run.data_arguments),
-        find_card(gpu),
-    )
+    args, model, data = run.args, run.network, run.data_arguments
+    name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     with with_origins(config.origins):
         check_mesh(args, model.config, data, model.target, world_size)
@@ -59,13 +57,11 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
             check_global_batch(args, run.deepspeed, world_size)
     plan = plan_memory(setup_of(run, args, world_size), memory)
     changes: list[str] = []
-    fix: Fitted | None = None
     if args.fit == "auto" and memory is not None:
         found = climb(run, args, plan)
         if found.plan.fits:
             args, plan, changes = found.args, found.plan, fit_lines(found)
-    if not plan.fits:
-        fix = climb(run, args, plan, has_gpus=True)
+    fix = None if plan.fits else climb(run, args, plan, has_gpus=True)
     lines = _lines(args, plan, name, fix, changes)
     if entry is not None:
         lines += _time_lines(args, plan, entry, is_here=gpu is None)
@@ -148,17 +144,15 @@ def _table(plan: MemoryPlan) -> list[str]:
     # Parts that no phase has are left out.
     names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
     widths = [max(8, len(phase.name)) for phase in plan.phases]
-
-    def row(name: str, cells: Sequence[str]) -> str:
-        columns = [f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True)]
-        return "".join([name.ljust(_NAME_COLUMNS), *columns]).rstrip()
-
-    lines = [row("GiB per GPU", [phase.name for phase in plan.phases])]
+    cells = {"GiB per GPU": [phase.name for phase in plan.phases]}
     for name in names:
-        cells = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
-        lines.append(row(name, cells))
-    lines.append(row("total", [_gib(phase.total) for phase in plan.phases]))
-    return lines
+        cells[name] = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
+    cells["total"] = [_gib(phase.total) for phase in plan.phases]
+    aligned = lambda row: map(str.rjust, row, widths)
+    return [
+        "  ".join([name.ljust(_NAME_COLUMNS), *aligned(row)]).rstrip()
+        for name, row in cells.items()
+    ]
 
 
 def _verdict(plan: MemoryPlan, card_name: str) -> str:
@@ -172,9 +166,8 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
 def _gap_lines(plan: MemoryPlan) -> list[str]:
     """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
     step, gap = plan.phases[0], gap_bytes(plan.setup)
-    if plan.setup.is_sampling or plan.card is None or not plan.fits:
-        return []
-    if step.total + gap <= usable(plan.card):
+    is_too_large = plan.card is None or not plan.fits
+    if plan.setup.is_sampling or is_too_large or step.total + gap <= usable(plan.card):
         return []
     return [
         f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "

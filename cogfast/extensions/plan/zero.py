@@ -186,9 +186,7 @@ class Gradients:
     def _reduce(self) -> int:
         """Move the waiting gradients to their partitions; both are in memory for a moment."""
         rules = self.rules
-        transient = min(self._waiting, rules.bucket) * self._number
-        if rules.is_alone:
-            transient = self._waiting * self._number
+        at_once = self._waiting if rules.is_alone else min(self._waiting, rules.bucket)
         # Sums in another dtype are added in place; others get a partition for each micro-batch.
         is_in_place = rules.sum_bytes != self._number
         self._reduced += self._waiting
@@ -198,7 +196,7 @@ class Gradients:
             before += numel
         self._summed = max(self._before, flat) if is_in_place else self._before + flat
         self._waiting, self.held = 0, self._summed
-        return transient
+        return at_once * self._number
 
 
 def step_bytes(transformer: DiffusionTransformer, rules: ZeroRules) -> int:
