@@ -32,13 +32,13 @@ class GivenFrames:
         """Read a value of model.given_frames; ValueError if it is not known. None: without the condition."""
         if text is None:
             return None
-        found = _PREFIX.fullmatch(text)
-        if found is None and (text not in KINDS or text.startswith("prefix")):
+        if text in KINDS[:-1]:
+            return cls(text)
+        if (found := _PREFIX.fullmatch(text)) is None:
             raise ValueError(f"must be one of {', '.join(KINDS)}")
-        number = int(found[1]) if found else 0
-        if found and number % TEMPORAL_COMPRESSION != 1:
+        if int(found[1]) % TEMPORAL_COMPRESSION != 1:
             raise ValueError("the N frames of prefix:N fill whole latent frames; use 1, 5, 9, ...")
-        return cls("prefix", number) if found else cls(text)
+        return cls("prefix", int(found[1]))
 
     @property
     def is_clip(self) -> bool:
