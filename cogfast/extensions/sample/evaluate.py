@@ -172,7 +172,8 @@ class Evaluator:
         """Return the mean loss of the held-out batches, at the middle of each timestep band."""
         # Sum of losses per band, and number of samples. float64 makes the order negligible.
         sums = torch.zeros(NUM_BANDS + 1, dtype=torch.float64, device=self.groups.device)
-        order = self._order()
+        of_rank = self.batch_size * self.accumulation
+        order = assemble_order(self._held_out, _SEED, of_rank * self.groups.data_size)
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         groups, encoder = self.groups, self.encoder
         num_batches = num_steps * self.accumulation
@@ -192,9 +193,9 @@ class Evaluator:
                 inputs = (latents, in_model(conditioning, groups), *others)
                 sums += groups.on_all(partial(self._band_losses, *inputs), self.network_ranks)
             batches.share_bad()
-        of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
+        of_ranks = groups.gather(sums.tolist())  # sync: the result of the evaluation
         # All ranks of one model have its sums: count them once.
-        of_models = of_ranks[:: self.groups.model_size]
+        of_models = of_ranks[:: groups.model_size]
         *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
@@ -215,16 +216,14 @@ class Evaluator:
         assert self.dataset is not None, "there is held-out data"
         return self.dataset
 
-    def _order(self) -> GlobalOrder:
-        of_rank = self.batch_size * self.accumulation
-        return assemble_order(self._held_out, _SEED, of_rank * self.groups.data_size)
-
     def _batches(self, num_steps: int) -> ModelBatches:
-        args, size = self.args, self.batch_size
-        # The workers of training stay alive meanwhile.
-        given = {"seed": _SEED, "num_workers": min(1, args.num_workers)}
-        given["gradient_accumulation_steps"] = self.accumulation
-        args = args.changed(batch_size=size, **given)
+        args = self.args.changed(
+            batch_size=self.batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            seed=_SEED,
+            # The workers of training stay alive meanwhile.
+            num_workers=min(1, self.args.num_workers),
+        )
         name = "bad_samples_valid.jsonl"
         return assemble_batches(
             self._held_out, args, self.groups, self.folder, num_steps=num_steps, list_name=name
@@ -328,30 +327,32 @@ class Evaluator:
         number = len(texts) or min(self.args.eval_num_samples, len(clips))
         # Evenly spaced over the data
         chosen = [clips[i * len(clips) // number] for i in range(number)]
-        captions = None if self.inputs else _captions(dataset)
+        captions = None if self.inputs else _captions(dataset, chosen)
         if captions is not None:
-            prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
+            prompts = [Prompt(i, caption, _SEED + i) for i, caption in enumerate(captions)]
         else:
             prompts = self._of_samples(chosen, texts, size)
         if not texts:
-            names = [file_name(prompt, start).removeprefix(start) for prompt in prompts]
-            samples = [chosen[prompt.index] for prompt in prompts]
-            self._write_references(dict(zip(names, samples, strict=True)))
+            for prompt in prompts:
+                name = file_name(prompt, start).removeprefix(start)
+                path = self.folder / "reference" / f"{name}.mp4"
+                if not path.exists():
+                    self._write_reference(path, chosen[prompt.index])
         return prompts
 
-    def _write_references(self, samples: Mapping[str, int]) -> None:
-        """Write the held-out clips of captions, once in a run. samples: {name: index in the data}."""
-        for name, sample in samples.items():
-            path = self.folder / "reference" / f"{name}.mp4"
-            if path.exists():
-                continue
-            try:
-                clip = _clip(self._held_out, sample)
-                if clip is not None:
-                    write_video(path, *clip)
-            # A clip on the run's page is worth no run: whatever the libraries raise is logged.
-            except Exception as error:
-                logger.warning("%s is not written (%s); training continues", path, error)
+    def _write_reference(self, path: Path, sample: int) -> None:
+        """Write a held-out clip as it is trained, if it has a video file."""
+        dataset, index = _whole(self._held_out, sample)
+        if not isinstance(dataset, CaptionedVideos):
+            return
+        try:
+            # Not `dataset[index]`: an item of a cache has latents.
+            item = CaptionedVideos.__getitem__(dataset, index)
+            frames = item["video"].cpu().permute(0, 2, 3, 1)  # [F, H, W, 3]; sync: once per clip
+            write_video(path, frames, item["fps"])
+        # A clip on the run's page is worth no run: whatever the libraries raise is logged.
+        except Exception as error:
+            logger.warning("%s is not written (%s); training continues", path, error)
 
     def _of_samples(
         self, chosen: Sequence[int], texts: Sequence[str], size: LatentSize
@@ -434,38 +435,30 @@ def _clips(dataset: SizedDataset) -> Sequence[int]:
     return np.flatnonzero(is_clip).tolist() or range(len(dataset))
 
 
-def _captions(dataset: SizedDataset) -> Sequence[str] | None:
+def _whole(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the data set that a part of one was taken of, and the place of a sample there."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return dataset, index
+
+
+def _captions(dataset: SizedDataset, samples: Sequence[int]) -> list[str] | None:
     """Return the captions if the data set lists them without decoding and has no embeddings."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        inner = _captions(whole)
-        return None if inner is None else [inner[i] for i in dataset.indices]
-    if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
-        return dataset.captions
-    return None
+    captions = []
+    for whole, index in (_whole(dataset, sample) for sample in samples):
+        if not isinstance(whole, CaptionedVideos) or isinstance(whole, CachedVideos):
+            return None
+        captions.append(whole.captions[index])
+    return captions
 
 
 def _video(
     dataset: SizedDataset, index: int, item: Mapping[str, Any], name: str, video: LatentSize
 ) -> Tensor:
     """Return the clip, the control or the mask of a held-out sample at the size of the videos, [F, C, H, W]."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        return _video(whole, dataset.indices[index], item, name, video)
-    if isinstance(dataset, CaptionedVideos):
-        pixels = dataset.read_video(name, index, Bucket(video.num_frames, *video.pixels))
+    whole, index = _whole(dataset, index)
+    if isinstance(whole, CaptionedVideos):
+        pixels = whole.read_video(name, index, Bucket(video.num_frames, *video.pixels))
     else:
         pixels = item[name]
     return pixels.cpu()  # sync: a clip of an evaluation, which DALI has decoded on the GPU
-
-
-def _clip(dataset: SizedDataset, index: int) -> tuple[Tensor, float] | None:
-    """Return a video as it is trained, uint8 [F, H, W, 3], and its rate; None without a video file."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        return _clip(whole, dataset.indices[index])
-    if not isinstance(dataset, CaptionedVideos):
-        return None
-    # Not `dataset[index]`: an item of a cache has latents.
-    sample = CaptionedVideos.__getitem__(dataset, index)
-    return sample["video"].cpu().permute(0, 2, 3, 1), sample["fps"]  # sync: once per clip

@@ -118,7 +118,18 @@ class SamplingFlags:
             node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
             put(node, key, value, "--guidance")
         if self.frames is not None:
-            put(args, "args.sampling_num_frames", self._latent_frames(config), "--frames")
+            from cogfast.core.shapes import num_latent_frames
+            from cogfast.train.video_size import frames_problem
+
+            network = transformer_arguments(config.model.network_config.params)
+            problem = frames_problem(network, self.frames, "--frames")
+            if problem is not None:
+                raise ValueError(problem)
+            latent_frames = num_latent_frames(self.frames)
+            latent_frames += (
+                -latent_frames % network["patch_size"].t
+            )  # the padding of CogVideoX 1.5
+            put(args, "args.sampling_num_frames", latent_frames, "--frames")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
             # prompt. The settings of a model folder have it already.
@@ -152,19 +163,6 @@ class SamplingFlags:
                 f"--guidance {scale:g}: {node['target']} has no param scale; set its params as key=value"
             )
         return f"{key}.params.scale", scale
-
-    def _latent_frames(self, config: Config) -> int:
-        """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
-        from cogfast.core.shapes import num_latent_frames
-        from cogfast.train.video_size import frames_problem
-
-        assert self.frames is not None, "called for --frames"
-        network = transformer_arguments(config.model.network_config.params)
-        problem = frames_problem(network, self.frames, "--frames")
-        if problem is not None:
-            raise ValueError(problem)
-        latent_frames = num_latent_frames(self.frames)
-        return latent_frames + -latent_frames % network["patch_size"].t
 
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:

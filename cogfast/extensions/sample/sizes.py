@@ -57,7 +57,12 @@ def _pixels(
     if size is None and image is not None and network["patch_size"].joins_frames:
         # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
         short_side = min(given if given is not None else _published_size(network))
-        height, width = _fit_image(image, network["patch_size"], short_side)
+        height, width, _ = open_image(image).shape
+        scale, patch = short_side / min(height, width), network["patch_size"]
+        # Pixels of one token: sides must be multiples of these.
+        rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
+        height = round(height * scale / rows) * rows
+        width = round(width * scale / columns) * columns
         problem = size_problem(network, height, width, f"--image {image}: video size")
         if problem is not None:
             raise ValueError(f"{problem}, or set {key}")
@@ -76,15 +81,6 @@ def _pixels(
 
 def _published_size(network: dict[str, Any]) -> tuple[int, int]:
     return Family.of_config(TransformerConfig(**network)).member.video_size
-
-
-def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
-    """Scale the image's size to `short_side` pixels, rounded to whole patches."""
-    height, width, _ = open_image(path).shape
-    # Pixels of one token: sides must be multiples of these.
-    rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
-    scale = short_side / min(height, width)
-    return round(height * scale / rows) * rows, round(width * scale / columns) * columns
 
 
 def open_image(path: Path, name: str = "--image") -> Tensor:
