@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -109,10 +110,6 @@ class RunRecord:
     def is_lora(self) -> bool:
         return any(key.startswith(_LORA) for key in self.plain)
 
-    @property
-    def effective(self) -> Mapping[str, object]:
-        return {} if self.facts is None else self.facts.effective
-
     def settings(self) -> Iterator[Setting]:
         """Yield the settings of `args`, then all others."""
         origins = None if self.facts is None else self.facts.origins
@@ -129,8 +126,8 @@ class RunRecord:
         """Return what decides how the run trains, from whichever file, default or machine it is."""
         facts = {} if self.facts is None else asdict(self.facts)
         numbers = {k: v for k, v in facts.items() if k.startswith(("num_", "global_"))}
-        defaults = _DEFAULTS if self.plain else {}
-        return {**numbers, **self.environment, **defaults, **self.plain, **self.effective}
+        defaults, effective = _DEFAULTS if self.plain else {}, facts.get("effective", {})
+        return {**numbers, **self.environment, **defaults, **self.plain, **effective}
 
 
 def is_run(folder: Path) -> bool:
@@ -154,8 +151,14 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
         checkpoint = newest_checkpoint(folder)
     except ValueError as error:
         problems.append(str(error))
-    for name in _BAD_FILES:
-        _find_bad_samples(folder / name, problems)
+    for path in (folder / name for name in _BAD_FILES):
+        try:
+            text = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT) if path.exists() else b""
+            if lines := text.decode(errors="replace").splitlines():
+                number, first = counted(len(lines), "sample"), lines[0][:_MOST_SHOWN]
+                problems.append(f"{number} could not be used: {path.name}; first: {first}")
+        except ValueError as error:
+            problems.append(str(error))
     if "skipped" in columns and columns["skipped"].last > 0:
         number = counted(int(columns["skipped"].last), "step")
         problems.append(f"{number} skipped, since gradients were not finite")
@@ -205,24 +208,10 @@ def _starts(folder: Path, name: str) -> list[Path]:
     marked = []
     for path in folder.glob(f"{name}-from-*"):
         match = _MARKED.fullmatch(path.name)
-        step = step_of(Path(match[1])) if match else None
-        marked += [] if step is None else [(step, path)]
+        if match and (step := step_of(Path(match[1]))) is not None:
+            marked.append((step, path))
     first = folder / (CONFIG if name == "training_config" else f"{name}.json")
     return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
-
-
-def _find_bad_samples(path: Path, problems: list[str]) -> None:
-    """Report how many samples could not be used, with the first one's name and reason."""
-    if not path.exists():
-        return
-    try:
-        lines = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT).decode(errors="replace").splitlines()
-    except ValueError as error:
-        problems.append(str(error))
-        return
-    if lines:
-        number = counted(len(lines), "sample")
-        problems.append(f"{number} could not be used: {path.name}; first: {lines[0][:_MOST_SHOWN]}")
 
 
 # --- videos ---
@@ -257,12 +246,12 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
             if name.endswith(_SUFFIXES):
                 found.append((name.removeprefix(start).rpartition(".")[0], step, f"{inner}/{name}"))
     prompts: dict[str, tuple[str, int]] = {}
-    numbers: dict[str, int] = {}
+    numbers = Counter[str]()
     for key in sorted({key for key, *_ in found}):
         # Files of an evaluation that was stopped are in no listing; the name begins with the prompt.
         text = texts.get(key, key)
-        prompts[key] = (text, numbers.get(text, 0))
-        numbers[text] = numbers.get(text, 0) + 1
+        prompts[key] = (text, numbers[text])
+        numbers[text] += 1
     sampled = {key for key, step, _ in found if step is not None}
     return [Sample(prompts[key], step, file) for key, step, file in found if key in sampled]
 
