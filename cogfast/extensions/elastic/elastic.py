@@ -92,15 +92,14 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
 
 def _agree(config: Config, launch: Launch) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
-    error = None
     if launch.rank == 0:
         try:
-            answer = asdict(plan_world(config, launch.num_ranks))
-        except Exception as caught:
-            answer, error = {"error": str(caught)}, caught
-        launch.store.set("plan", json.dumps(answer))
-    if error is not None:
-        raise error
+            plan = plan_world(config, launch.num_ranks)
+        except Exception as error:
+            launch.store.set("plan", json.dumps({"error": str(error)}))
+            raise
+        launch.store.set("plan", json.dumps(asdict(plan)))
+        return plan
     answer = json.loads(launch.store.get("plan"))
     if "error" in answer:
         raise OtherRankError(f"rank 0 failed: {answer['error']}")
@@ -144,11 +143,10 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         number = f"as many as before ({wanted})" if manifest else wanted
         text += f"global batch {total}; waiting until {number} can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
-    then, divided = (
-        (f", {num_before} before", f" (before: {_DIVISION % before})") if manifest else ("", "")
-    )
-    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}{then}"
-    text += f"; global batch {total} = {_DIVISION % here}{divided}"
+    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}"
+    text += f", {num_before} before" if manifest else ""
+    text += f"; global batch {total} = {_DIVISION % here}"
+    text += f" (before: {_DIVISION % before})" if manifest else ""
     if here[1] != args.batch_size:
         text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"
     if used < num_ranks:

@@ -190,14 +190,12 @@ def fill_from_pipeline(
     scheduler = _read_scheduler(folder)
     if not has_vae and scheduler is None:
         return config
-    model = to_dict(config.model)
+    model, origins = to_dict(config.model), dict(config.origins)
     # Keys that are taken from the folder: messages about them name it, not the YAML file.
     found: list[str] = []
-    origins = dict(config.origins)
     stage = model.get("first_stage_config")
-    keys = "path", "ckpt_path"
-    is_left_out = is_none(stage) or any(_is_placeholder(stage, key) for key in keys)
-    if has_vae and is_left_out:
+    is_left_out = any(_is_placeholder(stage, key) for key in ("path", "ckpt_path"))
+    if has_vae and (is_left_out or is_none(stage)):
         # Chunks and tiles are choices of the user, whichever file the weights come from.
         own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
         params = (stage or {}).get("params") or {}
@@ -251,9 +249,8 @@ def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
         try:
             OmegaConf.update(whole, key, copy_of(value))
         except OSError as error:
-            raise KeyProblem(
-                key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}"
-            ) from None
+            why = str(error).removeprefix(f"{value}: ")
+            raise KeyProblem(key, f"{key}={value}: {why}") from None
     return dataclasses.replace(config, **{str(name): whole[name] for name in whole})
 
 

@@ -57,8 +57,13 @@ class Scores(Watcher):
         self.words = shlex.split(args.eval_command or "") if is_used else []
         self.file = folder / "waiting_scores.json"  # `waiting`, for the run that resumes this one
         # Steps without scores yet; the command runs for the first one.
-        has_left = bool(self.words) and step > 0 and self.file.exists()
-        self.waiting = self._left(step) if has_left else []
+        self.waiting: list[int] = []
+        if self.words and step > 0 and self.file.exists():
+            try:
+                left = read_json(self.file, list[int], "remove it", _MOST_BYTES)
+                self.waiting = sorted({each for each in left if 0 <= each <= step})
+            except ValueError as error:
+                logger.warning("%s", error)
         self.process: subprocess.Popen | None = None
         self.outputs: list[IO[bytes]] = []  # its output, and its error output
         self.deadline = math.inf
@@ -66,7 +71,9 @@ class Scores(Watcher):
     def add(self, step: int) -> None:
         """Score the videos that were sampled at `step`."""
         # A run that resumes at its last step makes that step's evaluation again.
-        if self.words and step not in self.waiting and not self._is_scored(step):
+        logged = (key for line in self.metrics.history if line["step"] == step for key in line)
+        scores = (key for key in logged if key.startswith("score/"))
+        if self.words and step not in self.waiting and not any(scores):
             self.waiting.append(step)
             self._write_waiting()
             self.after_step(step)
@@ -124,19 +131,6 @@ class Scores(Watcher):
         choose = min if best.startswith("-") else max
         wanted = [*self.waiting, *([choose(found, key=found.__getitem__)] if found else [])]
         return {max((s for s in steps if s <= step), default=step) for step in wanted}
-
-    def _is_scored(self, step: int) -> bool:
-        lines = (line for line in self.metrics.history if line["step"] == step)
-        return any(key.startswith("score/") for line in lines for key in line)
-
-    def _left(self, step: int) -> list[int]:
-        """Return the steps up to `step` that the run had not scored when it was stopped."""
-        try:
-            steps: list[int] = read_json(self.file, list[int], "remove it", _MOST_BYTES)
-            return sorted({left for left in steps if 0 <= left <= step})
-        except ValueError as error:
-            logger.warning("%s", error)
-            return []
 
     def _write_waiting(self) -> None:
         try:
