@@ -30,7 +30,6 @@ from cogfast.extensions.plan.memory import (
     setup_of,
     usable,
 )
-from cogfast.extensions.plan.trace import Traces
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
 from cogfast.train.run.opened import Run
@@ -93,12 +92,9 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     args, setup = run.args, start.plan.setup
     gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
     number = gpus[-1] if gpus else setup.world_size
-    made = [word for word in words if word.startswith(_TRACED)]
-    traces: Traces | None = None
-    for each in (start, before):
-        if made == [w for c in each.changes for w in c.split() if w.startswith(_TRACED)]:
-            traces = each.plan.setup.traces
-    changed = setup_of(run, args, number, traces)
+    traced = lambda changes: [w for c in changes for w in c.split() if w.startswith(_TRACED)]
+    alike = [each for each in (before, start) if traced(each.changes) == traced(changes)]
+    changed = setup_of(run, args, number, alike[0].plan.setup.traces if alike else None)
     return Fitted(changes, run, args, plan_memory(changed, start.plan.card))
 
 

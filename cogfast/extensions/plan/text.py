@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +13,7 @@ from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
-from cogfast.extensions.plan.ladder import FIT, Fitted, climb, fit_lines
+from cogfast.extensions.plan.ladder import FIT, climb, fit_lines
 from cogfast.extensions.plan.memory import (
     GIB,
     MemoryPlan,
@@ -48,7 +47,7 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
     """
     run = checked(config)
     args, model, data = run.args, run.network, run.data_arguments
-    name, memory, entry = find_card(gpu)
+    card_name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
     with with_origins(config.origins):
         check_mesh(args, model.config, data, model.target, world_size)
@@ -61,8 +60,22 @@ def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None =
         found = climb(run, args, plan)
         if found.plan.fits:
             args, plan, changes = found.args, found.plan, fit_lines(found)
+    setup = plan.setup
+    lines = [model_line(args, plan), _layout_line(plan)]
+    if not setup.is_sampling:
+        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    if host:
+        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
+    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
+    lines += [f"{FIT}: {line}" for line in changes]
     fix = None if plan.fits else climb(run, args, plan, has_gpus=True)
-    lines = _lines(args, plan, name, fix, changes)
+    if fix is not None and fix.plan.fits:
+        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
+        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
+    elif fix is not None:
+        lines.append(_NOTHING_FITS)
     if entry is not None:
         lines += _time_lines(args, plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
@@ -90,32 +103,6 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
 
 
-def _lines(
-    args: TrainArguments,
-    plan: MemoryPlan,
-    card_name: str,
-    fix: Fitted | None,
-    changes: Sequence[str],
-) -> list[str]:
-    """Return the prediction as a table: a row for each part, a column for each phase."""
-    setup = plan.setup
-    lines = [model_line(args, plan), _layout_line(args, plan)]
-    if not setup.is_sampling:
-        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
-        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
-    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
-    if host:
-        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
-    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
-    lines += [f"{FIT}: {line}" for line in changes]
-    if fix is not None and fix.plan.fits:
-        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
-        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
-    elif fix is not None:
-        lines.append(_NOTHING_FITS)
-    return lines
-
-
 def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
     held = f"{num_held(transformer) / 1e6:.1f} M parameters"
@@ -127,7 +114,7 @@ def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
 
 
-def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
+def _layout_line(plan: MemoryPlan) -> str:
     setup = plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
@@ -140,6 +127,7 @@ def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
 
 
 def _table(plan: MemoryPlan) -> list[str]:
+    """Return a row for each part, with a column for each phase."""
     names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
     # Parts that no phase has are left out.
     names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]

@@ -255,18 +255,6 @@ def _stack(values: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(given)
 
 
-def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
-    """Return the prompts of this replica.
-
-    is_in_step: all replicas get the same number; some repeat the last prompt.
-    """
-    # In turn, so that replicas finish together and the first files are the first prompts'.
-    mine = list(prompts[groups.data_rank :: groups.data_size])
-    most = -(-len(prompts) // groups.data_size)
-    # Another rank makes the same video, so writing its file twice is harmless.
-    return mine + [prompts[-1]] * (most - len(mine)) if is_in_step else mine
-
-
 def file_name(prompt: Prompt, start: str = "") -> str:
     """Return a readable file name that is unique to the prompt. start: before the prompt's number."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
@@ -316,9 +304,13 @@ def write_samples(
     done: dict[int, _Row] = {}
     error: Exception | None = None
     network_ranks = network_ranks or groups.model_control
+    # In turn, so that replicas finish together and the first files are the first prompts'.
+    mine = list(prompts[groups.data_rank :: groups.data_size])
     # Then all replicas sample in step, each the same number of batches.
     is_in_step = network_ranks is not None
-    mine = share(prompts, groups, is_in_step)
+    if is_in_step:
+        # Another rank makes the same video, so writing its file twice is harmless.
+        mine += [prompts[-1]] * (-(-len(prompts) // groups.data_size) - len(mine))
     run = groups.on_all if is_in_step else groups.together
     if groups.is_main and sys.stderr.isatty():
         maker.bar = StepBar(len(mine), maker.sampler.num_steps)
@@ -364,11 +356,10 @@ def write_samples(
     if groups.is_main and rows:
         try:
             _write_overview(folder, rows, start_of_names)
-            found = [(prompt, merged[prompt.index]) for prompt in prompts if prompt.index in merged]
             if not latents_only:
-                report_videos(
-                    [SampledVideo(file_name(p), folder / r.file, p.text) for p, r in found]
-                )
+                path = lambda prompt: folder / merged[prompt.index].file
+                found = [prompt for prompt in prompts if prompt.index in merged]
+                report_videos([SampledVideo(file_name(p), path(p), p.text) for p in found])
         except Exception as caught:
             error = error or caught
     groups.agree(error)
