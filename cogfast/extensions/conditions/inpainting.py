@@ -49,9 +49,8 @@ def random_masks(frames: int, height: int, width: int, rng: SlotRandom) -> Tenso
         kind = list(shares)[int(drawn)]
         if kind == "noise":
             # Drawn on the device: a mask of a clip is too large to copy in each step.
-            own = torch.Generator(rng.device)
-            own.manual_seed(random_bits(rng.seed, rng.step, slot, "mask_noise"))
-            mask.random_(0, 2, generator=own)
+            bits = random_bits(rng.seed, rng.step, slot, "mask_noise")
+            mask.random_(0, 2, generator=torch.Generator(rng.device).manual_seed(bits))
         else:
             _fill(mask[0], kind, generator)
     return masks
@@ -110,12 +109,11 @@ def masked_pixels(pixels: Tensor, masks: Tensor) -> Tensor:
 
 def noised_masked_pixels(pixels: Tensor, rng: SlotRandom, strength: float | None = None) -> Tensor:
     """Add noise to a masked clip where it is not -1. strength: None draws one per sample, as training does."""
-    noise = rng.normal("masked_noise", pixels.shape)
-    if strength is None:
+    factor: float | Tensor | None = strength
+    if factor is None:
         draw = rng.normal("masked_noise_strength", (len(pixels), 1, 1, 1, 1))
-        noise = noise * torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
-    else:
-        noise = noise * strength
+        factor = torch.exp(LOG_STRENGTH_MEAN + LOG_STRENGTH_STD * draw)
+    noise = rng.normal("masked_noise", pixels.shape) * factor
     return pixels + noise.masked_fill(pixels == MASKED, 0)
 
 

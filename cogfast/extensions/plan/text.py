@@ -105,13 +105,12 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
 
 def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
-    held = f"{num_held(transformer) / 1e6:.1f} M parameters"
-    held += " a GPU" if plan.setup.model_size > 1 else ""
-    trained = f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
-    trained = "" if plan.setup.is_sampling else trained
-    width = transformer.config.hidden_size
-    layers = counted(plan.setup.num_layers, "layer")
-    return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
+    layers, width = counted(plan.setup.num_layers, "layer"), transformer.config.hidden_size
+    line = f"model: {layers} of width {width}, {num_held(transformer) / 1e6:.1f} M parameters"
+    line += " a GPU" if plan.setup.model_size > 1 else ""
+    if not plan.setup.is_sampling:
+        line += f", {plan.setup.num_trained / 1e6:.1f} M of them trained"
+    return f"{line}, {args.precision}"
 
 
 def _layout_line(plan: MemoryPlan) -> str:

@@ -50,7 +50,7 @@ from cogfast.extensions.sample.generate import (
     refuse_fixed_frames,
     write_samples,
 )
-from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
+from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.extensions.sample.sizes import read_image
 from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
@@ -304,18 +304,19 @@ class Evaluator:
 
     def _has_prompts(self) -> bool:
         has_held_out = self.dataset is not None and self.args.eval_num_samples > 0
-        return self._are_whole(self.given) or has_held_out
+        return self._are_whole() or has_held_out
 
-    def _are_whole(self, given: Sequence[GivenPrompt]) -> bool:
+    def _are_whole(self) -> bool:
         """Return whether there are given prompts that need no held-out data."""
-        has_image = self.inputs == ("image",) and bool(given) and given[0].image is not None
+        if not self.given or not self.inputs:
+            return bool(self.given)
         # Other conditions, and tensors, come with held-out clips alone.
-        return bool(given) and (not self.inputs or has_image)
+        return self.inputs == ("image",) and self.given[0].image is not None
 
     def _prompts(self, size: LatentSize, start: str) -> list[Prompt]:
         """Return the given prompts or held-out captions. Prompts without a condition that the model needs
         get that of a held-out clip. start: what the names of their samples begin with."""
-        if self._are_whole(self.given):
+        if self._are_whole():
             return [
                 Prompt(i, prompt.text, _SEED + i, self._image(prompt.image, size))
                 for i, prompt in enumerate(self.given)

@@ -196,12 +196,6 @@ class VideoMaker:
 
     def _image_latents(self, prompts: Sequence[Prompt]) -> Tensor:
         """Encode the prompts' images without noise and extend them to all latent frames."""
-        missing = [p.text for p in prompts if p.image is None and p.image_latents is None]
-        if missing:
-            raise ValueError(
-                f"the model animates images (model.noised_image_input=true), but the prompt "
-                f"{missing[0]!r} has none; give --image, or prompt@@image lines"
-            )
         if prompts[0].image is None:
             given = _stack([p.image_latents for p in prompts]).to(self.device)
             latents = self.encoder.scale_image(given)
@@ -211,12 +205,6 @@ class VideoMaker:
         return self.encoder.pad_to_frames(latents, self.size_of(prompts[0]).frames)
 
     def _control_latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        missing = [p.text for p in prompts if p.control is None]
-        if missing:
-            raise ValueError(
-                f"the model follows a control video (model.conditions), but the prompt {missing[0]!r} has "
-                "none; give --control"
-            )
         pixels = in_unit_range(_stack([p.control for p in prompts]).to(self.device))
         return self.encoder.encode_control(pixels.transpose(1, 2))
 
