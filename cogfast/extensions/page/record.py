@@ -221,6 +221,7 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
     """Return the videos of both layouts of a run's folder, by step, and the reference clips."""
     # {step: (folder in the run, start of the files' names, names)}
     places: dict[int | None, tuple[str, str, list[str]]] = {}
+    places[None] = ("reference", "", _entries(folder / "reference"))
     for name in _entries(folder / "samples"):
         if match := _STEP_FOLDER.fullmatch(name):
             inner = f"samples/{name}"
@@ -228,11 +229,9 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
     for name in _entries(folder / "validation_res"):
         if match := _FINETUNE.fullmatch(name):
             places.setdefault(int(match[2]), ("validation_res", match[1], []))[2].append(name)
-    steps = sorted(step for step in places if step is not None)
-    places[None] = ("reference", "", _entries(folder / "reference"))
     texts: dict[str, str] = {}  # by key, which is the same for a prompt at every step
     found: list[tuple[str, int | None, str]] = []
-    for step in [None, *steps]:
+    for step in sorted(places, key=lambda step: -1 if step is None else step):
         inner, start, names = places[step]
         listing = f"{start}prompts.json"
         path = folder / inner / listing

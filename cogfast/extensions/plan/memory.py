@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
 from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.encoders import Encoders, find_encoders
-from cogfast.extensions.plan.trace import Edges, Event, Trace, Traces
+from cogfast.extensions.plan.trace import Edges, Trace, Traces
 from cogfast.extensions.plan.zero import (
     Gradients,
     State,
@@ -244,35 +244,29 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
     kept = setup.kept(policies)
     is_partial = setup.offloads and "none" not in policies
-    best, most_bytes = dict[str, int](), -1
-
-    def note(below: int, running: int, transient: int = 0) -> None:
-        nonlocal best, most_bytes
-        total = min(gradients.held, most) + gradients.buffers + transient + below + running
-        if total <= most_bytes:
-            return
-        most_bytes = total
-        best = {
-            "gradients": min(gradients.held, most),
-            "ZeRO's buffers": gradients.buffers + transient,
-            "activations": below,
-            "block at work": running,
-        }
-
-    def follow(below: int, events: Sequence[Event]) -> None:
-        for event in events:
-            note(below, event.peak)
-            if event.numel:
-                note(below, event.live, gradients.arrive(event.numel))
-
     # Offloading leaves what the last blocks before the one at work keep.
-    held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
-    follow(edges.embedded + held(len(kept), NUM_RESIDENT), edges.head)
+    held = lambda end, number: (
+        edges.embedded + sum(kept[max(0, end - number) if is_partial else 0 : end])
+    )
+    parts = [(held(len(kept), NUM_RESIDENT), edges.head)]
     for number in reversed(range(len(policies))):
-        events = setup.block(number, policies[number]).backward
-        follow(edges.embedded + held(number, 1), events)
-    follow(edges.embedded, edges.embed)
-    note(0, 0, gradients.finish())
+        parts.append((held(number, 1), setup.block(number, policies[number]).backward))
+    parts.append((edges.embedded, edges.embed))
+
+    def moments() -> Iterator[tuple[int, int, int, int]]:
+        """Yield the bytes of `names`."""
+        for below, events in parts:
+            for event in events:
+                yield min(gradients.held, most), gradients.buffers, below, event.peak
+                if event.numel:
+                    transient = gradients.arrive(event.numel)
+                    buffers = gradients.buffers + transient
+                    yield min(gradients.held, most), buffers, below, event.live
+        transient = gradients.finish()
+        yield min(gradients.held, most), gradients.buffers + transient, 0, 0
+
+    names = ("gradients", "ZeRO's buffers", "activations", "block at work")
+    best = dict(zip(names, max(moments(), key=sum), strict=True))
     return Phase("training", {**base_parts(setup), **best})
 
 

@@ -77,11 +77,10 @@ def find_layouts(
                 f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
             )
             changed = Run(with_words(run.config, words, "--table"))
-            args_here = changed.args
             try:
                 with with_origins(changed.origins):
-                    check_mesh(args_here, model.config, data, model.target, world)
-                    check_sparse(args_here, model.config, data, is_training=True)
+                    check_mesh(changed.args, model.config, data, model.target, world)
+                    check_sparse(changed.args, model.config, data, is_training=True)
             except ValueError as error:
                 why = why or str(error)
                 continue
@@ -89,11 +88,11 @@ def find_layouts(
                 why = f"{at_once} samples at once do not divide a batch of {samples}; set "
                 why += f"deepspeed.train_batch_size to a multiple of {at_once}"
                 continue
-            setup = setup_of(changed, args_here, world, traces.get((tensor, context)))
+            setup = setup_of(changed, changed.args, world, traces.get((tensor, context)))
             traces[tensor, context] = setup.traces
             plan = plan_memory(setup, memory)
             peaks.append(plan.peak)
-            backend, *_ = attention_of(args_here, plan, entry, is_here=gpu is None)
+            backend, *_ = attention_of(changed.args, plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
                 layouts.append(Layout(words, samples, plan, step))

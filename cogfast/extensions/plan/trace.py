@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from cogfast.core.live_bytes import LiveBytes
@@ -99,13 +100,7 @@ class Edges:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     """Return the tensors in (nested) arguments."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _nbytes(*values: Any) -> int:

@@ -84,10 +84,9 @@ def num_trained(transformer: DiffusionTransformer) -> int:
 
 def num_held(transformer: DiffusionTransformer) -> int:
     """Return all weights, also those that are no parameters: of 8 bits, or in host memory."""
-    held = [linear.weight for _, linear in base_linears(transformer)]
-    return num_partitioned(transformer) + sum(
-        weight.numel() for weight in held if not isinstance(weight, nn.Parameter)
-    )
+    weights = (linear.weight for _, linear in base_linears(transformer))
+    others = sum(weight.numel() for weight in weights if not isinstance(weight, nn.Parameter))
+    return num_partitioned(transformer) + others
 
 
 def num_partitioned(transformer: DiffusionTransformer) -> int:
