@@ -196,9 +196,6 @@ def _policy(static: Mapping[str, str]) -> str:
     )
 
 
-# --- curves and numbers ---
-
-
 def _plots(runs: Sequence[tuple[str, RunRecord]]) -> Iterator[dict]:
     """Yield a plot of a run's keys; for several runs a plot of each key with a line in each run's tone."""
     keys = sorted(dict.fromkeys(k for _, r in runs for k in r.columns), key=lambda k: "valid_" in k)
@@ -270,9 +267,6 @@ def _show(value: object) -> str:
     if isinstance(value, str) and value and value == value.strip():
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-# --- samples, commands, differences ---
 
 
 def _address(folder: Path, file: str, page: Path) -> str:

@@ -70,17 +70,6 @@ class Sample:
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key of the configuration. default, origin: None if unknown."""
-
-    key: str
-    value: object
-    default: object
-    origin: str | None
-    is_set: bool  # it differs from its default, or has none and was given
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """A run, as its page shows it."""
@@ -110,8 +99,9 @@ class RunRecord:
     def is_lora(self) -> bool:
         return any(key.startswith(_LORA) for key in self.plain)
 
-    def settings(self) -> Iterator[Setting]:
-        """Yield the settings of `args`, then all others."""
+    def settings(self) -> Iterator[dict[str, object]]:
+        """Yield the settings of `args`, then all others. default, origin: None if unknown. is_set: the value
+        differs from its default, or has none and was given."""
         origins = None if self.facts is None else self.facts.origins
         origin_of = lambda key: None if origins is None else find_origin(origins, key)
         for key in sorted(self.plain, key=lambda key: not key.startswith("args.")):
@@ -120,7 +110,8 @@ class RunRecord:
             if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
                 # A YAML file lists every part of the network, most of them as published.
                 is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
-            yield Setting(key, value, default, origin, is_set)
+            known = {"key": key, "value": value, "default": default}
+            yield known | {"origin": origin, "is_set": is_set}
 
     def compared(self) -> dict[str, object]:
         """Return what decides how the run trains, from whichever file, default or machine it is."""
@@ -212,9 +203,6 @@ def _starts(folder: Path, name: str) -> list[Path]:
             marked.append((step, path))
     first = folder / (CONFIG if name == "training_config" else f"{name}.json")
     return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
-
-
-# --- videos ---
 
 
 def _samples(folder: Path, problems: list[str]) -> list[Sample]:

@@ -245,17 +245,15 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     kept = setup.kept(policies)
     is_partial = setup.offloads and "none" not in policies
     # Offloading leaves what the last blocks before the one at work keep.
-    held = lambda end, number: (
-        edges.embedded + sum(kept[max(0, end - number) if is_partial else 0 : end])
-    )
+    held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
     parts = [(held(len(kept), NUM_RESIDENT), edges.head)]
     for number in reversed(range(len(policies))):
         parts.append((held(number, 1), setup.block(number, policies[number]).backward))
-    parts.append((edges.embedded, edges.embed))
 
     def moments() -> Iterator[tuple[int, int, int, int]]:
         """Yield the bytes of `names`."""
-        for below, events in parts:
+        for of_blocks, events in [*parts, (0, edges.embed)]:
+            below = edges.embedded + of_blocks
             for event in events:
                 yield min(gradients.held, most), gradients.buffers, below, event.peak
                 if event.numel:

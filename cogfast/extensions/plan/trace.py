@@ -341,11 +341,11 @@ def _block_inputs(
         num_video = max(0, whole - config.text_length)
         width = config.head_width // 16 * (2 * num_video + 3 + 3)
         rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
-    hidden = torch.empty(batch, rows, config.hidden_size, dtype=transformer.dtype, device=_META)
-    conditioning = torch.empty(
-        batch, config.time_embed_dim, dtype=transformer.dtype, device=_META
-    ).requires_grad_(any(p.requires_grad for p in transformer.time_embedding.parameters()))
-    return hidden, conditioning, num_text, rotation
+    empty = partial(torch.empty, dtype=transformer.dtype, device=_META)
+    conditioning = empty(batch, config.time_embed_dim)
+    is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
+    conditioning.requires_grad_(is_trained)
+    return empty(batch, rows, config.hidden_size), conditioning, num_text, rotation
 
 
 def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int) -> Edges:

@@ -377,9 +377,9 @@ class Evaluator:
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """Build a prompt from a sample of the data set. text: replaces its caption."""
         dataset: Any = self._held_out  # a cache, or a user's own class, may have first_frame
-        item, image, image_latents = dataset[sample], None, None
+        item, given = dataset[sample], dict[str, Any]()
         if self.encoder.image_input and "image_latents" in item:
-            image_latents = item["image_latents"]
+            given["image_latents"] = item["image_latents"]
         elif self.encoder.image_input:
             if "noised_image_mean" in item:  # a cache of noised images holds no clean frame
                 pixels = dataset.first_frame(sample)
@@ -390,25 +390,16 @@ class Evaluator:
             # The sample may be of another bucket.
             if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
-            image = in_unit_range(pixels)
-        others: dict[str, Any] = {}
+            given["image"] = in_unit_range(pixels)
         if "control" in self.encoder.conditions:
-            others["control"] = _video(dataset, sample, item, "control", video)
+            given["control"] = _video(dataset, sample, item, "control", video)
         if {"frames", "masked_video"} & set(self.encoder.conditions):
-            others["video"] = _video(dataset, sample, item, "video", video)
-            others["mask"] = self._mask(dataset, sample, item, video)
-        embedding = None if text else item.get("prompt_embedding")
-        caption: str = text or item.get("txt", "")
-        return Prompt(
-            index,
-            caption,
-            _SEED + index,
-            image=image,
-            image_latents=image_latents,
-            embedding=embedding,
-            tensors={name: item[name] for name in self.tensors},
-            **others,
-        )
+            given["video"] = _video(dataset, sample, item, "video", video)
+            given["mask"] = self._mask(dataset, sample, item, video)
+        if not text:
+            given["embedding"] = item.get("prompt_embedding")
+        given["tensors"] = {name: item[name] for name in self.tensors}
+        return Prompt(index, text or item.get("txt", ""), _SEED + index, **given)
 
     def _mask(
         self, dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize

@@ -126,9 +126,8 @@ class SamplingFlags:
             if problem is not None:
                 raise ValueError(problem)
             latent_frames = num_latent_frames(self.frames)
-            latent_frames += (
-                -latent_frames % network["patch_size"].t
-            )  # the padding of CogVideoX 1.5
+            # With the padding of CogVideoX 1.5
+            latent_frames += -latent_frames % network["patch_size"].t
             put(args, "args.sampling_num_frames", latent_frames, "--frames")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
