@@ -120,11 +120,9 @@ def noised_masked_pixels(pixels: Tensor, rng: SlotRandom, strength: float | None
 def mask_channel(masks: Tensor, frames: int, height: int, width: int) -> Tensor:
     """Return 1 - masks on the latent grid, float32 [B, 1, T, h, w]: the first frame apart, as in the latents."""
     known = 1 - masks.float()
-    parts = [F.interpolate(known[:, :, :1], size=(1, height, width), mode="trilinear")]
-    if frames > 1:
-        size = (frames - 1, height, width)
-        parts.append(F.interpolate(known[:, :, 1:], size=size, mode="trilinear"))
-    return torch.cat(parts, dim=2)
+    resized = lambda part, number: F.interpolate(part, (number, height, width), mode="trilinear")
+    first = resized(known[:, :, :1], 1)
+    return first if frames == 1 else torch.cat([first, resized(known[:, :, 1:], frames - 1)], dim=2)
 
 
 def drop_wholly_masked(inputs: Tensor, masks: Tensor, rng: SlotRandom) -> Tensor:

@@ -389,13 +389,6 @@ def stand_in(rank: int, size: int) -> ParallelGroup:
     return ParallelGroup(rank, size, named)
 
 
-def _num_moments(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int:
-    """Return the float32 numbers per weight that an optimizer keeps beside the EMA."""
-    if isinstance(optimizer, FusedEmaAdam):
-        return sum(x.shape == weight.shape for x in optimizer.state_of(weight).values()) - 1
-    return 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
-
-
 def rules_of(
     section: Mapping[str, Any],
     args: TrainArguments,
@@ -416,12 +409,16 @@ def rules_of(
         lr=args.lr,
     )
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
+    # Float32 numbers per weight that the optimizer keeps beside the EMA
+    moments = 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
+    if isinstance(optimizer, FusedEmaAdam):
+        moments = sum(x.shape == weight.shape for x in optimizer.state_of(weight).values()) - 1
     return ZeroRules(
         stage=stage,
         data_size=data_size,
         weight_bytes=number,
         sum_bytes={"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number),
-        num_moments=_num_moments(optimizer, weight),
+        num_moments=moments,
         has_8bit_moments=args.optimizer_moments == "8bit",
         has_ema=is_fused_adam,
         has_host_ema=args.ema_device == "cpu",

@@ -50,7 +50,6 @@ _KINDS: dict[Any, Kind] = {
 }
 _INT8 = (_ops.int8_linear, _ops.int8_linear_backward)
 _FP8 = (_ops.fp8_linear, _ops.fp8_linear_backward)
-_REDUCES = (_sends.all_reduce, _sends.all_reduce_)
 
 
 class Op(NamedTuple):
@@ -155,7 +154,7 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Op | None:
     """Return what an op costs; None for one that moves nothing, such as a view."""
     packet = func._overloadpacket
-    if packet in _REDUCES:
+    if packet in (_sends.all_reduce, _sends.all_reduce_):
         size = int(args[2].rpartition("/")[2])
         return Op("sent", 0, 2 * (size - 1) / size * _nbytes(args[0]))
     if packet is _sends.all_gather_into_tensor:
