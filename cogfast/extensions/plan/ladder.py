@@ -18,6 +18,7 @@ from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
+from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
@@ -101,7 +102,10 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
 def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
     """Yield the changes that apply to a run, in their order."""
     rules, encoders, layers = setup.rules, setup.encoders, setup.num_layers
-    is_frozen = setup.has_frozen_base
+    # Whether only adapters are trained in the blocks' linears
+    is_frozen = not any(
+        linear.weight.requires_grad for _, linear in base_linears(setup.transformer)
+    )
     if setup.choice != "auto":
         yield "args.activation_checkpointing=auto"
     if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:

@@ -23,7 +23,6 @@ from cogfast.config.deepspeed_keys import stage_and_sums
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
-from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.encoders import Encoders, find_encoders
 from cogfast.extensions.plan.trace import Edges, Trace, Traces
 from cogfast.extensions.plan.zero import (
@@ -84,11 +83,6 @@ class Setup:
     @property
     def world_size(self) -> int:
         return self.model_size * self.rules.data_size
-
-    @property
-    def has_frozen_base(self) -> bool:
-        """Whether only adapters are trained in the blocks' linears."""
-        return not any(linear.weight.requires_grad for _, linear in base_linears(self.transformer))
 
     @property
     def shape(self) -> tuple[int, int]:
