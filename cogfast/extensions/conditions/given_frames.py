@@ -63,12 +63,11 @@ class GivenFrames:
         """Draw which places each sample is given, bool [B, P] on the CPU, at least one; None: all are."""
         if self.kind != "random":
             return None
-        return torch.stack([_some(num_places, each) for each in rng.generators("given_frames")])
-
-
-def _some(number: int, generator: torch.Generator) -> Tensor:
-    count = 1 + int(torch.randint(number, (), generator=generator))
-    return torch.randperm(number, generator=generator) < count
+        drawn = []
+        for generator in rng.generators("given_frames"):
+            count = 1 + int(torch.randint(num_places, (), generator=generator))
+            drawn.append(torch.randperm(num_places, generator=generator) < count)
+        return torch.stack(drawn)
 
 
 def place_frames(latents: Tensor, places: Sequence[int], num_frames: int) -> Tensor:

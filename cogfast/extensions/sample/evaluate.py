@@ -324,7 +324,11 @@ class Evaluator:
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
         # Each text gets the conditions of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
-        clips = _clips(dataset)
+        clips: Sequence[int] = range(len(dataset))
+        if isinstance(dataset, CaptionedVideos) and dataset.clips.buckets is not None:
+            # Without pictures, if there are clips
+            is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
+            clips = np.flatnonzero(is_clip).tolist() or clips
         number = len(texts) or min(self.args.eval_num_samples, len(clips))
         # Evenly spaced over the data
         chosen = [clips[i * len(clips) // number] for i in range(number)]
@@ -417,14 +421,6 @@ class Evaluator:
     def _image(self, path: Path | None, size: LatentSize) -> Tensor | None:
         """Read a given image as [3, H, W] in [-1, 1] at the size of the videos."""
         return None if path is None else read_image(path, size.pixels, self.resize, "the image")
-
-
-def _clips(dataset: SizedDataset) -> Sequence[int]:
-    """Return the numbers of the samples, without pictures if there are clips."""
-    if not isinstance(dataset, CaptionedVideos) or dataset.clips.buckets is None:
-        return range(len(dataset))
-    is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
-    return np.flatnonzero(is_clip).tolist() or range(len(dataset))
 
 
 def _whole(dataset: Any, index: int) -> tuple[Any, int]:
