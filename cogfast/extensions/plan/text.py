@@ -135,11 +135,8 @@ def _table(plan: MemoryPlan) -> list[str]:
     for name in names:
         cells[name] = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
     cells["total"] = [_gib(phase.total) for phase in plan.phases]
-    aligned = lambda row: map(str.rjust, row, widths)
-    return [
-        "  ".join([name.ljust(_NAME_COLUMNS), *aligned(row)]).rstrip()
-        for name, row in cells.items()
-    ]
+    aligned = lambda name, row: [name.ljust(_NAME_COLUMNS), *map(str.rjust, row, widths)]
+    return ["  ".join(aligned(name, row)).rstrip() for name, row in cells.items()]
 
 
 def _verdict(plan: MemoryPlan, card_name: str) -> str:
@@ -152,9 +149,9 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
 
 def _gap_lines(plan: MemoryPlan) -> list[str]:
     """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
-    step, gap = plan.phases[0], gap_bytes(plan.setup)
-    is_too_large = plan.card is None or not plan.fits
-    if plan.setup.is_sampling or is_too_large or step.total + gap <= usable(plan.card):
+    step, gap, card = plan.phases[0], gap_bytes(plan.setup), plan.card
+    is_sampling = plan.setup.is_sampling
+    if card is None or is_sampling or not plan.fits or step.total + gap <= usable(card):
         return []
     return [
         f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
