@@ -400,7 +400,7 @@ class Traces:
         self.edges = cache(partial(trace_edges, transformer))
         self.forward = cache(partial(trace_forward, transformer))
         self._block = cache(partial(trace_block, transformer))
-        # By block: the first one that is alike, and whether their inputs have gradients
+        # Each block has the number of the first one that is alike, and whether their inputs have gradients.
         self._alike: list[tuple[int, bool]] = []
         first_of_kind: dict[tuple, int] = {}
         has_input_gradient = transformer.patch_embedding.weight.requires_grad

@@ -326,7 +326,7 @@ class Evaluator:
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
         clips: Sequence[int] = range(len(dataset))
         if isinstance(dataset, CaptionedVideos) and dataset.clips.buckets is not None:
-            # Without pictures, if there are clips
+            # Pictures are left out if there are clips.
             is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
             clips = np.flatnonzero(is_clip).tolist() or clips
         number = len(texts) or min(self.args.eval_num_samples, len(clips))

@@ -126,7 +126,7 @@ class SamplingFlags:
             if problem is not None:
                 raise ValueError(problem)
             latent_frames = num_latent_frames(self.frames)
-            # With the padding of CogVideoX 1.5
+            # CogVideoX 1.5 pads the latent frames.
             latent_frames += -latent_frames % network["patch_size"].t
             put(args, "args.sampling_num_frames", latent_frames, "--frames")
         if self.num_videos is not None:
