@@ -71,9 +71,7 @@ class HostEma:
                 on_device.copy_(average, non_blocking=True)
                 average_(on_device, weights, weight, self.kernels)
                 average.copy_(on_device, non_blocking=True)
-        end = torch.cuda.Event()
-        end.record(self._stream)
-        return end
+        return self._stream.record_event()
 
     def before_update(self, shadow: Tensor) -> None:
         """Let the current stream wait until an average has taken in its weights."""

@@ -64,6 +64,29 @@ def _warn(num_bytes: int) -> None:
     logger.warning("cannot pin %d bytes of host memory: copies take longer", num_bytes)
 
 
+class SideStream:
+    """Copies beside the current stream of a device. On a CPU the same copies are made at once, without streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Start to copy after all work that the current stream has; return the event of the end."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait until a copy is complete."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
 class HostWeights:
     """Moves the weights of a frozen module to pinned host memory, and copies them back for its use.
 

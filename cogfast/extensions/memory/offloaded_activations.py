@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from cogfast.extensions.memory.host_memory import host_buffer
+from cogfast.extensions.memory.host_memory import SideStream, host_buffer
 
 NUM_RESIDENT = 2  # last blocks, whose activations stay on the device
 # Blocks whose copies may still run when the next one begins. Until then their tensors stay alive.
@@ -29,7 +29,7 @@ class OffloadedActivations:
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self.num_blocks, self.device = num_blocks, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = SideStream(device)
         # Host buffers that are not in use, by the position of their tensors in a block.
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         self._last: BlockTensors | None = None  # of the block that ran last
@@ -53,28 +53,16 @@ class OffloadedActivations:
         buffer = free.pop() if free else None
         if buffer is not None and buffer.nbytes >= like.nbytes:
             return buffer
-        if buffer is not None and self.stream is not None:
+        if buffer is not None and self.side.stream is not None:
             # A larger bucket of videos replaces the buffers of a smaller one, which copies may still use.
-            self.stream.synchronize()  # sync: once for each size and buffer of a block
+            self.side.stream.synchronize()  # sync: once for each size and buffer of a block
         return host_buffer(like)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy on the side stream, after all work that the current stream has."""
+        """Copy on the side stream."""
         # Modes that watch a step would read the copy too early.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            if self.stream is None:
-                target.copy_(source)
-                return None
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self.stream):
-                target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-            return event
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            return self.side.copy(target, source)
 
 
 class BlockTensors:
@@ -114,7 +102,7 @@ class BlockTensors:
         if self.previous is not None:
             self.previous.fetch()
         if isinstance(packed, HostCopy):
-            self.owner.wait(packed.event)
+            self.owner.side.wait(packed.event)
         return tensor
 
     def fetch(self) -> None:
@@ -123,13 +111,12 @@ class BlockTensors:
             return
         self.is_fetched = True
         for reference in self.copies:
-            copy = reference()
-            if copy is not None:
+            if (copy := reference()) is not None:
                 copy.fetch()
 
     def release(self) -> None:
         """Let go of the device's tensors when their copies are complete."""
-        self.owner.wait(self.event)
+        self.owner.side.wait(self.event)
         self.sources.clear()
 
 
@@ -162,8 +149,8 @@ class HostCopy:
 
     def __del__(self) -> None:
         owner = self.block.owner
-        if self.tensor is not None and owner.stream is not None:
+        if self.tensor is not None and owner.side.stream is not None:
             # Fetched but not used: the copy may still write to the memory.
-            self.tensor.record_stream(owner.stream)
+            self.tensor.record_stream(owner.side.stream)
         # Later copies into the buffer follow those out of it on the same stream.
         owner.free[self.position].append(self.buffer)
