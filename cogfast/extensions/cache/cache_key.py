@@ -40,8 +40,8 @@ def cache_specs(
 
     sections: of the configuration, plain. allow_import: packages whose classes they may name.
     """
-    names = [field.name for field in dataclasses.fields(settings)]
-    clip = {f"data.params.{name}": getattr(settings, name) for name in names}
+    fields = dataclasses.fields(settings)
+    clip = {f"data.params.{field.name}": getattr(settings, field.name) for field in fields}
     clip["data.params.video_size"] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
@@ -69,8 +69,7 @@ def cache_specs(
     # A data set of the user's own may read other pixels.
     if codes := _codes(sections["data"], allow_import):
         video["code of data.target"] = " ".join(codes)
-    entries = select(sections["model"], "conditioner_config.params.emb_models") or [None]
-    entry = entries[0]
+    entry, *_ = select(sections["model"], "conditioner_config.params.emb_models") or [None]
     node = None if entry is None else {"target": entry["target"], "params": entry.get("params")}
     text = {"text encoder": _identity("text encoder", node, allow_import), **common}
     specs = {"video": video, "text": text}

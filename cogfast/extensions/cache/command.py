@@ -385,14 +385,12 @@ class _CacheRun:
             for samples in read:
                 bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
-                entries = encode_clips(
-                    list(good.values()),
-                    list(good),
-                    encoder,
-                    [has_frames and not self.clips[work.missing[key]].is_control for key in good],
-                    self.args.cached_noised_images,
-                    self.groups.device,
-                )
+                rows = [
+                    (sample, key, has_frames and not self.clips[work.missing[key]].is_control)
+                    for key, sample in good.items()
+                ]
+                number = self.args.cached_noised_images
+                entries = encode_clips(rows, encoder, number, self.groups.device)
                 yield bad | dict(zip(good, entries, strict=True))
 
     @cached_property

@@ -81,9 +81,7 @@ class EncodeChoice:
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        ways = None
-        if self.stored is not None and stage.encode_chunks == "auto":
-            ways = [self.stored]
+        ways = [self.stored] if self.stored and stage.encode_chunks == "auto" else None
         plan = stage.limit_encode_memory(budget, shape, ways)
         log_plan(stage, shape, plan, budget)
         self.way = (plan.mode, plan.is_sliced)
@@ -116,22 +114,13 @@ def log_plan(
     stage: VideoAutoencoder, shape: tuple[int, int, int, int], plan: EncodePlan, budget: int
 ) -> None:
     """Log how clips of `shape` = (B, F, H, W) are encoded, and the memory that this needs."""
-    batch, num_frames, rows, columns = shape
-    others = "".join(
-        f"; {_NAMES[mode].format(*stage.tile)}: {num_bytes / _GIB:.1f}"
-        for mode, num_bytes in plan.passed_over.items()
-    )
-    logger.info(
-        "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s",
-        num_frames,
-        rows,
-        columns,
-        _NAMES[plan.mode].format(*stage.tile),
-        ", one by one" if plan.is_sliced and batch > 1 else "",
-        plan.num_bytes / _GIB,
-        budget / _GIB,
-        others,
-    )
+    batch, *sides = shape
+    names = {mode: name.format(*stage.tile) for mode, name in _NAMES.items()}
+    way, needed, most = names[plan.mode], plan.num_bytes / _GIB, budget / _GIB
+    others = "".join(f"; {names[mode]}: {n / _GIB:.1f}" for mode, n in plan.passed_over.items())
+    one_by_one = ", one by one" if plan.is_sliced and batch > 1 else ""
+    text = "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s"
+    logger.info(text, *sides, way, one_by_one, needed, most, others)
     if plan.num_bytes > budget:
         fix = (
             "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory "
@@ -142,8 +131,8 @@ def log_plan(
         logger.warning(
             "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
             "%.1f; %s",
-            budget / _GIB,
-            _NAMES[plan.mode].format(*stage.tile),
-            plan.num_bytes / _GIB,
+            most,
+            way,
+            needed,
             fix,
         )

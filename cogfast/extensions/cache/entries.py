@@ -72,10 +72,12 @@ class Entries:
         digits, by the names of the files alone."""
         found: dict[str, bool] = {}
         try:
+            files = []
             if is_url(self.folder):
-                files = [*store.find(store.join(self.folder, digits))]
-            else:
-                every = (one for part in self._parts(digits) for one in os.scandir(part))
+                files = store.find(store.join(self.folder, digits))
+            elif os.path.isdir(self.folder):
+                parts = [part for part in os.scandir(self.folder) if part.name.startswith(digits)]
+                every = (one for part in parts if part.is_dir() for one in os.scandir(part))
                 # Reading a pipe would not end.
                 files = [one.name for one in every if one.is_file()]
             for name in map(os.path.basename, files):
@@ -90,12 +92,6 @@ class Entries:
             text = f"args.latent_cache: {error.filename} cannot be read ({error.strerror})"
             raise ValueError(f"{text}; use a readable folder") from None
         return found
-
-    def _parts(self, digits: str = "") -> list[str]:
-        if is_url(self.folder) or not os.path.isdir(self.folder):
-            return []
-        with os.scandir(self.folder) as found:
-            return [part.path for part in found if part.is_dir() and part.name.startswith(digits)]
 
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""
