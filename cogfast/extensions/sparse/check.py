@@ -76,10 +76,8 @@ def check_sparse(
     if share is None:
         return
     if is_training and args.compile and args.sparse_warmup:
-        text = (
-            f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
-        )
-        text += "compile again for each number of kept blocks; set one of the two to its default"
+        text = f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would compile"
+        text += " again for each number of kept blocks; set one of the two to its default"
         raise KeyProblem("args.sparse_warmup", text)
     lengths = {size.num_tokens(model) for size in bucket_sizes(data, model)}
     if is_training and args.compile and len(lengths) > _MOST_COMPILED:
@@ -94,9 +92,10 @@ def check_sparse(
         raise KeyProblem("args.attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return
-    width = model.head_width
-    if width not in _WIDTHS:
-        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
+    if model.head_width not in _WIDTHS:
+        text = (
+            f"{named} takes head widths that are multiples of 16 up to 256, not {model.head_width}"
+        )
         raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
     device = int(os.environ.get("LOCAL_RANK", "0"))
     least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
@@ -108,11 +107,10 @@ def check_sparse(
     tokens = largest_size(data, model).num_tokens(model) - model.text_length
     if is_training and tokens < _LEAST_TOKENS:
         text = (
-            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
+            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has"
         )
-        raise KeyProblem(
-            _KEY, f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
-        )
+        text += f" {tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
+        raise KeyProblem(_KEY, text)
 
 
 def choose_attention(
