@@ -277,10 +277,8 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     ):
         return
 
-    has_range = config.lora_layers is not None or len(found.layers) < config.num_layers
-
     has, set_layers = config.adapters or "no adapters", ""
-    if has_range:
+    if config.lora_layers is not None or len(found.layers) < config.num_layers:
         has += f", in layers {list(layers)}"
         set_layers = f" {LORA_KEY}.layer_range=[{','.join(map(str, found.layers))}]"
     modules = ",".join(LORA_SHORT[name] for name in found.targets)

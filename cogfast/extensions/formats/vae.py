@@ -255,15 +255,12 @@ def convert_vae(
             SCALING_FACTOR,
             COGVIDEOX_2B.scale_factor,
         )
-    names = {name: name for name in vae.weights.shapes}
+    weights, names = vae.weights, {name: name for name in vae.weights.shapes}
     if to == "sat":
         names = to_sat(names, vae.num_levels, vae.num_res_blocks)
     tensors = [
         Outgoing(
-            name,
-            vae.weights.shapes[k],
-            dtype or vae.weights.dtypes[k],
-            partial(vae.weights.read, k, None),
+            name, weights.shapes[k], dtype or weights.dtypes[k], partial(weights.read, k, None)
         )
         for name, k in names.items()
     ]

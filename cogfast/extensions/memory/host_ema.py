@@ -28,7 +28,6 @@ class _Update:
     """An update of one parameter's average that has begun."""
 
     p: Tensor
-    shadow: Tensor
     weight: Tensor  # [], on the device of p; kept until the device has read it
     end: torch.cuda.Event | None  # None: on a CPU, where nothing has begun
 
@@ -56,7 +55,7 @@ class HostEma:
         """
         assert shadow not in self._updates, "the update before has been waited for"
         end = self._move(p, shadow, weight) if p.is_cuda else None
-        self._updates[shadow] = _Update(p, shadow, weight, end)
+        self._updates[shadow] = _Update(p, weight, end)
 
     def _move(self, p: Tensor, shadow: Tensor, weight: Tensor) -> torch.cuda.Event:
         """Let the stream update an average; return the event of its end."""
@@ -81,7 +80,7 @@ class HostEma:
         if update.end is not None:
             torch.cuda.current_stream(update.p.device).wait_event(update.end)
         else:
-            average_(update.shadow.view(-1), update.p.view(-1), update.weight, self.kernels)
+            average_(shadow.view(-1), update.p.view(-1), update.weight, self.kernels)
 
     def wait(self) -> None:
         """Wait, on the host, until the averages can be read."""

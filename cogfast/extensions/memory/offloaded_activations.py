@@ -42,8 +42,7 @@ class OffloadedActivations:
             self._in_flight.popleft().release()
         is_resident = number >= self.num_blocks - NUM_RESIDENT
         previous = None if number == 0 else self._last
-        block = BlockTensors(self, previous, None if is_resident else num_rows)
-        self._last = block
+        self._last = block = BlockTensors(self, previous, None if is_resident else num_rows)
         self._in_flight.append(block)
         return block
 

@@ -160,22 +160,19 @@ def list_shard(
     The list is read from the index in the user's cache folder if the shard and its .meta.jsonl have not changed.
     """
     meta = _meta_file(url)
-    try:
-        about = found.get(url) or store.stat(url)
-        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
-    except OSError as error:
-        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     name = url if store.is_url(url) else os.path.abspath(url)
     index, known = user_index("shard", [name, caption_key]), distinct(url)  # it may be signed
-    version = about.version + (f"-{of_meta.version}" if of_meta else "")
-    kept = index.get(known, version)
-    if kept is None:
-        try:
+    try:
+        about = found.get(url) or store.stat(url)
+        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
+        version = about.version + (f"-{of_meta.version}" if of_meta else "")
+        kept = index.get(known, version)
+        if kept is None:
             kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
-        except OSError as error:
-            raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        index.keep([(known, version, *kept)])
+            index.keep([(known, version, *kept)])
+    except OSError as error:
+        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:
