@@ -92,7 +92,7 @@ def convert(
         )
     lora = add_lora or (split_scale(merge_lora, "--merge-lora")[0] if merge_lora else None)
     # A run's adapters were trained beside the plain weights of the model that it started from.
-    has_averages = ema and (lora is None or not _is_run(lora))
+    has_averages = ema and (lora is None or find_run_checkpoint(Path(lora)) is None)
     source = completed(_without_own(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, lora))):
@@ -206,7 +206,8 @@ def with_lora_options(
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    adapter = _without_own(open_adapter(path, ema and _is_run(path), with_others=True))
+    has_averages = ema and find_run_checkpoint(Path(path)) is not None
+    adapter = _without_own(open_adapter(path, has_averages, with_others=True))
     if alpha is not None:
         adapter = replace(adapter, lora_alpha=alpha)
     source = as_in_run(source, adapter)
@@ -252,10 +253,6 @@ def _with_sat_strength(source: WeightSource) -> WeightSource:
     text = "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g"
     logger.info(text, source.description, source.alpha / SAT_ALPHA, SAT_ALPHA)
     return replace(with_strength_in_b(source, SAT_ALPHA), lora_alpha=SAT_ALPHA)
-
-
-def _is_run(path: str) -> bool:
-    return find_run_checkpoint(Path(path)) is not None
 
 
 def _has_adapters(source: WeightSource) -> bool:

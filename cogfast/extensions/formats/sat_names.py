@@ -48,10 +48,8 @@ def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | Non
 
 def _compile(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
     # The escaped "{i}" matches the block's number; the rest of the name starts with a dot.
-    def pattern(name: str) -> re.Pattern[str]:
-        return re.compile(re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)")
-
-    return [(pattern(left), right) for left, right in pairs]
+    pattern = lambda name: re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)"
+    return [(re.compile(pattern(left)), right) for left, right in pairs]
 
 
 _TO_SAT = _compile(_MODULES.items())
