@@ -112,9 +112,8 @@ class HostWeights:
         if not self.is_present:
             return
         if not self._on_host:
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                copy = host_buffer(tensor).copy_(tensor)  # sync: once
-                self._on_host.append((tensor, copy))
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            self._on_host = [(x, host_buffer(x).copy_(x)) for x in tensors]  # sync: once
         for tensor, host in self._on_host:
             tensor.data = host
         self.is_present = False

@@ -147,7 +147,7 @@ def attended_keys(q: Tensor, k: Tensor, num_text: int, share: float, rows: Tenso
     return blocks[:, :, rows // BLOCK].repeat_interleave(BLOCK, -1)[..., : q.shape[1]]
 
 
-def _choose_fake(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
+def empty_choice(q: Tensor, *others: object) -> Choice:
     b, rows, h, _ = q.shape
     n = -(-rows // BLOCK)
     counts = lambda: q.new_empty(b, h, n, dtype=torch.int32)
@@ -161,7 +161,7 @@ _choose_blocks = register_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     gpu=from_gpu("choose_blocks", "launch", "cogfast.extensions.sparse"),
     cpu=choose_blocks_reference,
-    fake=_choose_fake,
+    fake=empty_choice,
 )
 
 
