@@ -92,10 +92,9 @@ def check_sparse(
         raise KeyProblem("args.attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return
-    if model.head_width not in _WIDTHS:
-        text = (
-            f"{named} takes head widths that are multiples of 16 up to 256, not {model.head_width}"
-        )
+    width = model.head_width
+    if width not in _WIDTHS:
+        text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
         raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
     device = int(os.environ.get("LOCAL_RANK", "0"))
     least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
@@ -106,10 +105,8 @@ def check_sparse(
         raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
     tokens = largest_size(data, model).num_tokens(model) - model.text_length
     if is_training and tokens < _LEAST_TOKENS:
-        text = (
-            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has"
-        )
-        text += f" {tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
+        text = f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip"
+        text += f" has {tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
         raise KeyProblem(_KEY, text)
 
 
