@@ -76,8 +76,10 @@ def check_sparse(
     if share is None:
         return
     if is_training and args.compile and args.sparse_warmup:
-        text = f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would compile"
-        text += " again for each number of kept blocks; set one of the two to its default"
+        text = (
+            f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
+        )
+        text += "compile again for each number of kept blocks; set one of the two to its default"
         raise KeyProblem("args.sparse_warmup", text)
     lengths = {size.num_tokens(model) for size in bucket_sizes(data, model)}
     if is_training and args.compile and len(lengths) > _MOST_COMPILED:
@@ -105,9 +107,12 @@ def check_sparse(
         raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
     tokens = largest_size(data, model).num_tokens(model) - model.text_length
     if is_training and tokens < _LEAST_TOKENS:
-        text = f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip"
-        text += f" has {tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
-        raise KeyProblem(_KEY, text)
+        text = (
+            f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
+        )
+        raise KeyProblem(
+            _KEY, f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
+        )
 
 
 def choose_attention(

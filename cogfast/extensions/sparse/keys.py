@@ -13,6 +13,19 @@ from cogfast.core.values import cut, show
 _MOST_SHARE = 0.95  # of blocks that args.attention leaves out
 
 
+class SparseKeys(Keys):
+    """Block-sparse attention."""
+
+    attention: Annotated[
+        str | None, BeforeValidator(lambda x: _attention(x)), After("attention_backend")
+    ] = None
+    """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
+    ([kernels.md](kernels.md#block-sparse-attention)), with attention_backend auto or fa4. null: that
+    of args.load, args.load_lora or the sampled run if a run saved them, else dense"""
+    sparse_warmup: Annotated[int, Range(0, 10**9)] = 0
+    """first steps over which the share of args.attention=sparse:SHARE grows from 0; not with compile"""
+
+
 def sparse_share(attention: str) -> float | None:
     """Return the share that args.attention leaves out, None for dense attention. ValueError for others."""
     if attention == "dense":
@@ -30,14 +43,3 @@ def _attention(value: object) -> str | None:
         return None
     share = sparse_share(value if isinstance(value, str) else show(value))
     return "dense" if share is None else f"sparse:{share:g}"
-
-
-class SparseKeys(Keys):
-    """Block-sparse attention."""
-
-    attention: Annotated[str | None, BeforeValidator(_attention), After("attention_backend")] = None
-    """dense, or sparse:SHARE, which leaves a share of 0 to 0.95 of attention's blocks out
-    ([kernels.md](kernels.md#block-sparse-attention)), with attention_backend auto or fa4. null: that
-    of args.load, args.load_lora or the sampled run if a run saved them, else dense"""
-    sparse_warmup: Annotated[int, Range(0, 10**9)] = 0
-    """first steps over which the share of args.attention=sparse:SHARE grows from 0; not with compile"""
