@@ -50,6 +50,17 @@ class Schedule(Protocol):
     def table(self) -> Tensor: ...
 
 
+def table_of(discretization: Schedule, num_idx: int, section: str) -> DeviceTable:
+    """Return a schedule's table. ValueError if `section` sets another length of it as num_idx."""
+    # SAT's configs give the table's length twice; two lengths would be two schedules.
+    if num_idx != discretization.num_timesteps:
+        raise ValueError(
+            f"{section} num_idx={num_idx} must be the discretization's "
+            f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
+        )
+    return DeviceTable(discretization.table())
+
+
 def broadcast_over(values: Tensor, like: Tensor) -> Tensor:
     """values [B] as [B, 1, 1, ...], ready to multiply `like` [B, ...]."""
     return values.reshape(-1, *(1,) * (like.ndim - 1))
@@ -82,14 +93,8 @@ class DiscreteDenoiser:
         # number of timesteps: the discretization's num_timesteps
         num_idx: NumTimesteps = 1000,
     ) -> None:
-        # SAT's configs give the table's length twice; two lengths would be two schedules.
-        if num_idx != discretization.num_timesteps:
-            raise ValueError(
-                f"denoiser_config num_idx={num_idx} must be the discretization's "
-                f"num_timesteps={discretization.num_timesteps}; set one of them to the other"
-            )
         self.scaling = scaling
-        self.table = DeviceTable(discretization.table())
+        self.table = table_of(discretization, num_idx, "denoiser_config")
 
     def denoise(
         self,

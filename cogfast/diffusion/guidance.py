@@ -95,15 +95,16 @@ class VanillaCFG:
                 "guidance needs the unconditional conditioning (the empty caption); "
                 "give it, or use IdentityGuider"
             )
-        given = conditioning.tensors.items()
+        uncond, cond = unconditional, conditioning
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
-            text=torch.cat([unconditional.text, conditioning.text]),
+            text=torch.cat([uncond.text, cond.text]),
             condition_latents=_joined(
-                unconditional.condition_latents, conditioning.condition_latents
+                "image latents", uncond.condition_latents, cond.condition_latents
             ),
-            ofs=_joined_ofs(unconditional.ofs, conditioning.ofs, len(conditioning.text)),
-            tensors={n: torch.cat([unconditional.tensors[n], v]) for n, v in given},
+            # ofs [1] holds for all samples of a side; the joined batch needs a value for each.
+            ofs=_joined("ofs", uncond.ofs, cond.ofs, len(cond.text)),
+            tensors={n: torch.cat([uncond.tensors[n], v]) for n, v in cond.tensors.items()},
         )
 
     def scale_at(self, timestep: int, num_steps: int) -> float:
@@ -157,15 +158,11 @@ class DynamicCFG(VanillaCFG):
         return DynamicCFG(self.scale, self.exp, num_steps, self.thresholding)
 
 
-def _joined(uncond: Tensor | None, cond: Tensor | None) -> Tensor | None:
-    assert (uncond is None) == (cond is None), "image latents on one side of the guidance only"
-    return None if cond is None or uncond is None else torch.cat([uncond, cond])
-
-
-def _joined_ofs(uncond: Tensor | None, cond: Tensor | None, batch: int) -> Tensor | None:
-    """Join ofs [B] or [1] of both sides to [2B]."""
-    assert (uncond is None) == (cond is None), "ofs on one side of the guidance only"
+def _joined(
+    what: str, uncond: Tensor | None, cond: Tensor | None, batch: int = -1
+) -> Tensor | None:
+    """Join [B, ...], or [1, ...] of `batch` samples, of both sides to [2B, ...]."""
+    assert (uncond is None) == (cond is None), f"{what} on one side of the guidance only"
     if cond is None or uncond is None:
         return None
-    # ofs [1] holds for all samples of a side; the joined batch needs a value for each.
-    return torch.cat([uncond.expand(batch), cond.expand(batch)])
+    return torch.cat([x.expand(batch, *x.shape[1:]) for x in (uncond, cond)])

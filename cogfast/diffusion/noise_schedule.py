@@ -81,7 +81,11 @@ class ZeroSNRDDPMDiscretization:
         self.num_timesteps = num_timesteps
         self.shift_scale = shift_scale
         self.post_shift = post_shift
-        alphas_cumprod = _scaled_linear(linear_start, linear_end, num_timesteps)
+        # Betas have evenly spaced square roots. float64: a float32 product of 1000 factors differs
+        # from upstream's in its last digits.
+        ends = linear_start**0.5, linear_end**0.5
+        betas = torch.linspace(*ends, num_timesteps, dtype=torch.float64) ** 2
+        alphas_cumprod = (1 - betas).cumprod(dim=0)
         if not post_shift:
             alphas_cumprod = _shift(alphas_cumprod, shift_scale)
         self.alphas_cumprod = alphas_cumprod  # [num_timesteps] float64, before the stretch
@@ -171,13 +175,6 @@ def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
     spacing = -(num_timesteps - 1) / num_steps
     falling = torch.arange(num_steps, dtype=torch.float64) * spacing + (num_timesteps - 1)
     return falling.long().flip(0)
-
-
-def _scaled_linear(start: float, end: float, num_timesteps: int) -> Tensor:
-    """Return alpha_bar [num_timesteps] float64 for betas with evenly spaced square roots."""
-    # float64: a float32 product of 1000 factors differs from upstream's in its last digits.
-    betas = torch.linspace(start**0.5, end**0.5, num_timesteps, dtype=torch.float64) ** 2
-    return (1 - betas).cumprod(dim=0)
 
 
 def _shift(alphas_cumprod: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -27,22 +26,6 @@ from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscret
 NumSteps = Annotated[int, Range(0, 10**5)]
 FixedFrames = Annotated[int, Range(0, 10**5)]
 NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T, h, w]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A sampling step: alpha_sqrt before and after it, and the increments of lambda in it and in the
-    previous step (None for the first)."""
-
-    alpha_sqrt: float
-    next_alpha_sqrt: float
-    h: float
-    previous_h: float | None
-
-    @property
-    def noise_ratio(self) -> float:
-        """q, the factor by which the remaining noise shrinks."""
-        return math.sqrt((1 - self.next_alpha_sqrt**2) / (1 - self.alpha_sqrt**2))
 
 
 class VideoDDIMSampler:
@@ -115,10 +98,15 @@ class VideoDDIMSampler:
         x = x.float()
         noise_like = _noise_source(generator)
         given = self.guider.inputs(conditioning, unconditional)
-        prefix = x[:, :, : self.fixed_frames]
+        prefix = shown = x[:, :, : self.fixed_frames]
         previous, steps = None, self.steps
         for i, timestep in enumerate(steps.timesteps):
-            x = self._with_prefix(x, prefix, steps.alpha_sqrt[i], noise_like)
+            if self.fixed_frames:
+                # All frames of the network's input then have one noise level, as in plain training.
+                if self.sdedit:
+                    a = steps.alpha_sqrt[i]
+                    shown = a * prefix + math.sqrt(1 - a**2) * noise_like(prefix)
+                x = torch.cat([shown, x[:, :, self.fixed_frames :]], dim=2)
             batch = torch.cat([x] * self.guider.batch_factor)
             # After respacing, alpha_sqrt is not the table's entry at this timestep: pass both.
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
@@ -139,33 +127,26 @@ class VideoDDIMSampler:
         self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
         """Return x after step i, which leaves some noise. previous: the estimate of the step before."""
-        step = self.step(i)
-        q = step.noise_ratio
-        return q * x + (step.next_alpha_sqrt - step.alpha_sqrt * q) * denoised
+        q = self._noise_ratio(i)
+        a, b = self.steps.alpha_sqrt[i], self.steps.next_alpha_sqrt[i]
+        return q * x + (b - a * q) * denoised
 
-    def step(self, i: int) -> Step:
-        """Return the coefficients of step i; at the first there is no signal, so h = inf."""
-        before, now, after = (
-            self.steps.alpha_sqrt[max(i - 1, 0)],
-            self.steps.alpha_sqrt[i],
-            self.steps.next_alpha_sqrt[i],
-        )
-        return Step(
-            alpha_sqrt=now,
-            next_alpha_sqrt=after,
-            h=_log_snr(after) - _log_snr(now),
-            previous_h=None if i == 0 else _log_snr(now) - _log_snr(before),
-        )
+    def _noise_ratio(self, i: int) -> float:
+        """Return q of step i, the factor by which the remaining noise shrinks."""
+        a, b = self.steps.alpha_sqrt[i], self.steps.next_alpha_sqrt[i]
+        return math.sqrt((1 - b**2) / (1 - a**2))
 
-    def _with_prefix(
-        self, x: Tensor, prefix: Tensor, alpha_sqrt: float, noise_like: NoiseLike
-    ) -> Tensor:
-        if self.fixed_frames == 0:
-            return x
-        # All frames of the network's input then have one noise level, as in plain training.
-        if self.sdedit:
-            prefix = alpha_sqrt * prefix + math.sqrt(1 - alpha_sqrt**2) * noise_like(prefix)
-        return torch.cat([prefix, x[:, :, self.fixed_frames :]], dim=2)
+    def _increment(self, i: int) -> float:
+        """Return h of step i; at the first there is no signal, so it is infinite."""
+        return _log_snr(self.steps.next_alpha_sqrt[i]) - _log_snr(self.steps.alpha_sqrt[i])
+
+    def _extrapolated(self, i: int, denoised: Tensor, previous: Tensor | None) -> Tensor:
+        """Return D of step i; the first step has no earlier estimate."""
+        if previous is None:
+            return denoised
+        levels = self.steps.alpha_sqrt
+        weight = self._increment(i) / (2 * (_log_snr(levels[i]) - _log_snr(levels[i - 1])))
+        return (1 + weight) * denoised - weight * previous
 
 
 class VPODEDPMPP2MSampler(VideoDDIMSampler):
@@ -174,10 +155,9 @@ class VPODEDPMPP2MSampler(VideoDDIMSampler):
     def advance(
         self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
-        step = self.step(i)
         # expm1 keeps the digits of 1 - e^-h for small h, and is -1 at the first step's h = inf.
-        signal = step.next_alpha_sqrt * -math.expm1(-step.h)
-        return step.noise_ratio * x + signal * _extrapolated(step, denoised, previous)
+        signal = self.steps.next_alpha_sqrt[i] * -math.expm1(-self._increment(i))
+        return self._noise_ratio(i) * x + signal * self._extrapolated(i, denoised, previous)
 
 
 class VPSDEDPMPP2MSampler(VideoDDIMSampler):
@@ -186,31 +166,22 @@ class VPSDEDPMPP2MSampler(VideoDDIMSampler):
     def advance(
         self, i: int, x: Tensor, denoised: Tensor, previous: Tensor | None, noise_like: NoiseLike
     ) -> Tensor:
-        step = self.step(i)
-        share = -math.expm1(-2 * step.h)
+        h, b = self._increment(i), self.steps.next_alpha_sqrt[i]
+        share = -math.expm1(-2 * h)
         noise = noise_like(x)
         # Upstream draws two noises from the second step on and drops the first. Doing the same
         # makes one seed give the same latents.
         if previous is not None:
             noise = noise_like(x)
-        kept = step.noise_ratio * math.exp(-step.h)
-        added = math.sqrt((1 - step.next_alpha_sqrt**2) * share)
-        signal = step.next_alpha_sqrt * share
-        return kept * x + signal * _extrapolated(step, denoised, previous) + added * noise
+        kept = self._noise_ratio(i) * math.exp(-h)
+        added = math.sqrt((1 - b**2) * share)
+        return kept * x + b * share * self._extrapolated(i, denoised, previous) + added * noise
 
 
 def _log_snr(a: float) -> float:
     """lambda = log(a / sqrt(1 - a^2))."""
     # With zero terminal SNR, sampling starts at a = 0.
     return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
-
-
-def _extrapolated(step: Step, denoised: Tensor, previous: Tensor | None) -> Tensor:
-    """Return D of the module's formulas; the first step has no earlier estimate."""
-    if previous is None or step.previous_h is None:
-        return denoised
-    weight = step.h / (2 * step.previous_h)
-    return (1 + weight) * denoised - weight * previous
 
 
 def _noise_source(generator: torch.Generator | NoiseLike | None) -> NoiseLike:
