@@ -74,7 +74,7 @@ def read_ahead(
     return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
 
 
-class ReadingProcesses:
+class ReadingProcesses(Iterator[Any]):
     """Iterates over `reads[key]` for each of `keys`, in order, read by processes."""
 
     def __init__(
@@ -102,9 +102,6 @@ class ReadingProcesses:
             if threading.current_thread() is threading.main_thread():
                 # torch's handler raises wherever this thread is; next() sees a lost process, too.
                 signal.signal(signal.SIGCHLD, before)
-
-    def __iter__(self) -> ReadingProcesses:
-        return self
 
     def __next__(self) -> Any:
         if self._results is None:
@@ -206,7 +203,7 @@ def ignore_signals_except_parent(worker: int) -> None:
     threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
-class ThreadedReads:
+class ThreadedReads(Iterator[Any]):
     """Iterates over the results of reading `keys`, in order.
 
     read: reads a key, in several threads at once. num_threads: number of threads, each with its own
@@ -235,9 +232,6 @@ class ThreadedReads:
             return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
         with self._dali.on_device():  # batches are collated on the device
             return self._read_key(key)
-
-    def __iter__(self) -> ThreadedReads:
-        return self
 
     def __next__(self) -> Any:
         if not self._pending:
