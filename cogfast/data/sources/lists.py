@@ -30,18 +30,14 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     raw["caption_column"] = [worded(line) for line in raw["caption_column"]]
     if not allow_empty_captions:
         _refuse_gaps(files, raw)
-    lines = {
-        key: texts
-        if key == "caption_column" and allow_empty_captions
-        else [line for line in texts if line]
-        for key, texts in raw.items()
-    }
-    videos, captions = lines["video_column"], lines["caption_column"]
+    lines = {key: [line for line in texts if line] for key, texts in raw.items()}
+    videos = lines["video_column"]
     if not videos:
         raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
-    # text_lines drops blank lines at the end, which may be empty captions.
     if allow_empty_captions:
-        captions += [""] * (len(videos) - len(captions))
+        # text_lines drops blank lines at the end, which may be empty captions.
+        captions = raw["caption_column"]
+        lines["caption_column"] = captions + [""] * (len(videos) - len(captions))
     for key, what in _WHAT.items():
         if key in lines and len(lines[key]) != len(videos):
             raise ValueError(
@@ -49,21 +45,17 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
                 f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
             )
     columns, found = {}, {}
-    for key in ("video_column", "image_column", "control_column", "mask_column"):
-        if key in lines:
-            paths = [placed(store.parent(files[key]), line, files[key]) for line in lines[key]]
+    for key in ("video", "image", *OTHER_VIDEOS):
+        if file := files.get(f"{key}_column"):
+            paths = [placed(store.parent(file), line, file) for line in lines[f"{key}_column"]]
             found |= store.stats(paths)
-            _refuse_missing(files[key], raw[key], paths, found)
+            _refuse_missing(file, raw[f"{key}_column"], paths, found)
             columns[key] = PackedStrings(paths)
     return ClipList(
-        files=columns["video_column"],
-        captions=PackedStrings(captions),
-        images=columns.get("image_column"),
-        others={
-            name: OtherFiles(columns[f"{name}_column"])
-            for name in OTHER_VIDEOS
-            if f"{name}_column" in columns
-        },
+        files=columns["video"],
+        captions=PackedStrings(lines["caption_column"]),
+        images=columns.get("image"),
+        others={name: OtherFiles(columns[name]) for name in OTHER_VIDEOS if name in columns},
         versions=store.Versions(found),
     )
 
@@ -74,13 +66,9 @@ def _read(key: str, file: str) -> list[str]:
     folder, name = store.parent(file), os.path.basename(file)
     found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     ending = os.path.splitext(name)[1]
+    fix = "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
     hint = nearest(name, [other for other in found if other.endswith(ending)])
-    hint = hint or table_hint(folder)
-    if not hint:
-        hint = (
-            "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
-            "VideoFolder)"
-        )
+    hint = hint or table_hint(folder) or f"{fix}VideoFolder)"
     raise ValueError(f"data.params.{key}={name}: {file} does not exist{hint}")
 
 

@@ -31,6 +31,7 @@ from cogfast.data.video.file import (
     moving_streams,
     one_line,
     open_video_file,
+    video_stream,
 )
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class PyAVReader(VideoReader):
         """Yield as `_by_pts` does, but decode and count all frames from the start of the file."""
         number = 0
         with closing(open_video_file(self.path, is_probed=True)) as container:
-            stream = moving_streams(container)[0]
+            stream = video_stream(self.path, container)
             try:
                 for frame in container.decode(stream):
                     if left[-1] == number:
@@ -292,18 +293,13 @@ def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, i
 
     All packets have pts.
     """
-
-    def shown_before(keyframe: int, place: int) -> bool:
-        first, at = packets[keyframe].pts, packets[place].pts
-        assert first is not None and at is not None, "packets without pts are counted"
-        return first <= at
-
+    pts = [packet.pts or 0 for packet in packets]  # none is None
     keyframes = [i for i, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     runs: list[tuple[int, int]] = []
     for place in places:
         # A keyframe may be followed by frames that are shown before it and refer to earlier frames.
         before = reversed(keyframes[: bisect_right(keyframes, place)])
-        first = next((k for k in before if shown_before(k, place)), 0)
+        first = next((k for k in before if pts[k] <= pts[place]), 0)
         if runs and first <= runs[-1][1] + 1:
             runs[-1] = min(runs[-1][0], first), max(runs[-1][1], place)
         else:
