@@ -222,16 +222,12 @@ def inpainting_channels(channels: int) -> int:
 
 def derived_models(in_channels: int, out_channels: int) -> str:
     """Name the released models, derived from CogVideoX, that have such inputs; "" if there are none."""
-    found = {
-        # 16 noised, 1 of the mask, 16 of the masked video
-        inpainting_channels(
-            out_channels
-        ): "CogVideoX-Fun's inpainting models (InP) have a mask and a masked "
-        "video: [mask, masked_video]",
-        # 16 noised, 16 of the image, 16 of the pose
-        3 * out_channels: "SkyReels-A1 has an image and a pose: [image, control]",
-    }
-    return found.get(in_channels, "")
+    # 16 noised, 16 of the image, 16 of the pose
+    if in_channels == 3 * out_channels:
+        return "SkyReels-A1 has an image and a pose: [image, control]"
+    # 16 noised, 1 of the mask, 16 of the masked video
+    text = "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video: [mask, masked_video]"
+    return text if in_channels == inpainting_channels(out_channels) else ""
 
 
 @dataclass(frozen=True, slots=True)

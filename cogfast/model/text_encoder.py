@@ -247,8 +247,7 @@ class _ByteT5(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [B, L] -> embeddings [B, L, E]."""
         hidden = self.embedding(ids)
-        first = self.blocks[0]
-        assert isinstance(first, _T5Block)
+        first: Any = self.blocks[0]
         bias = first.position_bias(ids.shape[1])
         for block in self.blocks:
             hidden = block(hidden, bias)
@@ -272,17 +271,10 @@ class _T5Block(nn.Module):
         self.attention_norm, self.mlp_norm = _T5Norm(d_model), _T5Norm(d_model)
 
     def draw_weights(self) -> None:
-        d_model = self.q.in_features
-        deviations: dict[nn.Linear | nn.Embedding, float] = {
-            self.q: (d_model * self.d_kv) ** -0.5,
-            self.k: d_model**-0.5,
-            self.v: d_model**-0.5,
-            self.o: self.o.in_features**-0.5,
-        }
-        if self.buckets is not None:
-            deviations[self.buckets] = d_model**-0.5
-        _draw(deviations)
-        inward = d_model**-0.5
+        inward, outward = self.q.in_features**-0.5, self.o.in_features**-0.5
+        of_query = (self.q.in_features * self.d_kv) ** -0.5
+        attention = {self.q: of_query, self.k: inward, self.v: inward, self.o: outward}
+        _draw(attention | ({} if self.buckets is None else {self.buckets: inward}))
         _draw({self.wi_0: inward, self.wi_1: inward, self.wo: self.wo.in_features**-0.5})
 
     def position_bias(self, num_tokens: int) -> Tensor:
@@ -346,9 +338,9 @@ def _find_folders(model_dir: str, cache_dir: str | None) -> tuple[Path, Path]:
             f"model_dir={model_dir} is not a folder; give the folder of T5's encoder "
             "(config.json, weights and spiece.model or tokenizer.json)"
         )
-    is_pipeline = (folder / "text_encoder").is_dir() and (folder / "tokenizer").is_dir()
-    weights = folder / "text_encoder" if is_pipeline else folder
-    vocabulary = folder / "tokenizer" if is_pipeline else folder
+    weights, vocabulary = folder / "text_encoder", folder / "tokenizer"
+    if not (weights.is_dir() and vocabulary.is_dir()):
+        weights = vocabulary = folder
     if not (weights / "config.json").is_file():
         raise ValueError(
             f"model_dir={model_dir} has no config.json; give the folder of T5's encoder"

@@ -340,8 +340,8 @@ class Network:
     def build(self, seed: int = 0) -> DiffusionTransformer:
         """Build the transformer, with LoRA, and set requires_grad."""
         transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
-        prefixes, modules = keys.not_trainable_prefixes, keys.trainable_modules
-        freeze(transformer, prefixes, keys.lora_train, modules)
+        prefixes = keys.not_trainable_prefixes
+        freeze(transformer, prefixes, keys.lora_train, keys.trainable_modules)
         return transformer
 
 
@@ -390,18 +390,10 @@ def assemble_transformer(
                 text = f"{kind.__name__}: {found[0]} is complex, and training would drop its imaginary part; "
                 raise ValueError(f"{text}register torch.view_as_real of it")
         if config.lora_rank is not None:
-            everywhere = tuple(range(config.num_layers))
-            for i in everywhere if config.lora_layers is None else config.lora_layers:
-                block = transformer.blocks[i]
-                assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-                add_lora(
-                    block,
-                    config.lora_rank,
-                    config.lora_alpha,
-                    config.lora_dropout,
-                    config.lora_targets,
-                    kernels=block.kernels,
-                )
+            rank, layers = config.lora_rank, config.lora_layers
+            others = (config.lora_alpha, config.lora_dropout, config.lora_targets)
+            for i in range(config.num_layers) if layers is None else layers:
+                add_lora(transformer.blocks[i], rank, *others, kernels=transformer.kernels)
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)

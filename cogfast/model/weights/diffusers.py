@@ -212,22 +212,16 @@ def _read_config(folder: Path) -> _Config:
                 f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
             )
     config = check(given, _Config, str(file))
-    _check_pipeline_class(folder)
-    return config
-
-
-def _check_pipeline_class(folder: Path) -> None:
-    """Raise ValueError if the pipeline around a transformer folder gives it other inputs."""
+    # The pipeline around a transformer folder may give it other inputs.
     file = folder.parent / "model_index.json"
-    if folder.name != "transformer" or not file.is_file():
-        return
-    kind = read_json(file).get("_class_name")
-    text = f"{file}: _class_name={brief(show(kind))}"
-    if kind not in _PIPELINES:
-        raise ValueError(
-            f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
-            f"make; use a folder of {', '.join(_PIPELINES)}"
-        )
+    if folder.name == "transformer" and file.is_file():
+        kind = read_json(file).get("_class_name")
+        if kind not in _PIPELINES:
+            raise ValueError(
+                f"{file}: _class_name={brief(show(kind))} is the pipeline of a model derived from CogVideoX, "
+                f"with inputs that cogfast does not make; use a folder of {', '.join(_PIPELINES)}"
+            )
+    return config
 
 
 def _facts(config: _Config) -> dict[str, Any]:

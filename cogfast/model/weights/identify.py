@@ -98,7 +98,6 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
             f"{head}; the files belong to different models, copy those of one"
         )
     ofs = shapes.get("ofs_embedding.fc1.weight")
-    unused = shapes.get("unused_position_embeddings")
     # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
     found = {
@@ -117,9 +116,14 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
         "elementwise_affine": "final_norm.weight" in shapes,
     }
-    if unused is not None:
+    if unused := shapes.get("unused_position_embeddings"):
         found["max_sequence_length"] = unused[0]
-    return found | _adapters(source, found["num_layers"])
+    if adapters := adapters_of(source):
+        found |= {"lora_rank": adapters.ranks[0], "lora_targets": adapters.targets}
+        found |= {} if adapters.alpha is None else {"lora_alpha": adapters.alpha}
+        if len(adapters.layers) < found["num_layers"]:
+            found["lora_layers"] = adapters.layers
+    return found
 
 
 def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
@@ -130,16 +134,6 @@ def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize
             f"1x2x2 or 2x2x2 latent pixels with {out_channels} channels; use a CogVideoX model"
         )
     return PatchSize(frames, _PATCH_HW, _PATCH_HW)
-
-
-def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
-    """Return the fields about LoRA: rank, targets, and the layers with adapters if not all have."""
-    found = adapters_of(source)
-    if found is None:
-        return {}
-    alpha = {} if found.alpha is None else {"lora_alpha": found.alpha}
-    some = {"lora_layers": found.layers} if len(found.layers) < num_layers else {}
-    return {"lora_rank": found.ranks[0], "lora_targets": found.targets, **alpha, **some}
 
 
 def lacking_of(

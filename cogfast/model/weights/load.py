@@ -109,8 +109,14 @@ def load_source(
 ) -> LoadReport:
     """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
     # args.force_train and args.force_inference also permit bf16 weights in fp16.
-    if not allow_missing:
-        _check_dtype(path, source.main_dtype, transformer.dtype)
+    is_bf16_in_fp16 = (source.main_dtype, transformer.dtype) == (torch.bfloat16, torch.float16)
+    if is_bf16_in_fp16 and not allow_missing:
+        raise ValueError(
+            f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
+            "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
+            "deepspeed.fp16.enabled=false, or args.force_train=true to continue (sampling: "
+            "args.force_inference=true)"
+        )
     parameters: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
     parameters |= transformer.kept_buffers()
     shards = shards or {}
@@ -156,16 +162,6 @@ def load_source(
             parameter.copy_(source.read(name, shards.get(target)).reshape(parameter.shape))
     lacking = required if source.is_partial else []
     return LoadReport(source.description, len(loaded), missing, unexpected, lacking)
-
-
-def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    if found == torch.bfloat16 and wanted == torch.float16:
-        raise ValueError(
-            f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
-            "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
-            "deepspeed.fp16.enabled=false, or args.force_train=true to continue (sampling: "
-            "args.force_inference=true)"
-        )
 
 
 def _target(name: str, parameters: Container[str]) -> str | None:
