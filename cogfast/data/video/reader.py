@@ -36,7 +36,6 @@ from cogfast.data.video.file import (
 
 if TYPE_CHECKING:
     import av
-    from av.container import InputContainer
     from av.filter import Graph
 
 ReaderName = Literal["pyav", "decord"]
@@ -164,7 +163,7 @@ class PyAVReader(VideoReader):
         self.path = path
         self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
         self._stretch = None if size is None else FrameStretcher(size)
-        self._container: InputContainer | None = open_video_file(path)
+        self._container = open_video_file(path)
         try:
             self._header = header_of(path, self._container)
         except BadSample:
@@ -175,9 +174,7 @@ class PyAVReader(VideoReader):
         self._size: tuple[int, int] | None = None  # columns, rows of the first frame asked for
 
     def close(self) -> None:
-        if self._container is not None:
-            self._container.close()
-            self._container = None
+        self._container.close()
 
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
         assert list(indices) == sorted(indices), f"{indices=} decrease"
@@ -208,7 +205,7 @@ class PyAVReader(VideoReader):
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        container, context, stream = self._opened, self._context, self._stream
+        container, context, stream = self._container, self._context, self._stream
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
         container.seek(at, stream=stream)
@@ -264,13 +261,8 @@ class PyAVReader(VideoReader):
             left.pop()
 
     @property
-    def _opened(self) -> InputContainer:
-        assert self._container is not None, "the reader is closed"
-        return self._container
-
-    @property
     def _stream(self) -> av.VideoStream:
-        return moving_streams(self._opened)[0]
+        return moving_streams(self._container)[0]
 
     @property
     def _context(self) -> av.VideoCodecContext:

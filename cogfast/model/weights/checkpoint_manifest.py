@@ -213,7 +213,9 @@ def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
         check_plain(sections)
     except ValueError as error:
         raise refusal(checkpoint, DamageError(f"manifest.json: {error}")) from None
-    found = {name: _with_infinities(values) for name, values in sections.items()}
+    # JSON has no infinities, which are stored as text.
+    number = lambda text: float(text) if text in ("Infinity", "-Infinity") else text
+    found = {name: each_text(values, number) for name, values in sections.items()}
     load = (found.get("args") or {}).get("load")
     if isinstance(load, str) and "://" not in load and not os.path.isabs(load):
         found["args"]["load"] = _from_start(run_of(checkpoint), load)
@@ -228,11 +230,6 @@ def _from_start(run: Path, path: str) -> str:
         if isinstance(folder, str) and os.path.exists(found := os.path.join(folder, path)):
             return path if folder == os.getcwd() else found
     return path
-
-
-def _with_infinities(node: Any) -> Any:
-    """Return a stored value with the numbers that JSON has not, which are stored as text."""
-    return each_text(node, lambda text: float(text) if text in ("Infinity", "-Infinity") else text)
 
 
 def trained_settings(path: Path) -> dict[str, tuple[object, str]]:

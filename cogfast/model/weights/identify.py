@@ -10,7 +10,7 @@ from cogfast.core.shapes import PatchSize
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import assemble_transformer
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
@@ -136,18 +136,21 @@ def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize
     return PatchSize(frames, _PATCH_HW, _PATCH_HW)
 
 
+def may_be_left_out(model: DiffusionTransformer) -> set[str]:
+    """Return the names of the parameters that files may lack: those without use, and 2B's computed table."""
+    is_computed = model.config.position == "sincos"
+    return {*model.unused_parameter_names(), *["position_table.weight"] * is_computed}
+
+
 def lacking_of(
     source: WeightSource, config: TransformerConfig
 ) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     """Return the names that `source` lacks of the model, and the shapes of all."""
     with torch.device("meta"):
         model = assemble_transformer(config)
-    optional = set(model.unused_parameter_names())
-    if config.position == "sincos":
-        # 2B's table is computed, so a file may leave it out.
-        optional.add("position_table.weight")
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return [name for name in wanted if name not in source.shapes and name not in optional], wanted
+    may_lack = may_be_left_out(model)
+    return [name for name in wanted if name not in source.shapes and name not in may_lack], wanted
 
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:

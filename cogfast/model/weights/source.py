@@ -92,14 +92,20 @@ class WeightSource:
         rows, inputs = self.shapes[name]
         if inputs >= num_inputs:
             return self
+        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
+        pad = lambda values: F.pad(values, (0, num_inputs - inputs))
+        return replace(self._changed(name, (rows, num_inputs), pad), facts=facts)
+
+    def _changed(
+        self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]
+    ) -> WeightSource:
+        """Return these weights with `change`, which gives a tensor of `shape`, applied to one of them."""
 
         def read(other: str, shard: Shard | None) -> Tensor:
             found = self.read(other, shard)
-            return F.pad(found, (0, num_inputs - inputs)) if other == name else found
+            return change(found) if other == name else found
 
-        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
-        shapes = self.shapes | {name: (rows, num_inputs)}
-        return replace(self, read=read, shapes=shapes, facts=facts)
+        return replace(self, read=read, shapes={**self.shapes, name: shape})
 
     def without(self, name: str) -> WeightSource:
         """Return these weights without the tensor `name`, and without what the format says of tables."""
@@ -120,17 +126,13 @@ class WeightSource:
         if old == new:
             return self
 
-        def read(other: str, shard: Shard | None) -> Tensor:
-            found = self.read(other, shard)
-            if other != name:
-                return found
-            text, video = found.float().split([num_text, old.num_tokens], dim=1)
+        def interpolated(values: Tensor) -> Tensor:
+            text, video = values.float().split([num_text, old.num_tokens], dim=1)
             video = video.transpose(1, 2).unflatten(2, (old.t, old.h, old.w))  # [1, M, t, h, w]
             video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
             return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
 
-        shapes = self.shapes | {name: (1, num_text + new.num_tokens, width)}
-        return replace(self, read=read, shapes=shapes)
+        return self._changed(name, (1, num_text + new.num_tokens, width), interpolated)
 
     @property
     def alpha(self) -> float:
@@ -268,20 +270,11 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
             f"{source.description}: its config has patch_size={configured}, its tensors {patch}; use "
             "the config.json that belongs to these tensors"
         )
-    # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w).
+    # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w). Tensor parallelism
+    # splits only the blocks, never this weight.
     flat = (shape[0], math.prod(shape[1:]))
-
-    def read(name: str, shard: Shard | None) -> Tensor:
-        values = source.read(name, shard)
-        # Tensor parallelism splits only the blocks, never this weight.
-        return values.reshape(flat) if name == key and shard is None else values
-
-    return replace(
-        source,
-        shapes={**source.shapes, key: flat},
-        read=read,
-        facts={**source.facts, "patch_size": patch},
-    )
+    found = source._changed(key, flat, lambda values: values.reshape(flat))
+    return replace(found, facts={**source.facts, "patch_size": patch})
 
 
 def num_blocks(shapes: Shapes) -> int:
