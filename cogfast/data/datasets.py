@@ -548,12 +548,8 @@ class VideoShards(ListedVideos):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
             lists.append(list_shards(shards, self.caption_key, self.has_pictures))
         if not allow_empty_captions:
-            empty = [
-                file
-                for clips in lists
-                for file, text in zip(clips.files, clips.captions, strict=True)
-                if not text
-            ]
+            samples = (each for one in lists for each in zip(one.files, one.captions, strict=True))
+            empty = [file for file, text in samples if not text]
             what = f"samples without a caption (caption_key={self.caption_key})"
             refuse_samples(empty, sum(map(len, lists)), what, ADD_CAPTIONS)
         return lists

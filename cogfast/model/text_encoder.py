@@ -83,13 +83,8 @@ class _PaddedT5(nn.Module):
         for row, caption, tokens in zip(ids, captions, self._token_ids(captions), strict=True):
             if len(tokens) > self.max_length and not self.has_warned_truncation:
                 self.has_warned_truncation = True
-                logger.warning(
-                    "captions of more than max_length=%d tokens are truncated, such as this one of %d: "
-                    "%s...",
-                    self.max_length,
-                    len(tokens),
-                    caption[:60],
-                )
+                text = "captions of more than max_length=%d tokens are truncated, such as this one of %d: %s..."
+                logger.warning(text, self.max_length, len(tokens), caption[:60])
             # A truncated caption ends, too.
             tokens = [*tokens[: min(len(tokens), self.max_length) - 1], _END]
             row[: len(tokens)] = torch.tensor(tokens)

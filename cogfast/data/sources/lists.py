@@ -12,13 +12,6 @@ from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, P
 from cogfast.data.sources.folders import find_missing, placed, text_lines, worded
 from cogfast.data.sources.manifest import table_hint
 
-_WHAT = {
-    "caption_column": "caption",
-    "image_column": "image",
-    "control_column": "control video",
-    "mask_column": "mask",
-}
-
 
 def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList:
     """Read the samples of a folder; ValueError that names file and line of a fault.
@@ -38,11 +31,12 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
         # text_lines drops blank lines at the end, which may be empty captions.
         captions = raw["caption_column"]
         lines["caption_column"] = captions + [""] * (len(videos) - len(captions))
-    for key, what in _WHAT.items():
-        if key in lines and len(lines[key]) != len(videos):
+    for key, texts in lines.items():
+        if len(texts) != len(videos):
+            what = key.removesuffix("_column").replace("control", "control video")
             raise ValueError(
                 f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
+                f"{len(texts)}, without blank ones; give each video one line with its {what}"
             )
     columns, found = {}, {}
     for key in ("video", "image", *OTHER_VIDEOS):

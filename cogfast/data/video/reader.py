@@ -104,14 +104,8 @@ class DecordReader(VideoReader):
 
         decord.logging.set_level(decord.logging.QUIET)  # the exceptions hold the same messages
         self.path, self.look = path, look
-        self._errors = (
-            decord.DECORDError,
-            RuntimeError,
-            IndexError,
-            OSError,
-            AssertionError,
-            UnicodeEncodeError,  # for a path that is not valid UTF-8
-        )
+        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError)
+        self._errors += (UnicodeEncodeError,)  # for a path that is not valid UTF-8
         rows, columns = size or (-1, -1)  # -1: the video's own
         try:
             self._reader = decord.VideoReader(

@@ -42,12 +42,8 @@ _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 _Count = Annotated[int, Range(0, 2**48)]
 _Part = Annotated[int, Range(0, 2**20)]
 _FORMAT = keys({"format": str})
-_PARAMETER = keys(
-    {
-        "shape": list[_Count],
-        "cut": NotRequired[tuple[_Part, Size]],  # dim, num_parts
-    }
-)
+# cut: dim, num_parts
+_PARAMETER = keys({"shape": list[_Count], "cut": NotRequired[tuple[_Part, Size]]})
 _SLICE = keys(
     {
         "parameter": str,

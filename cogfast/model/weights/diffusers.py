@@ -57,14 +57,13 @@ LINEARS = [name for name in _MODULES if not name.endswith(("norm", ".weight"))]
 _NOT_IN_DIFFUSERS = "unused_position_embeddings"  # only SAT's files have it; no code reads it
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
-_DIFFUSERS_OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
 # Keys of config.json with the only values that cogfast's network has. They are diffusers' defaults.
 _FIXED = {
     "activation_fn": "gelu-approximate",
     "attention_bias": True,
     "flip_sin_to_cos": True,
     "freq_shift": 0,
-    "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
+    "norm_eps": 1e-5,  # the models were trained with 1e-6
     "timestep_activation_fn": "silu",
 }
 # PEFT, diffusers, ComfyUI's files and DDP put these before the names of weights.
@@ -270,14 +269,10 @@ def log_positions(config: TransformerConfig, path: Path) -> None:
     sample_size = _sample_size(config)[1:]
     if sample_size != own:
         rows, columns = (side * SPATIAL_COMPRESSION for side in sample_size)
-        logger.warning(
-            "%s: trained at %dx%d with integer positions, which diffusers' pipelines use only at this "
-            "size (sample_height and sample_width of config.json); at other sizes they rescale them "
-            "(pos_embed_config.params.positions: pipeline trains rescaled positions)",
-            path,
-            rows,
-            columns,
-        )
+        text = "%s: trained at %dx%d with integer positions, which diffusers' pipelines use only at this size "
+        text += "(sample_height and sample_width of config.json); at other sizes they rescale them "
+        text += "(pos_embed_config.params.positions: pipeline trains rescaled positions)"
+        logger.warning(text, path, rows, columns)
 
 
 def diffusers_config(config: TransformerConfig) -> dict[str, Any]:

@@ -100,12 +100,13 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
     ofs = shapes.get("ofs_embedding.fc1.weight")
     # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
+    patch_numel = size.t * size.h * size.w
     found = {
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],
         "num_attention_heads": patch[0] // head,
-        "in_channels": patch[1] // (size.t * size.h * size.w),
-        "out_channels": rows // (size.t * size.h * size.w),
+        "in_channels": patch[1] // patch_numel,
+        "out_channels": rows // patch_numel,
         "patch_size": size,
         "text_hidden_size": shapes["text_embedding.weight"][1],
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],

@@ -44,12 +44,9 @@ class LoadReport:
         """Log what was loaded, and a warning for tensors that the model does not have."""
         logger.info("%s", self)
         if self.unexpected:
-            logger.warning(
-                "%s: %s with unknown names, which the model does not have and cogfast does not use: %s",
-                self.description,
-                counted(len(self.unexpected), "tensor"),
-                first_of(self.unexpected),
-            )
+            text = "%s: %s with unknown names, which the model does not have and cogfast does not use: %s"
+            number = counted(len(self.unexpected), "tensor")
+            logger.warning(text, self.description, number, first_of(self.unexpected))
 
 
 def load_transformer(
