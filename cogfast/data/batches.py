@@ -71,8 +71,6 @@ class BatchLoader(Iterator[Batch], AbstractContextManager):
         assert order.num_samples == len(dataset), f"{order.num_samples=}, {len(dataset)=}"
         self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
         self.num_padded = 0  # clips delivered so far whose last frame was repeated
-        self._dataset = dataset
-        self._order = order
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         self._bad: set[str] = set()  # the bad ones of these
         is_cached, dali = isinstance(dataset, CachedVideos), None

@@ -106,28 +106,27 @@ class ReadingProcesses(Iterator[Any]):
     def __next__(self) -> Any:
         if self._results is None:
             raise StopIteration
-        for key in self._keys:
-            try:
-                return next(self._results)
-            except Exception as error:
-                # The traceback's frames refer to torch's iterator, which keeps the processes alive.
-                traceback.clear_frames(error.__traceback__)
-                self.close()
-                # torch has no exception type for a killed worker. Python raises EOFError where the
-                # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
-                is_killed = str(error).startswith("DataLoader worker")
-                if is_killed or isinstance(error, EOFError | ConnectionError):
-                    text = (
-                        f"a reading process was killed at or after {self._name(key)}; if memory, "
-                        "/dev/shm or the number of open files (ulimit -n) ran out, lower "
-                        "args.num_workers or args.prefetch_factor"
-                    )
-                elif (lack := describe_lack(error)) is not None:
-                    text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
-                else:
-                    raise
-                raise RuntimeError(text) from error
-        raise StopIteration
+        key = next(self._keys)
+        try:
+            return next(self._results)
+        except Exception as error:
+            # The traceback's frames refer to torch's iterator, which keeps the processes alive.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            # torch has no exception type for a killed worker. Python raises EOFError where the
+            # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
+            is_killed = str(error).startswith("DataLoader worker")
+            if is_killed or isinstance(error, EOFError | ConnectionError):
+                text = (
+                    f"a reading process was killed at or after {self._name(key)}; if memory, "
+                    "/dev/shm or the number of open files (ulimit -n) ran out, lower "
+                    "args.num_workers or args.prefetch_factor"
+                )
+            elif (lack := describe_lack(error)) is not None:
+                text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
+            else:
+                raise
+            raise RuntimeError(text) from error
 
     def close(self) -> None:
         self._results = None  # torch's iterator joins its processes when it is dropped

@@ -67,15 +67,12 @@ class _PaddedT5(nn.Module):
     """T5's encoder of captions, which are padded and truncated to `max_length` tokens."""
 
     max_length: int
+    transformer: Any  # token ids [B, L] -> (embeddings [B, L, E],)
     has_warned_truncation = False
 
     @abstractmethod
     def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each caption, all of them, with the end."""
-
-    @abstractmethod
-    def _embed(self, ids: Tensor) -> Tensor:
-        """Token ids [B, L] -> embeddings [B, L, E]."""
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU. Warns once about truncation."""
@@ -94,7 +91,8 @@ class _PaddedT5(nn.Module):
     def forward(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> embeddings [B, L, E], padding rows included."""
         # No attention mask, as in SAT: the video models were trained on rows that see the padding.
-        return self._embed(self.tokenize(captions).to(next(self.parameters()).device))
+        ids = self.tokenize(captions).to(next(self.parameters()).device)
+        return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
 
 
 class T5TextEncoder(_PaddedT5):
@@ -159,9 +157,6 @@ class T5TextEncoder(_PaddedT5):
             # verbose: its warning about long captions would repeat ours.
             return self.tokenizer(list(captions), verbose=False)["input_ids"]
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.transformer(input_ids=ids)[0]  # a tuple if config.json has return_dict: false
-
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Captions [B] -> token ids [B, L] int64 on the CPU."""
         ids = super().tokenize(captions)
@@ -215,9 +210,6 @@ class ByteTextEncoder(_PaddedT5):
     def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
         return [[*(b + _FIRST_BYTE for b in caption.encode()), _END] for caption in captions]
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return self.transformer(ids)
-
 
 class _ByteT5(nn.Module):
     """T5's encoder with random weights, bit for bit the T5EncoderModel of transformers.
@@ -239,14 +231,14 @@ class _ByteT5(nn.Module):
         for _ in range(2):
             nn.init.normal_(self.embedding.weight)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [B, L] -> embeddings [B, L, E]."""
-        hidden = self.embedding(ids)
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        """Token ids [B, L] -> (embeddings [B, L, E],), as transformers returns them."""
+        hidden = self.embedding(input_ids)
         first: Any = self.blocks[0]
-        bias = first.position_bias(ids.shape[1])
+        bias = first.position_bias(input_ids.shape[1])
         for block in self.blocks:
             hidden = block(hidden, bias)
-        return self.norm(hidden)
+        return (self.norm(hidden),)
 
 
 class _T5Block(nn.Module):

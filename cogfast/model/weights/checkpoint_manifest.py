@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -281,8 +282,7 @@ def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     checksums = manifest["checksums"]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         check = lambda name: check_checksum(fetch(folder, name), checksums[name], name)
-        for checked in [pool.submit(check, name) for name in names]:
-            checked.result()
+        deque(pool.map(check, names), maxlen=0)  # raises the first error
 
 
 def fetch(folder: Path, name: str) -> Path:
