@@ -87,8 +87,6 @@ class BatchLoader(Iterator[Batch], AbstractContextManager):
         )
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            raise StopIteration
         try:
             batch = next(self._batches)
         except RuntimeError:
@@ -131,9 +129,7 @@ class BatchLoader(Iterator[Batch], AbstractContextManager):
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = None
+        self._batches.close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

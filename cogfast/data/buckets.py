@@ -71,12 +71,11 @@ def survey(
         name: read(other.clips, samples, settings.trust_index)
         for name, other in dataset.others.items()
     }
-    has_tensors = len(clips.others) > len(dataset.others)
     for place, (i, header) in enumerate(zip(samples, headers, strict=True)):
         assert header is not None, f"sample {i} has a file"
         problem = header.reason or _type_problem(clips, i, header)
         try:
-            if has_tensors:
+            if len(clips.others) > len(dataset.others):
                 dataset.read_tensors(i, are_headers_enough=True)
         except BadSample as error:
             problem = problem or error.reason

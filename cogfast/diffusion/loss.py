@@ -42,6 +42,7 @@ class Noised:
     weights: Tensor | None = None
 
 
+@dataclass(eq=False, repr=False)
 class VideoDiffusionLoss:
     """Weighted error of the denoiser's estimate of the clean latents.
 
@@ -57,30 +58,21 @@ class VideoDiffusionLoss:
         option and ignores it; its configs set 0.)
     """
 
-    def __init__(
-        self,
-        # draws the timesteps
-        sigma_sampler: DiscreteSampling,
-        # squared (l2) or absolute error (l1)
-        type: Literal["l2", "l1"] = "l2",
-        # all noise of a sample is shifted by this times one normal number; 0: no shift
-        offset_noise_level: Annotated[float, Range(0, 100)] = 0.0,
-        # gamma of Min-SNR weighting; null: all timesteps count as in SAT
-        min_snr_value: Annotated[float, Range(1e-6, 10**6)] | None = None,
-        # leading latent frames that stay clean in the input and are not in the loss
-        fixed_frames: Annotated[int, Range(0, 10**5)] = 0,
-        # weight of the error where a sample's mask is black, 1 where it is white (docs/losses.md);
-        # null: masks have no effect on the loss
-        masked: Annotated[float, Range(0, 1)] | None = None,
-        # weight of the loss of samples with `prior: true` in a manifest (docs/losses.md)
-        prior_weight: Annotated[float, Range(0, 1000)] = 1.0,
-    ) -> None:
-        self.sigma_sampler = sigma_sampler
-        self.is_squared = type == "l2"
-        self.offset_noise_level = offset_noise_level
-        self.min_snr_value = min_snr_value
-        self.fixed_frames = fixed_frames
-        self.masked, self.prior_weight = masked, prior_weight
+    # draws the timesteps
+    sigma_sampler: DiscreteSampling
+    # squared (l2) or absolute error (l1)
+    type: Literal["l2", "l1"] = "l2"
+    # all noise of a sample is shifted by this times one normal number; 0: no shift
+    offset_noise_level: Annotated[float, Range(0, 100)] = 0.0
+    # gamma of Min-SNR weighting; null: all timesteps count as in SAT
+    min_snr_value: Annotated[float, Range(1e-6, 10**6)] | None = None
+    # leading latent frames that stay clean in the input and are not in the loss
+    fixed_frames: Annotated[int, Range(0, 10**5)] = 0
+    # weight of the error where a sample's mask is black, 1 where it is white (docs/losses.md);
+    # null: masks have no effect on the loss
+    masked: Annotated[float, Range(0, 1)] | None = None
+    # weight of the loss of samples with `prior: true` in a manifest (docs/losses.md)
+    prior_weight: Annotated[float, Range(0, 1000)] = 1.0
 
     def add_noise(self, latents: Tensor, rng: SlotRandom, noise: Tensor | None = None) -> Noised:
         """Noise latents [B, C, T, h, w] at timesteps that `rng` draws for each sample, with noise of its
@@ -133,7 +125,7 @@ class VideoDiffusionLoss:
         # Fixed frames are given to the network: their error says nothing.
         target = noised.clean if noised.target is None else noised.target
         error = (denoised - target)[:, :, self.fixed_frames :]
-        error = error.square() if self.is_squared else error.abs()
+        error = error.square() if self.type == "l2" else error.abs()
         if noised.weights is not None:
             error = error * noised.weights[:, :, self.fixed_frames :]
         return self.weight(noised.alpha_sqrt) * error.flatten(1).mean(dim=1)

@@ -340,8 +340,7 @@ class Network:
     def build(self, seed: int = 0) -> DiffusionTransformer:
         """Build the transformer, with LoRA, and set requires_grad."""
         transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
-        prefixes = keys.not_trainable_prefixes
-        freeze(transformer, prefixes, keys.lora_train, keys.trainable_modules)
+        freeze(transformer, keys.not_trainable_prefixes, keys.lora_train, keys.trainable_modules)
         return transformer
 
 

@@ -183,7 +183,7 @@ class PyAVReader(VideoReader):
         """Yield the frames at `left`, last index first, and remove their indices from it."""
         packets, shown, stream = self._header.packets, self._header.shown, self._stream
         # Some formats, such as AVI, store frames in decoding order without times of display.
-        if self._delay is None or (self._delay == 0 and self._context.reorder_depth > 0):
+        if self._delay is None or (self._delay == 0 and stream.codec_context.reorder_depth > 0):
             return
         places = [shown[index] for index in reversed(left)]
         wanted = {packets[place].pts for place in places}
@@ -199,7 +199,8 @@ class PyAVReader(VideoReader):
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        container, context, stream = self._container, self._context, self._stream
+        container, stream = self._container, self._stream
+        context = stream.codec_context
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
         container.seek(at, stream=stream)
@@ -257,10 +258,6 @@ class PyAVReader(VideoReader):
     @property
     def _stream(self) -> av.VideoStream:
         return moving_streams(self._container)[0]
-
-    @property
-    def _context(self) -> av.VideoCodecContext:
-        return self._stream.codec_context
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:

@@ -146,7 +146,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 def find_run_checkpoint(path: Path) -> Path | None:
     """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run or a folder of
     checkpoints; None if it is none of these."""
-    if (path / "manifest.json").is_file() or _is_torn(path):
+    if _is_checkpoint(path):
         return path
     if path.name == "checkpoints" and _complete(path):
         return newest_checkpoint(path.parent)
@@ -158,13 +158,13 @@ def find_run_checkpoint(path: Path) -> Path | None:
 def _has_checkpoints(folder: Path) -> bool:
     """Return whether a folder holds cogfast's checkpoint-<step>, the layout `finetune`."""
     # Other trainers have folders of that name, too. A step's old one stays until its new one has the name.
-    found = folder.glob("checkpoint-*") if folder.is_dir() else ()
-    return any((p / "manifest.json").is_file() or _is_torn(p) for p in found)
+    return folder.is_dir() and any(map(_is_checkpoint, folder.glob("checkpoint-*")))
 
 
-def _is_torn(path: Path) -> bool:
-    """Return whether a folder is a checkpoint whose manifest is missing."""
-    return path.is_dir() and any(path.glob("rank-*.safetensors"))
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, whose manifest may be missing."""
+    has_manifest = (path / "manifest.json").is_file()
+    return has_manifest or (path.is_dir() and any(path.glob("rank-*.safetensors")))
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -279,9 +279,8 @@ def check_files(draft: Path, sizes: Mapping[str, int]) -> None:
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     """Raise DamageError if the checksum of one of these files differs from the manifest's."""
-    checksums = manifest["checksums"]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        check = lambda name: check_checksum(fetch(folder, name), checksums[name], name)
+        check = lambda name: check_checksum(fetch(folder, name), manifest["checksums"][name], name)
         deque(pool.map(check, names), maxlen=0)  # raises the first error
 
 

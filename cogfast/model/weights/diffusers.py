@@ -323,13 +323,12 @@ def diffusers_tensors(
     source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
 ) -> Iterator[Outgoing]:
     """Yield the tensors of `source` under diffusers' names, without the tables it computes itself."""
-    is_conv = not config.patch_size.joins_frames
     for name, shape in source.shapes.items():
         # diffusers computes 2B's table, and has no name for SAT's unused one.
         is_computed = name == "position_table.weight" and config.position == "sincos"
         if is_computed or name == _NOT_IN_DIFFUSERS:
             continue
-        if name == "patch_embedding.weight" and is_conv:
+        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         theirs = diffusers_names(name)
         for index, target in enumerate(theirs):
