@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
@@ -228,7 +229,8 @@ class ThreadedReads(Iterator[Any]):
     def _read(self, key: Any) -> Any:
         if self._dali is None:
             read = self._read_key(key)
-            return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
+            is_pinned = torch.cuda.is_available()
+            return tree_map_only(Tensor, Tensor.pin_memory, read) if is_pinned else read
         with self._dali.on_device():  # batches are collated on the device
             return self._read_key(key)
 
@@ -243,7 +245,7 @@ class ThreadedReads(Iterator[Any]):
             # Hand this one over before the next read starts, which would compete with the consumer.
             read = first.get()
             self._read_another()
-        return _each_tensor(read, _record_on_current_stream)
+        return tree_map_only(Tensor, _record_on_current_stream, read)
 
     def close(self) -> None:
         if self._dali is not None:
@@ -261,14 +263,3 @@ def _record_on_current_stream(tensor: Tensor) -> Tensor:
         # consumer's stream has finished with it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
-
-
-def _each_tensor(read: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to a tensor, and to tensors in lists and in values of dicts."""
-    if isinstance(read, Tensor):
-        return change(read)
-    if isinstance(read, dict):
-        return {key: _each_tensor(value, change) for key, value in read.items()}
-    if isinstance(read, list):
-        return [_each_tensor(value, change) for value in read]
-    return read

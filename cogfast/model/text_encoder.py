@@ -134,9 +134,7 @@ class T5TextEncoder(_PaddedT5):
         self.transformer.tie_weights()
         self.folder = vocabulary
         # A vocabulary of another model fails here and not in the first step.
-        self.has_warned_truncation = True
-        self.tokenize(["a video of the sea"])
-        self.has_warned_truncation = False
+        self._token_ids(["a video of the sea"])
         self.width: int = self.transformer.config.d_model
         if freeze:
             self.eval().requires_grad_(False)
@@ -155,12 +153,10 @@ class T5TextEncoder(_PaddedT5):
     def _token_ids(self, captions: Sequence[str]) -> list[list[int]]:
         with _panics_as_errors(self.folder):
             # verbose: its warning about long captions would repeat ours.
-            return self.tokenizer(list(captions), verbose=False)["input_ids"]
-
-    def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """Captions [B] -> token ids [B, L] int64 on the CPU."""
-        ids = super().tokenize(captions)
-        largest, size = int(ids.max()), self.transformer.config.vocab_size
+            ids = self.tokenizer(list(captions), verbose=False)["input_ids"]
+        # Of those that tokenize keeps
+        largest = max(max(row[: self.max_length - 1], default=0) for row in ids)
+        size = self.transformer.config.vocab_size
         if largest >= size:
             raise ValueError(
                 f"model_dir={self.folder}: its vocabulary has the token {largest}, the encoder has "

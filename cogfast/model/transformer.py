@@ -33,7 +33,7 @@ from cogfast.model.embeddings import (
     unpatchify,
 )
 from cogfast.model.initialization import initialize
-from cogfast.model.keys import ModelKeys
+from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
@@ -66,7 +66,6 @@ class BlockSource(Protocol):
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
-DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
 class DiffusionTransformer(nn.Module):
