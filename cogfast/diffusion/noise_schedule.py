@@ -97,10 +97,18 @@ class ZeroSNRDDPMDiscretization:
     def sampling_steps(self, num_steps: int) -> tuple[Tensor, Tensor]:
         """Return alpha_sqrt [num_steps] float32 and timesteps [num_steps] int64, clean first.
 
-        A subset of the table is stretched from its own first entry, as upstream does, so its levels
+        Timesteps are spaced from the noisy end and truncated to whole numbers: 50 of 1000 are 19, ...,
+        999. A subset of the table is stretched from its own first entry, as upstream does, so its levels
         differ by up to 8e-4 from those of the full table.
         """
-        timesteps = spaced_timesteps(num_steps, self.num_timesteps)
+        count = self.num_timesteps
+        if not 1 <= num_steps <= count:
+            raise ValueError(f"num_steps={num_steps} must be from 1 to {count}; use 50")
+        timesteps = torch.arange(count)
+        if num_steps < count:
+            # SAT's generate_roughly_equally_spaced_steps uses np.linspace(..., endpoint=False).
+            falling = torch.arange(num_steps, dtype=torch.float64) * (-(count - 1) / num_steps)
+            timesteps = (falling + (count - 1)).long().flip(0)
         return self._stretched(self.alphas_cumprod[timesteps]), timesteps
 
     def steps_of_sat(self, num_steps: int) -> SamplingSteps:
@@ -160,21 +168,6 @@ class ZeroSNRDDPMDiscretization:
         if self.post_shift:
             alpha_sqrt = _shift(alpha_sqrt**2, self.shift_scale).sqrt()
         return alpha_sqrt.float()
-
-
-def spaced_timesteps(num_steps: int, num_timesteps: int) -> Tensor:
-    """Return num_steps timesteps [num_steps] int64, rising, the last of them num_timesteps - 1.
-
-    They are spaced from the noisy end and truncated to whole numbers: 50 of 1000 are 19, ..., 999.
-    """
-    if not 1 <= num_steps <= num_timesteps:
-        raise ValueError(f"num_steps={num_steps} must be from 1 to {num_timesteps}; use 50")
-    if num_steps == num_timesteps:
-        return torch.arange(num_timesteps)
-    # SAT's generate_roughly_equally_spaced_steps uses np.linspace(..., endpoint=False).
-    spacing = -(num_timesteps - 1) / num_steps
-    falling = torch.arange(num_steps, dtype=torch.float64) * spacing + (num_timesteps - 1)
-    return falling.long().flip(0)
 
 
 def _shift(alphas_cumprod: Tensor, scale: float) -> Tensor:

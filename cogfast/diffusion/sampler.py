@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -28,6 +29,7 @@ FixedFrames = Annotated[int, Range(0, 10**5)]
 NoiseLike = Callable[[Tensor], Tensor]  # standard normal noise like x [B, C, T, h, w]
 
 
+@dataclass(eq=False, repr=False)
 class VideoDDIMSampler:
     """Deterministic DDIM (arXiv 2010.02502) and the loop that all samplers share.
 
@@ -35,49 +37,40 @@ class VideoDDIMSampler:
     set_alpha_to_one and steps_offset of a diffusers pipeline the latents match the pipeline's.
     """
 
-    def __init__(
-        self,
-        # the noise schedule
-        discretization: ZeroSNRDDPMDiscretization,
-        # sampling steps
-        num_steps: NumSteps,
-        # guidance; null: none
-        guider: Guider | None = None,
-        # leading latent frames that are given without noise and kept
-        fixed_frames: FixedFrames = 0,
-        # noise the fixed frames to the level of the others in the network's input
-        sdedit: bool = False,
-        # sat: SAT's timesteps; the others: those of a diffusers scheduler of that spacing
-        timestep_spacing: TimestepSpacing = "sat",
-        # diffusers' key: the schedule ends without noise; false: at its first entry
-        set_alpha_to_one: bool = True,
-        # diffusers' key: added to the timesteps of spacing leading
-        steps_offset: int = 0,
-    ) -> None:
-        self.discretization = discretization
-        self.num_steps = num_steps
-        self.guider = guider or IdentityGuider()
-        self.fixed_frames = fixed_frames
-        self.sdedit = sdedit
-        self._spacing = (timestep_spacing, set_alpha_to_one, steps_offset)
-        if timestep_spacing == "sat":
-            if not set_alpha_to_one or steps_offset:
-                raise ValueError(
-                    f"sampler_config set_alpha_to_one={set_alpha_to_one}, steps_offset="
-                    f"{steps_offset}: timestep_spacing=sat has no such options; leave them out"
-                )
-            self.steps = discretization.steps_of_sat(num_steps)
-        else:
-            self.steps = discretization.steps_of_diffusers(
-                num_steps, timestep_spacing, set_alpha_to_one, steps_offset
+    # the noise schedule
+    discretization: ZeroSNRDDPMDiscretization
+    # sampling steps
+    num_steps: NumSteps
+    # guidance; null: none
+    guider: Guider | None = None
+    # leading latent frames that are given without noise and kept
+    fixed_frames: FixedFrames = 0
+    # noise the fixed frames to the level of the others in the network's input
+    sdedit: bool = False
+    # sat: SAT's timesteps; the others: those of a diffusers scheduler of that spacing
+    timestep_spacing: TimestepSpacing = "sat"
+    # diffusers' key: the schedule ends without noise; false: at its first entry
+    set_alpha_to_one: bool = True
+    # diffusers' key: added to the timesteps of spacing leading
+    steps_offset: int = 0
+
+    def __post_init__(self) -> None:
+        spacing, to_one, offset = self.timestep_spacing, self.set_alpha_to_one, self.steps_offset
+        if spacing != "sat":
+            of_diffusers = self.discretization.steps_of_diffusers
+            self.steps = of_diffusers(self.num_steps, spacing, to_one, offset)
+        elif not to_one or offset:
+            raise ValueError(
+                f"sampler_config set_alpha_to_one={to_one}, steps_offset="
+                f"{offset}: timestep_spacing=sat has no such options; leave them out"
             )
+        else:
+            self.steps = self.discretization.steps_of_sat(self.num_steps)
 
     def with_num_steps(self, num_steps: int) -> VideoDDIMSampler:
         """Return this sampler with another number of steps; the guider's ramp follows."""
-        guider = self.guider.with_num_steps(self.num_steps, num_steps)
-        # Subclasses keep this constructor, so that one call rebuilds any of them.
-        options = (self.fixed_frames, self.sdedit, *self._spacing)
-        return type(self)(self.discretization, num_steps, guider, *options)
+        guider = self.guider and self.guider.with_num_steps(self.num_steps, num_steps)
+        return replace(self, num_steps=num_steps, guider=guider)
 
     @torch.no_grad()
     def __call__(
@@ -97,7 +90,8 @@ class VideoDDIMSampler:
         # In bf16 the differences between steps would round away; only the network runs in it.
         x = x.float()
         noise_like = _noise_source(generator)
-        given = self.guider.inputs(conditioning, unconditional)
+        guider = self.guider or IdentityGuider()
+        given = guider.inputs(conditioning, unconditional)
         prefix = shown = x[:, :, : self.fixed_frames]
         previous, steps = None, self.steps
         for i, timestep in enumerate(steps.timesteps):
@@ -107,12 +101,12 @@ class VideoDDIMSampler:
                     a = steps.alpha_sqrt[i]
                     shown = a * prefix + math.sqrt(1 - a**2) * noise_like(prefix)
                 x = torch.cat([shown, x[:, :, self.fixed_frames :]], dim=2)
-            batch = torch.cat([x] * self.guider.batch_factor)
+            batch = torch.cat([x] * guider.batch_factor)
             # After respacing, alpha_sqrt is not the table's entry at this timestep: pass both.
             level = batch.new_full(batch.shape[:1], steps.alpha_sqrt[i])
             idx = torch.full_like(level, timestep, dtype=torch.long)
             estimates = denoiser.denoise(network, batch, level, given, idx)
-            denoised = self.guider(estimates, timestep, self.num_steps)
+            denoised = guider(estimates, timestep, self.num_steps)
             # diffusers ends with a first-order step: no extrapolation from the step before.
             if steps.is_end[i]:
                 previous = None

@@ -246,10 +246,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     if num_bytes == 0:
         return Header(reason="the file is empty (0 bytes)")
     try:
-        if holds_picture(source):
-            size = picture_size(source)
-            if size is not None:
-                return Header(1, 0.0, *size)
+        if holds_picture(source) and (size := picture_size(source)) is not None:
+            return Header(1, 0.0, *size)
     except ValueError as error:
         return Header(reason=str(error))
     try:

@@ -30,7 +30,9 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     out_channels: latent channels, needed where the patch embedding is flat (CogVideoX 1.5).
     ValueError if the tensors are no complete transformer or contradict the format's facts.
     """
-    shapes = plain_shapes(source.shapes)
+    # Without adapters, under the names of a model without LoRA
+    plain = [name for name in source.shapes if not is_lora_parameter(name)]
+    shapes = {name.replace(".original.", "."): source.shapes[name] for name in plain}
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
         return _config(source, source.facts)  # a run that trained only a part of the model
@@ -76,15 +78,6 @@ def _config(source: WeightSource, fields: dict[str, Any]) -> TransformerConfig:
         return TransformerConfig(**fields)
     except ValueError as error:
         raise ValueError(f"{source.description}: {error}") from None
-
-
-def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes without adapters, under the names of a model without LoRA."""
-    return {
-        name.replace(".original.", "."): tuple(shape)
-        for name, shape in shapes.items()
-        if not is_lora_parameter(name)
-    }
 
 
 def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[str, Any]:

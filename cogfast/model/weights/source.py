@@ -210,8 +210,8 @@ def load_state(
     numbers that are not finite.
     """
     wanted = module.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_tensors(where, shapes, {name: tensor.dtype for name, tensor in state.items()})
+    tensors = state.items()
+    check_tensors(where, {k: v.shape for k, v in tensors}, {k: v.dtype for k, v in tensors})
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
     if missing or unexpected:
