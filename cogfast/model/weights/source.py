@@ -62,9 +62,7 @@ class WeightSource:
     convolutions: Shapes = field(default_factory=dict)  # the shapes of flat adapters in their file
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
     base: str | None = None  # of a run: the model that it started from
-    positions: LearnedPositions | None = (
-        None  # of a run: what it made of that model's learned table
-    )
+    positions: LearnedPositions | None = None  # of a run: what became of that model's learned table
     member: str | None = None  # the published model that adapters were trained on, if known
 
     def __post_init__(self) -> None:
