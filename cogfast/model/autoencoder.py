@@ -142,8 +142,7 @@ class VideoAutoencoder(nn.Module):
                 f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
                 "CogVideoX model (SAT's 3d-vae.pt goes with encoder_config and decoder_config)"
             )
-        if inner is None:
-            assert path is not None, "either path or inner is given"
+        if path is not None:
             inner = _read_folder(Path(path), dtype)
         # diffusers is imported late, so `inner` is annotated as a module and only named here.
         self.inner = cast("AutoencoderKLCogVideoX", inner)
@@ -292,10 +291,8 @@ def video_autoencoder_from_sat(
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
         stored = read_sat_vae(ckpt_path, ignore_keys)
         names = to_diffusers(stored, num_levels, sizes["layers_per_block"])
-        fix = (
-            "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
-            "out in ignore_keys"
-        )
+        fix = "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
+        fix += "out in ignore_keys"
         load_state(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
     return VideoAutoencoder(
         inner=inner, encode_chunks=encode_chunks, use_slicing=use_slicing, use_tiling=use_tiling

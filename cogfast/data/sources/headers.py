@@ -208,9 +208,7 @@ def _place(clips: ClipList, index: int) -> tuple[int, int] | None:
 def _version(clips: ClipList, file: str) -> str | Header:
     if store.is_url(file):
         about = clips.versions.get(file)
-        return (
-            Header(reason="no such object, or it was refused") if about is None else about.version
-        )
+        return about.version if about else Header(reason="no such object, or it was refused")
     try:
         return store.stat(file).version
     except OSError as error:

@@ -181,7 +181,8 @@ class PyAVReader(VideoReader):
 
     def _by_pts(self, left: list[int]) -> Iterator[Tensor]:
         """Yield the frames at `left`, last index first, and remove their indices from it."""
-        packets, shown, stream = self._header.packets, self._header.shown, self._stream
+        packets, shown = self._header.packets, self._header.shown
+        stream = moving_streams(self._container)[0]
         # Some formats, such as AVI, store frames in decoding order without times of display.
         if self._delay is None or (self._delay == 0 and stream.codec_context.reorder_depth > 0):
             return
@@ -199,15 +200,15 @@ class PyAVReader(VideoReader):
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        container, stream = self._container, self._stream
+        stream = moving_streams(self._container)[0]
         context = stream.codec_context
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
-        container.seek(at, stream=stream)
+        self._container.seek(at, stream=stream)
         # Set here because open_container does not probe: see _delay.
         context.reorder_depth = max(context.reorder_depth, self._delay)
         has_begun = False  # seeking may stop at an earlier packet
-        for packet in container.demux(stream):
+        for packet in self._container.demux(stream):
             has_begun = has_begun or packet.pts == start.pts
             if not has_begun:
                 continue
@@ -254,10 +255,6 @@ class PyAVReader(VideoReader):
         while left and left[-1] == index:
             yield torch.from_numpy(pixels)[None]
             left.pop()
-
-    @property
-    def _stream(self) -> av.VideoStream:
-        return moving_streams(self._container)[0]
 
 
 def _delay(packets: Sequence[Packet]) -> int | None:

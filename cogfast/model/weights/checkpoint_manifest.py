@@ -247,10 +247,8 @@ class DamagedRun(ValueError):
         self.good = next((p for p in _complete(folder) if p != bad and _is_good(p)), None)
         text = "its folder has no other checkpoint"
         if self.good is not None:
-            step, name = step_of(self.good), mirror.name_of(self.good)
-            text = (
-                f"the last good one is that of step {step}: give {name} (training: with --resume)"
-            )
+            text = f"the last good one is that of step {step_of(self.good)}: "
+            text += f"give {mirror.name_of(self.good)} (training: with --resume)"
         super().__init__(f"{what}; {text}")
 
 
