@@ -503,16 +503,16 @@ class VideoList(ListedVideos):
     mask_column: str = "masks.txt"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
-
-    def _list(self, folder: str, allow_empty_captions: bool) -> ClipList:
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
         others = {"control_column": self.control_column, "mask_column": self.mask_column}
-        columns |= {k: name for k, name in others.items() if store.exists(store.join(folder, name))}
-        files = {key: store.join(folder, name) for key, name in columns.items()}
-        return read_lists(files, allow_empty_captions)
+        lists = []
+        for folder in data_folders(data_dir):
+            files = {key: store.join(folder, name) for key, name in (columns | others).items()}
+            files = {k: f for k, f in files.items() if k in columns or store.exists(f)}
+            lists.append(read_lists(files, allow_empty_captions))
+        return lists
 
 
 @dataclass(eq=False, repr=False)
@@ -537,10 +537,8 @@ class VideoShards(ListedVideos):
             return f"{key}={error}"
         if gone is None:
             return None
-        return (
-            f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; set it to existing "
-            "shards (s-{000..099}.tar stands for many), or to their folder"
-        )
+        fix = "set it to existing shards (s-{000..099}.tar stands for many), or to their folder"
+        return f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; {fix}"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []

@@ -118,11 +118,9 @@ class ReadingProcesses(Iterator[Any]):
             # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
             is_killed = str(error).startswith("DataLoader worker")
             if is_killed or isinstance(error, EOFError | ConnectionError):
-                text = (
-                    f"a reading process was killed at or after {self._name(key)}; if memory, "
-                    "/dev/shm or the number of open files (ulimit -n) ran out, lower "
-                    "args.num_workers or args.prefetch_factor"
-                )
+                text = f"a reading process was killed at or after {self._name(key)}; if memory, "
+                text += "/dev/shm or the number of open files (ulimit -n) ran out, lower "
+                text += "args.num_workers or args.prefetch_factor"
             elif (lack := describe_lack(error)) is not None:
                 text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
             else:

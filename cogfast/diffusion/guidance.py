@@ -96,12 +96,11 @@ class VanillaCFG:
                 "give it, or use IdentityGuider"
             )
         uncond, cond = unconditional, conditioning
+        images = uncond.condition_latents, cond.condition_latents
         # One call with 2B samples is faster than two with B; __call__ relies on this order.
         return Conditioning(
             text=torch.cat([uncond.text, cond.text]),
-            condition_latents=_joined(
-                "image latents", uncond.condition_latents, cond.condition_latents
-            ),
+            condition_latents=_joined("image latents", *images),
             # ofs [1] holds for all samples of a side; the joined batch needs a value for each.
             ofs=_joined("ofs", uncond.ofs, cond.ofs, len(cond.text)),
             tensors={n: torch.cat([uncond.tensors[n], v]) for n, v in cond.tensors.items()},

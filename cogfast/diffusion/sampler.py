@@ -89,7 +89,10 @@ class VideoDDIMSampler:
         """
         # In bf16 the differences between steps would round away; only the network runs in it.
         x = x.float()
-        noise_like = _noise_source(generator)
+        if isinstance(generator, torch.Generator):
+            noise_like = lambda x: torch.randn(x.shape, device=x.device, generator=generator)
+        else:
+            noise_like = torch.randn_like if generator is None else generator
         guider = self.guider or IdentityGuider()
         given = guider.inputs(conditioning, unconditional)
         prefix = shown = x[:, :, : self.fixed_frames]
@@ -176,11 +179,3 @@ def _log_snr(a: float) -> float:
     """lambda = log(a / sqrt(1 - a^2))."""
     # With zero terminal SNR, sampling starts at a = 0.
     return math.log(a / math.sqrt(1 - a**2)) if a > 0 else -math.inf
-
-
-def _noise_source(generator: torch.Generator | NoiseLike | None) -> NoiseLike:
-    if generator is None:
-        return torch.randn_like
-    if isinstance(generator, torch.Generator):
-        return lambda x: torch.randn(x.shape, device=x.device, generator=generator)
-    return generator

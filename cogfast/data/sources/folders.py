@@ -155,8 +155,7 @@ def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | 
 
     Tries SAT's path first, then the path with only the last videos/ replaced.
     """
-    is_url = store.is_url(path)
-    is_there = lambda name: name in files or (not is_url and os.path.exists(name))
+    is_there = lambda name: name in files or (not store.is_url(path) and os.path.exists(name))
     if is_there(label := sat_label(path)):
         return label
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.

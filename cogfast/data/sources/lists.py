@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 
 import cogfast.extensions.stores.store as store
@@ -43,7 +43,15 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
         if file := files.get(f"{key}_column"):
             paths = [placed(store.parent(file), line, file) for line in lines[f"{key}_column"]]
             found |= store.stats(paths)
-            _refuse_missing(file, raw[f"{key}_column"], paths, found)
+            missing = list(compress(paths, find_missing(paths, found)))
+            if missing:
+                numbers = [i for i, line in enumerate(raw[f"{key}_column"], 1) if line]
+                slash = "; write / in place of \\" * ("\\" in missing[0])
+                raise ValueError(
+                    f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "
+                    f"({len(missing)} of {len(paths)} files are missing); correct the path, which is "
+                    f"relative to the list, or remove the sample's line from each list{slash}"
+                )
             columns[key] = PackedStrings(paths)
     return ClipList(
         files=columns["video"],
@@ -59,9 +67,8 @@ def _read(key: str, file: str) -> list[str]:
         return text_lines(file)
     folder, name = store.parent(file), os.path.basename(file)
     found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    ending = os.path.splitext(name)[1]
     fix = "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
-    hint = nearest(name, [other for other in found if other.endswith(ending)])
+    hint = nearest(name, [other for other in found if other.endswith(os.path.splitext(name)[1])])
     hint = hint or table_hint(folder) or f"{fix}VideoFolder)"
     raise ValueError(f"data.params.{key}={name}: {file} does not exist{hint}")
 
@@ -79,17 +86,3 @@ def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -
                 f"{files[key]} and {files['video_column']} have blank lines in different places, "
                 f"first in line {line}; remove them, so that line numbers match"
             )
-
-
-def _refuse_missing(
-    file: str, lines: Sequence[str], paths: list[str], found: Collection[str]
-) -> None:
-    """Raise ValueError if a listed file does not exist. found: the URLs that do."""
-    missing = list(compress(paths, find_missing(paths, found)))
-    if missing:
-        number = [i for i, line in enumerate(lines, 1) if line][paths.index(missing[0])]
-        raise ValueError(
-            f"{file}: line {number}: {missing[0]} does not exist ({len(missing)} of {len(paths)} files "
-            "are missing); correct the path, which is relative to the list, or remove the sample's "
-            "line from each list" + "; write / in place of \\" * ("\\" in missing[0])
-        )

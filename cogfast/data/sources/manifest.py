@@ -142,8 +142,7 @@ def read_manifest(
 
     @cache  # most rows have the same columns, and most files neighbours
     def columns_of(keys: tuple[str, ...]) -> dict[str, str]:
-        every = ((n, x) for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys)
-        return dict(every)
+        return {n: x for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys}
 
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"

@@ -127,8 +127,7 @@ def checked_size(size: Sequence[int]) -> tuple[int, int]:
         raise ValueError(
             f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
         )
-    rows, columns = size
-    return rows, columns
+    return size[0], size[1]
 
 
 def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:

@@ -169,9 +169,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _complete(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that have a manifest, newest first."""
-    if not folder.is_dir():
-        return []
-    steps = {path: step for path in folder.iterdir() if (step := step_of(path)) is not None}
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
     found = [path for path in steps if (path / "manifest.json").is_file()]
     return sorted(found, key=steps.__getitem__, reverse=True)
 

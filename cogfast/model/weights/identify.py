@@ -90,7 +90,6 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
             f"{source.description}: tokens of width {patch[0]} do not divide into heads of width "
             f"{head}; the files belong to different models, copy those of one"
         )
-    ofs = shapes.get("ofs_embedding.fc1.weight")
     # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
     patch_numel = size.t * size.h * size.w
@@ -103,7 +102,7 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
         "patch_size": size,
         "text_hidden_size": shapes["text_embedding.weight"][1],
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
-        "ofs_embed_dim": None if ofs is None else ofs[0],
+        "ofs_embed_dim": shapes.get("ofs_embedding.fc1.weight", (None,))[0],
         "position": "rotary" if is_rotary else "sincos",
         # The table of a model that is not rotary is 2B's, which is computed.
         "learnable_position": is_rotary and "position_table.weight" in shapes,
