@@ -32,7 +32,7 @@ _MAX_ATTEMPTS = 100  # bad samples in a row that one slot passes over
 _MIDDLE = 127.5  # uint8 0..255 -> [-1, 1]
 
 
-class BatchLoader(Iterator[Batch], AbstractContextManager):
+class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
     """Iterator over the micro-batches of one data-parallel rank, endless or `num_steps` long.
 
     A step has `accumulation` micro-batches. Item i of micro-batch a on rank r fills slot

@@ -24,6 +24,15 @@ class Shard:
     count: int
 
     @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each stretch along `dim`."""
+        # These divisions leave no rest: both callers, tensor parallelism and manifests, check it.
+        part = self.shape[self.dim] // self.num_parts
+        width = part // self.count
+        starts = [i * part + self.index * width for i in range(self.num_parts)]
+        return [(start, start + width) for start in starts]
+
+    @property
     def share_shape(self) -> tuple[int, ...]:
         """Shape of the shard."""
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
@@ -32,9 +41,8 @@ class Shard:
     def of(self, whole: Tensor) -> Tensor:
         """Return this shard of the whole parameter; a view if it is one stretch."""
         # Some formats store a parameter flat.
-        parts = whole.reshape(self.shape).chunk(self.num_parts, self.dim)
-        # These divisions leave no rest: both callers, tensor parallelism and manifests, check it.
-        pieces = [part.chunk(self.count, self.dim)[self.index] for part in parts]
+        whole = whole.reshape(self.shape)
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
