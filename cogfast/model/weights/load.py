@@ -106,8 +106,8 @@ def load_source(
 ) -> LoadReport:
     """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
     # args.force_train and args.force_inference also permit bf16 weights in fp16.
-    is_bf16_in_fp16 = (source.main_dtype, transformer.dtype) == (torch.bfloat16, torch.float16)
-    if is_bf16_in_fp16 and not allow_missing:
+    is_bf16 = not allow_missing and source.main_dtype == torch.bfloat16
+    if is_bf16 and transformer.dtype == torch.float16:
         raise ValueError(
             f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
             "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
