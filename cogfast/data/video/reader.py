@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -157,7 +157,7 @@ class PyAVReader(VideoReader):
         self.path = path
         self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
         self._stretch = None if size is None else FrameStretcher(size)
-        self._container = open_video_file(path)
+        self._container: Any = open_video_file(path)  # None once it is closed, so that it is freed
         try:
             self._header = header_of(path, self._container)
         except BadSample:
@@ -168,7 +168,9 @@ class PyAVReader(VideoReader):
         self._size: tuple[int, int] | None = None  # columns, rows of the first frame asked for
 
     def close(self) -> None:
-        self._container.close()
+        if self._container is not None:
+            self._container.close()
+            self._container = None
 
     def parts(self, indices: Sequence[int]) -> Iterator[Tensor]:
         assert list(indices) == sorted(indices), f"{indices=} decrease"
