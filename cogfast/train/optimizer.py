@@ -20,7 +20,6 @@ from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.extensions.memory.keys import EmaDevice, Moments
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
-from cogfast.train.keys import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -166,38 +165,25 @@ def shorter_warmup(
 
 def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:
     """Return a function from step (starting at 0) to learning rate, for a run of `num_steps` steps."""
-    schedule, warmup, warmup_steps = args.lr_schedule, args.warmup, args.warmup_steps
+    warmup, warmup_steps = args.warmup, args.warmup_steps
     # diffusers accepts a warm-up that does not end; warn_of_rate reports it.
     if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
         raise ValueError(
             f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps; set "
             f"args.warmup_steps={num_steps} or less"
         )
-    if schedule == "sat":
+    if args.lr_schedule == "sat":
         end = max(1, num_steps if args.lr_decay_iters is None else args.lr_decay_iters)
-        return sat_learning_rate(
-            lr=args.lr,
-            num_iters=end,
-            warmup_iters=warmup * end if warmup_steps is None else warmup_steps,
-            decay_style=args.lr_decay_style,
-            decay_ratio=args.lr_decay_ratio,
-            is_pretraining=args.mode == "pretrain",
-        )
-    if schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
+        return _sat_rate(args, end, warmup * end if warmup_steps is None else warmup_steps)
+    if args.lr_schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
         raise ValueError(
             f"args.lr={args.lr} must be at least {_POLYNOMIAL_END:g}, where lr_schedule=polynomial "
             "ends; raise it"
         )
-    warmup_steps = round(warmup * num_steps) if warmup_steps is None else warmup_steps
-    return decayed_learning_rate(
-        lr=args.lr,
-        num_steps=num_steps,
-        style=schedule,
-        warmup_steps=0 if schedule == "constant" and not args.lr_first_step else warmup_steps,
-        min_lr_ratio=args.min_lr_ratio,
-        first_step=args.lr_first_step,
-        num_cycles=args.lr_num_cycles,
-        power=args.lr_power,
+    if args.lr_schedule == "constant" and not args.lr_first_step:
+        warmup_steps = 0
+    return _decayed_rate(
+        args, num_steps, round(warmup * num_steps) if warmup_steps is None else warmup_steps
     )
 
 
@@ -220,24 +206,17 @@ def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None
         )
 
 
-def sat_learning_rate(
-    *,
-    lr: float,
-    num_iters: int,
-    warmup_iters: float,
-    decay_style: str = "linear",
-    decay_ratio: float = 0.1,
-    is_pretraining: bool = False,
-) -> Callable[[int], float]:
+def _sat_rate(args: TrainArguments, num_iters: int, warmup_iters: float) -> Callable[[int], float]:
     """Return SAT's AnnealingLR (sat/training/learning_rates.py) as SAT's trainer builds it.
 
     Except in pre-training, the first 100 steps use the lower of 0.05 lr and the warm-up; then the
     rate jumps to the schedule. "linear" reaches 0 at num_iters + warmup_iters and stays there
-    (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant. SAT counts
+    (SAT's turns negative). "cosine" ends at lr_decay_ratio * lr. "exponential" is constant. SAT counts
     steps from 1.
     """
     # SAT applies it to fine-tuning only, whatever the configured warm-up is.
-    auto_warmup = 0 if is_pretraining else _SAT_AUTO_WARMUP_STEPS
+    auto_warmup = 0 if args.mode == "pretrain" else _SAT_AUTO_WARMUP_STEPS
+    lr, decay_ratio = args.lr, args.lr_decay_ratio
 
     def rate(step: int) -> float:
         n = step + 1
@@ -246,9 +225,9 @@ def sat_learning_rate(
             return min(lr * _SAT_AUTO_WARMUP_RATE, ramp)
         if n <= warmup_iters:
             return ramp
-        if decay_style == "linear":
+        if args.lr_decay_style == "linear":
             return max(0.0, lr * ((num_iters - (n - warmup_iters)) / num_iters))
-        if decay_style == "cosine":
+        if args.lr_decay_style == "cosine":
             done = min(1.0, (n - warmup_iters) / num_iters)
             return lr * (decay_ratio + (1 - decay_ratio) * (math.cos(math.pi * done) + 1) / 2)
         return lr
@@ -256,25 +235,18 @@ def sat_learning_rate(
     return rate
 
 
-def decayed_learning_rate(
-    *,
-    lr: float,
-    num_steps: int,
-    style: Schedule,
-    warmup_steps: int,
-    min_lr_ratio: float = 0.0,
-    first_step: int = 1,
-    num_cycles: float = 1.0,
-    power: float = 1.0,
+def _decayed_rate(
+    args: TrainArguments, num_steps: int, warmup_steps: int
 ) -> Callable[[int], float]:
-    """Return a linear warm-up to lr, then a decay from step warmup_steps to min_lr_ratio * lr.
+    """Return a linear warm-up to args.lr, then a decay from step warmup_steps to min_lr_ratio * lr.
 
     The decay would reach its end at step num_steps, one after the last. "constant" does not decay,
-    "cosine_with_restarts" decays num_cycles times, and "polynomial" ends at 1e-7 or above.
-    first_step: the warm-up has (step + first_step) / warmup_steps of lr. With 0 and min_lr_ratio=0,
+    "cosine_with_restarts" decays lr_num_cycles times, and "polynomial" ends at 1e-7 or above.
+    The warm-up has (step + lr_first_step) / warmup_steps of lr. With lr_first_step=0 and min_lr_ratio=0,
     the rates equal those of diffusers' get_scheduler bit for bit.
     """
-    num_decays = max(1, num_steps - warmup_steps)
+    lr, style, first_step = args.lr, args.lr_schedule, args.lr_first_step
+    num_decays, min_lr_ratio = max(1, num_steps - warmup_steps), args.min_lr_ratio
     end = max(_POLYNOMIAL_END, min_lr_ratio * lr)
 
     def rate(step: int) -> float:
@@ -285,13 +257,13 @@ def decayed_learning_rate(
             return lr
         done = min(1.0, (step - warmup_steps) / num_decays)
         if style == "polynomial":
-            return lr * (((lr - end) * (1 - done) ** power + end) / lr)
+            return lr * (((lr - end) * (1 - done) ** args.lr_power + end) / lr)
         if style == "linear":
             left = 1 - done if first_step else max(0, num_steps - step) / num_decays
         elif style == "cosine" or done == 1:
             left = (1 + math.cos(math.pi * done)) / 2
         else:
-            left = (1 + math.cos(math.pi * (num_cycles * done % 1))) / 2
+            left = (1 + math.cos(math.pi * (args.lr_num_cycles * done % 1))) / 2
         return lr * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
     return rate
