@@ -22,6 +22,7 @@ from cogfast.distributed.tensor_parallel import (
     ColumnParallelLinear,
     ParallelGroup,
     RowParallelLinear,
+    communicate,
     share_vectors,
     wait_for,
 )
@@ -49,49 +50,16 @@ def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
     return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
 
 
+def _gather_rows(x: Tensor, group: ParallelGroup) -> Tensor:
+    return _joined(_start_gather(x, group), group)
+
+
+def _scatter_rows(x: Tensor, group: ParallelGroup) -> Tensor:
+    return wait_for(_start_scatter(x, group))
+
+
 def _own_rows(x: Tensor, group: ParallelGroup) -> Tensor:
-    return x.chunk(group.size, 1)[group.rank]
-
-
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return _own_rows(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # Each rank has the gradient of its own rows only.
-        return _joined(_start_gather(grad, ctx.group), ctx.group), None
-
-
-class _JoinRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return _joined(_start_gather(x, group), group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # The gradient of all rows is replicated: each rank takes its own.
-        return _own_rows(grad, ctx.group).contiguous(), None
-
-
-class _GatherRows(_JoinRows):
-    """All-gather the rows; backward sums the gradients, because each rank computes a share."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return wait_for(_start_scatter(grad, ctx.group)), None
-
-
-class _ScatterSum(_SplitRows):
-    """Reduce-scatter the rows; backward gathers the gradients of all rows."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return wait_for(_start_scatter(x, group))
+    return x.chunk(group.size, 1)[group.rank].contiguous()
 
 
 class _GatheringLinear(torch.autograd.Function):
@@ -108,7 +76,7 @@ class _GatheringLinear(torch.autograd.Function):
         # A frozen weight's gradient is not computed, so its input is not kept.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group = group
-        return F.linear(_joined(_start_gather(x, group), group), weight, bias)
+        return F.linear(_gather_rows(x, group), weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -132,7 +100,8 @@ class RowGatheringLinear(ColumnParallelLinear):
     """Column-parallel linear: this rank's rows [B, S / size, in] -> all rows [B, S, out / size]."""
 
     def enter(self, x: Tensor) -> Tensor:
-        return _GatherRows.apply(x, self.group)
+        # Backward sums the gradients, because each rank computes a share.
+        return communicate(x, _gather_rows, _scatter_rows, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is not None:
@@ -148,7 +117,7 @@ class RowScatteringLinear(RowParallelLinear):
     """
 
     def leave(self, product: Tensor) -> Tensor:
-        return _ScatterSum.apply(product, self.group)
+        return communicate(product, _scatter_rows, _gather_rows, self.group)
 
 
 class SequenceParallelBlock(Block):
@@ -181,9 +150,13 @@ class SequenceParallelBlock(Block):
             if hidden.shape[1] % self.group.size:  # the size of a data set of one's own
                 text = f"{hidden.shape[1]} text and video tokens between {self.group.size} ranks"
                 raise ValueError(f"cannot split {text} evenly; use args.sequence_parallel=false")
-            hidden = _SplitRows.apply(hidden, self.group)
+            # Each rank has the gradient of its own rows only.
+            hidden = communicate(hidden, _own_rows, _gather_rows, self.group)
         hidden = super().forward(hidden, conditioning, num_text, rotation)
-        return _JoinRows.apply(hidden, self.group) if self.is_last else hidden
+        if not self.is_last:
+            return hidden
+        # The gradient of all rows is replicated: each rank takes its own.
+        return communicate(hidden, _gather_rows, _own_rows, self.group)
 
 
 def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:

@@ -14,8 +14,9 @@ The collectives are PyTorch's functional ones: ordinary ops to torch.compile and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,52 +54,46 @@ def wait_for(started: Tensor) -> Tensor:
     return _ops.wait_tensor(started)  # watchers/hang.py knows the name of this function
 
 
-class _CopyToGroup(torch.autograd.Function):
+class _Communication(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        # A view, since autograd needs a tensor of its own for this node.
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return wait_for(_ops.all_reduce(grad, "sum", ctx.name)), None
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: the gradient is replicated already."""
+    def forward(ctx, x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
+        ctx.back, ctx.given = backward, given
+        return forward(x, *given)
 
     @staticmethod
-    def forward(ctx, x: Tensor, name: str) -> Tensor:
-        # Not in place: selective checkpointing may keep the product from before the sum.
-        return wait_for(_ops.all_reduce(x, "sum", name))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, *ctx.given), None, None, *[None] * len(ctx.given)
 
 
-class _GatherColumns(torch.autograd.Function):
-    """All-gather columns [B, N / size] -> [B, N].
+def communicate(x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
+    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
+    return _Communication.apply(x, forward, backward, *given)
 
-    sums_gradient: backward reduce-scatters the gradient; otherwise a rank takes its part of a replicated one.
-    """
 
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup, sums_gradient: bool) -> Tensor:
-        ctx.group, ctx.sums_gradient = group, sums_gradient
-        # Gathered along dim 0, but columns belong side by side.
-        pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
-        return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
+def keep(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.view_as(x)  # since autograd needs a tensor of its own for this node
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        group = ctx.group
-        if not ctx.sums_gradient:
-            return grad.chunk(group.size, -1)[group.rank], None, None
-        pieces = grad.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
-        scattered = _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
-        return wait_for(scattered), None, None
+
+def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
+    # Not in place: selective checkpointing may keep the product from before the sum.
+    return wait_for(_ops.all_reduce(x, "sum", group.name))
+
+
+def _gather_columns(x: Tensor, group: ParallelGroup) -> Tensor:
+    """All-gather columns [B, N / size] -> [B, N]."""
+    # Gathered along dim 0, but columns belong side by side.
+    pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
+    return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
+
+
+def _scatter_columns(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Reduce-scatter columns [B, N] -> [B, N / size]."""
+    pieces = x.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
+    return wait_for(_ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name))
+
+
+def _own_columns(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.chunk(group.size, -1)[group.rank]
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -130,7 +125,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
-    return _CopyToGroup.apply(x, group.name)
+    return communicate(x, keep, _sum, group)
 
 
 def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
@@ -222,7 +217,8 @@ class GatheredLinear(ColumnParallelLinear):
         self.sums_gradient = sums_gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        return _GatherColumns.apply(super().forward(x), self.group, self.sums_gradient)
+        back = _scatter_columns if self.sums_gradient else _own_columns
+        return communicate(super().forward(x), _gather_columns, back, self.group)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -234,7 +230,8 @@ class RowParallelLinear(ParallelLinear):
 
     def leave(self, product: Tensor) -> Tensor:
         """Leave the row-parallel region: all-reduce the partial products."""
-        return _SumOverGroup.apply(product, self.group.name)
+        # The gradient is replicated already.
+        return communicate(product, _sum, lambda grad, group: grad, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(self.product(x))
