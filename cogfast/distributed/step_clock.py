@@ -10,21 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
 _Mark = float | torch.cuda.Event
 _NO_RANGE = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class StepSplit:
-    """Mean milliseconds of a step's parts; None: not measured."""
-
-    encode_ms: float | None = None
-    forward_backward_ms: float | None = None
-    optimizer_ms: float | None = None
 
 
 class StepClock:
@@ -88,22 +78,24 @@ class StepClock:
             self._add(self._part, self._since, now)
         self._part, self._since = part, now
 
-    def take(self) -> StepSplit:
-        """Return the split of the steps since the last call. On a GPU the device must have finished
-        them; the part that runs is left out."""
+    def take(self) -> dict[str, float | None]:
+        """Return the mean milliseconds of the parts of the steps since the last call; None: not measured.
+
+        On a GPU the device must have finished them; the part that runs is left out.
+        """
         for part, start, end in self._spans:
             self._seconds[part] += start.elapsed_time(end) / 1000
         number, seconds = self._num_measured, self._seconds
         self._part = None
         self._forget_parts()
         if not number or not any(seconds.values()):
-            return StepSplit()
+            return dict.fromkeys(("encode_ms", "forward_backward_ms", "optimizer_ms"))
         per_step = 1000 / number
-        return StepSplit(
-            encode_ms=per_step * seconds["encode"],
-            forward_backward_ms=per_step * (seconds["forward"] + seconds["backward"]),
-            optimizer_ms=per_step * seconds["optimizer"],
-        )
+        return {
+            "encode_ms": per_step * seconds["encode"],
+            "forward_backward_ms": per_step * (seconds["forward"] + seconds["backward"]),
+            "optimizer_ms": per_step * seconds["optimizer"],
+        }
 
     def _mark(self) -> _Mark:
         if not self._is_on_gpu:

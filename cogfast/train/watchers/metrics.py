@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -225,7 +224,7 @@ class Metrics(Watcher):
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / num_timed,
             "data_wait_ms": 1000 * max(waits) / num_timed,
-            **dataclasses.asdict(CLOCK.take()),
+            **CLOCK.take(),
             "save_wait_ms": 1000 * save_seconds / self.num_unlogged_steps,
             "eval_seconds": eval_seconds,
             "samples_per_s": self.timed_samples / seconds,
@@ -237,7 +236,8 @@ class Metrics(Watcher):
             "nonfinite_losses": self.num_unlogged_losses * size - round(number * size),
             **memory_gib(self.groups.device),
             **self.bands.named(bands),
-            **_named_masses(masses),
+            **({"attention_kept": sum(masses) / len(masses)} if masses else {}),
+            **{f"attention_kept_layer_{i:02d}": mass for i, mass in enumerate(masses)},
         }
         self.loss_sum.zero_()
         self.bands.sums.zero_()
@@ -332,13 +332,6 @@ def _of_kinds(sums: Sequence[float]) -> dict[str, float | None]:
     """Return the mean loss of clips and of pictures, None for a kind without steps."""
     means = [sums[i] / sums[i + 1] if sums[i + 1] else None for i in (0, 2)]
     return dict(zip(("loss_video", "loss_image"), means, strict=True))
-
-
-def _named_masses(masses: Sequence[float]) -> dict[str, float]:
-    if not masses:
-        return {}
-    layers = {f"attention_kept_layer_{i:02d}": mass for i, mass in enumerate(masses)}
-    return {"attention_kept": sum(masses) / len(masses), **layers}
 
 
 def _history_until(step: int, path: Path) -> list[dict]:
