@@ -8,12 +8,11 @@ use nothing else of DeepSpeed. Only this file and fused_step.py use private name
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,9 +44,8 @@ logger = logging.getLogger(__name__)
 
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
-_NCCL_BLOCKS = (
-    16  # of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
-)
+# Of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
+_NCCL_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ def _fit_stage_3_to_checkpointing() -> None:
         def run(*args: Any, **options: Any) -> Any:
             modes = _get_current_dispatch_mode_stack()
             is_watched = any(isinstance(mode, watching) for mode in modes)
-            with _disable_current_modes() if is_watched else contextlib.nullcontext():
+            with _disable_current_modes() if is_watched else nullcontext():
                 return method(*args, **options)
 
         return run
@@ -360,28 +358,24 @@ class ZeroEngine:
         DeepSpeed computes the global norm just before the optimizer's step and returns -1 for a
         non-finite one. In bf16 and fp32 nothing else stops such a step.
         """
-        global_norm = self.zero.scaled_global_norm
+        global_norm, update = self.zero.scaled_global_norm, self.optimizer.step
 
         def scaled_global_norm(norm_type: int = 2) -> Tensor:
             norm = global_norm(norm_type)
-            found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
-            if self._is_fused:
-                self.optimizer.found_inf = found_inf
-            self.found_inf = found_inf
-            self._count_skipped(found_inf)
+            self.found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
+            if self._is_fused:  # it reads found_inf on the device
+                self.optimizer.found_inf = self.found_inf
+            self._count_skipped(self.found_inf)
             return norm
-
-        self.zero.scaled_global_norm = scaled_global_norm
-        if self._is_fused:
-            return  # a fused optimizer reads found_inf on the device
-        update = self.optimizer.step
 
         def step(closure: None = None) -> None:
             assert self.found_inf is not None, "the norm is computed before the step"
             if not self.found_inf.item():  # sync: this optimizer cannot skip on the device
                 update()
 
-        self.optimizer.step = step
+        self.zero.scaled_global_norm = scaled_global_norm
+        if not self._is_fused:
+            self.optimizer.step = step
 
     @property
     def _is_fused(self) -> bool:
@@ -529,10 +523,8 @@ class ZeroEngine:
         scaler = getattr(self.zero, "loss_scaler", None)
         if scaler is None or not self.engine.fp16_enabled():
             return {}
-        numbers = {k: v for k, v in vars(scaler).items() if not k.startswith("_")}
-        for key, value in numbers.items():
-            if isinstance(value, Tensor):
-                numbers[key] = value.item()  # sync: only read when a checkpoint is saved
+        plain = lambda x: x.item() if isinstance(x, Tensor) else x  # sync: in a save alone
+        numbers = {k: plain(v) for k, v in vars(scaler).items() if not k.startswith("_")}
         return {k: v for k, v in numbers.items() if isinstance(v, (int, float, bool))}
 
     def load_loss_scaler_state(self, state: dict) -> None:
