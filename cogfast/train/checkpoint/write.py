@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -236,10 +237,6 @@ class CheckpointWriter:
 
     def _describe(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest and what is exported."""
-        # Every rank knows those of its own partitions; together they cover all parameters.
-        counters: dict[str, dict[str, float]] = {}
-        for report in reports:
-            counters.update(report[3])
         assert self._snapshot is not None, "save takes it before it starts this thread"
         manifest = {
             "format": FORMAT,
@@ -248,7 +245,10 @@ class CheckpointWriter:
             "bytes": {name: size for name, *_, size in reports},
             "checksums": {name: checksum for name, _, checksum, *_ in reports},
             "optimizer": type(self.engine.optimizer).__name__,
-            "counters": counters,
+            # Every rank knows those of its own partitions; together they cover all parameters.
+            "counters": {
+                name: counters for report in reports for name, counters in report[3].items()
+            },
             **about,
         }
         if self.url is None:
@@ -441,35 +441,26 @@ class _Snapshot:
         if self.copied is not None:
             self.copied.synchronize()  # in the writer's thread, so training is not blocked
         self._check_finite()
-        tensors: list[Outgoing] = []
-        slices: dict[str, dict] = {}
-
-        def add(
-            kind: str,
-            parameter: str,
-            start: int,
-            numel: int,
-            read: Callable[[], Tensor],
-            dtype: torch.dtype = torch.float32,
-        ) -> None:
+        outgoing = [
+            (kind, p.parameter, p.start, p.numel, partial(self._values, kind, p), torch.float32)
+            for kind in self.kinds
+            for p in self.engine.slices
+            if self._is_written_here(p.parameter) and (kind, p.part) in self.partitions
+        ]
+        # Each rank has buffers of its own: those of rank 0 are saved.
+        buffers = self.buffers if self.engine.data_rank == 0 else {}
+        outgoing += [
+            ("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
+            for name, values in {**self.frozen_values, **buffers}.items()
+        ]
+        tensors, slices = [], {}
+        for kind, parameter, start, numel, read, dtype in outgoing:
             key = f"{kind}/{parameter}/{start}"
             tensors.append(Outgoing(key, (numel,), dtype, read))
             slices[key] = {"parameter": parameter, "kind": kind, "start": start, "numel": numel}
             shard = self.shards.get(parameter)
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
-
-        written = [p for p in self.engine.slices if self._is_written_here(p.parameter)]
-        for kind in self.kinds:
-            for piece in written:
-                if (kind, piece.part) not in self.partitions:
-                    continue
-                read = partial(self._values, kind, piece)
-                add(kind, piece.parameter, piece.start, piece.numel, read)
-        # Each rank has buffers of its own: those of rank 0 are saved.
-        buffers = self.buffers if self.engine.data_rank == 0 else {}
-        for name, values in {**self.frozen_values, **buffers}.items():
-            add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
         return slices, write_safetensors(path, tensors)
 
     def _check_finite(self) -> None:
@@ -490,10 +481,10 @@ class _Snapshot:
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Return {parameter: {counter: value}}. Call it after `write`, which waits for the copies."""
-        of_part: dict[int, dict[str, float]] = {}
+        of_part: dict[int, dict[str, float]] = defaultdict(dict)
         for (part, key), value in self.numbers.items():
-            of_part.setdefault(part, {})[key] = float(value)
-        return {piece.parameter: of_part.get(piece.part, {}) for piece in self.engine.slices}
+            of_part[part][key] = float(value)
+        return {piece.parameter: of_part[piece.part] for piece in self.engine.slices}
 
 
 def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:
