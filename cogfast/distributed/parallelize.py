@@ -23,11 +23,7 @@ from torch._decomp import global_decomposition_table
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from cogfast.distributed.sequence_parallel import (
-    RowGatheringLinear,
-    RowScatteringLinear,
-    SequenceParallelBlock,
-)
+from cogfast.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.distributed.tensor_parallel import (
     ColumnParallelLinear,
     ColumnParallelLora,
@@ -73,10 +69,8 @@ def parallelize(
     if group.size == 1:
         return
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
-    column, row = ColumnParallelLinear, RowParallelLinear
-    if splits_rows:
-        column, row = RowGatheringLinear, RowScatteringLinear
-    columns, rows = partial(column, group=group), partial(row, group=group)
+    columns = partial(ColumnParallelLinear, group=group, splits_rows=splits_rows)
+    rows = partial(RowParallelLinear, group=group, splits_rows=splits_rows)
     # q, k and v are each cut, so that a rank has the same heads of all three.
     shards = {
         "attention.qkv": (partial(columns, num_parts=3), ColumnParallelLora),

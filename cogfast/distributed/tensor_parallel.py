@@ -79,48 +79,80 @@ def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
     return wait_for(_ops.all_reduce(x, "sum", group.name))
 
 
-def _gather_columns(x: Tensor, group: ParallelGroup) -> Tensor:
-    """All-gather columns [B, N / size] -> [B, N]."""
-    # Gathered along dim 0, but columns belong side by side.
-    pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
-    return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
+# A part is 1 / size of dim 1: rows [B, S / size, N] of [B, S, N], or columns [B, N / size] of [B, N].
 
 
-def _scatter_columns(x: Tensor, group: ParallelGroup) -> Tensor:
-    """Reduce-scatter columns [B, N] -> [B, N / size]."""
-    pieces = x.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
-    return wait_for(_ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name))
+def _start_gather(part: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to gather parts [B, n, ..] -> [size * B, n, ..], not yet complete."""
+    return _ops.all_gather_into_tensor(part.contiguous(), group.size, group.name)
 
 
-def _own_columns(x: Tensor, group: ParallelGroup) -> Tensor:
-    return x.chunk(group.size, -1)[group.rank]
+def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
+    """Wait for `_start_gather` and join its result -> [B, size * n, ..]."""
+    # Ranks are joined along dim 0, but their parts follow each other along dim 1.
+    return wait_for(gathered).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to reduce-scatter x [B, size * n, ..] -> this rank's part [B, n, ..], not yet complete."""
+    pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+
+
+def gather(part: Tensor, group: ParallelGroup) -> Tensor:
+    return _joined(_start_gather(part, group), group)
+
+
+def scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    return wait_for(_start_scatter(x, group))
+
+
+def own_part(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.chunk(group.size, 1)[group.rank]
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x W^T + b whose backward sums dx over the group while it computes dW."""
+    """x W^T + b whose backward sums dx over the group while it computes dW.
+
+    splits_rows: x has this rank's rows, and the product all rows. Only this rank's are kept: backward
+    gathers x again while it computes dx, of which each rank gets its rows.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ParallelGroup,
+        splits_rows: bool,
+    ) -> Tensor:
         # A frozen weight's gradient is not computed, so its input is not kept, as in F.linear.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.name = name
-        return F.linear(x, weight, bias)
+        ctx.group, ctx.splits_rows = group, splits_rows
+        return F.linear(gather(x, group) if splits_rows else x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), group, splits_rows = ctx.saved_tensors, ctx.group, ctx.splits_rows
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
+        # The collectives run beside the matmuls and are waited for when their result is needed.
+        if needs_dw and splits_rows:
+            x = _start_gather(x, group)
+        # Each rank has a part of the sum over the outputs.
+        if needs_dx and splits_rows:
+            dx = _start_scatter(grad @ weight, group)
+        elif needs_dx:
             # In place, since nothing else uses the product; torch.compile needs the pure op.
             start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-            dx = start(grad @ weight, "sum", ctx.name)
-        # dW and db are computed while the all-reduce runs.
+            dx = start(grad @ weight, "sum", group.name)
         rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            dw = rows.T @ x.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
+        if needs_dw:
+            dw = rows.T @ (_joined(x, group) if splits_rows else x).flatten(0, -2)
+        if needs_db:
             db = rows.sum(0)
-        return None if dx is None else wait_for(dx), dw, db, None
+        return None if dx is None else wait_for(dx), dw, db, None, None
 
 
 def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
@@ -159,17 +191,23 @@ class ParallelLinear(nn.Module):
     """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
-    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of a weight
-    of 8 bits (extensions/memory/quantized_base.py).
+    whole, since it is added after the sum. splits_rows: outside of the linear a rank has a part of the
+    rows (sequence_parallel.py). shards: {parameter name: its shard}. scale: of a weight of 8 bits
+    (extensions/memory/quantized_base.py).
     """
 
     scale: Tensor | None
 
     def __init__(
-        self, whole: nn.Linear, group: ParallelGroup, dim: int, num_parts: int = 1
+        self,
+        whole: nn.Linear,
+        group: ParallelGroup,
+        dim: int,
+        splits_rows: bool,
+        num_parts: int = 1,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.splits_rows = group, splits_rows
         self.adds_bias = not isinstance(whole, DeferredBiasLinear)
         self.shards = {"weight": group.shard(whole.weight.shape, dim, num_parts)}
         self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
@@ -189,20 +227,28 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out]."""
+    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out].
 
-    def __init__(self, whole: nn.Linear, group: ParallelGroup, num_parts: int = 1) -> None:
-        super().__init__(whole, group, 0, num_parts)
+    splits_rows: this rank's rows [B, S / size, in] -> all rows [B, S, out / size].
+    """
+
+    def __init__(
+        self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False, num_parts: int = 1
+    ) -> None:
+        super().__init__(whole, group, 0, splits_rows, num_parts)
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter the column-parallel region: identity forward, all-reduce backward."""
+        if self.splits_rows:
+            # Backward sums the gradients, because each rank computes a share.
+            return communicate(x, gather, scatter, self.group)
         return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is not None:
             return self.product(self.enter(x))
         bias = self.bias if self.adds_bias else None
-        return _ColumnLinear.apply(x, self.weight, bias, self.group.name)
+        return _ColumnLinear.apply(x, self.weight, bias, self.group, self.splits_rows)
 
 
 class GatheredLinear(ColumnParallelLinear):
@@ -217,19 +263,24 @@ class GatheredLinear(ColumnParallelLinear):
         self.sums_gradient = sums_gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        back = _scatter_columns if self.sums_gradient else _own_columns
-        return communicate(super().forward(x), _gather_columns, back, self.group)
+        back = scatter if self.sums_gradient else own_part
+        return communicate(super().forward(x), gather, back, self.group)
 
 
 class RowParallelLinear(ParallelLinear):
-    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
+    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias.
 
-    def __init__(self, whole: nn.Linear, group: ParallelGroup) -> None:
+    splits_rows: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
+    """
+
+    def __init__(self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False) -> None:
         assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
-        super().__init__(whole, group, 1)
+        super().__init__(whole, group, 1, splits_rows)
 
     def leave(self, product: Tensor) -> Tensor:
         """Leave the row-parallel region: all-reduce the partial products."""
+        if self.splits_rows:
+            return communicate(product, scatter, gather, self.group)
         # The gradient is replicated already.
         return communicate(product, _sum, lambda grad, group: grad, self.group)
 
