@@ -15,6 +15,7 @@ are divided by it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from cogfast.distributed.tensor_parallel import ParallelGroup, communicate, keep, wait_for
 from cogfast.kernels.block_kernels import BlockKernels
-from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
 from cogfast.model.transformer import DiffusionTransformer
 
 _ops = torch.ops._c10d_functional
@@ -134,16 +134,10 @@ class ContextParallelRows:
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return kernels whose attention has all rows of this rank's heads."""
 
-        def qk_norm_rope3d(
-            qkv: Tensor,
-            query_norm: Affine | None,
-            key_norm: Affine | None,
-            rotation: Rotation | None,
-            num_text: int,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            # num_text counts this rank's rows, but here are all.
+        def qk_norm_rope3d(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # The last argument counts the text rows among this rank's rows, but here are all.
             qkv = communicate(qkv, _to_heads, _to_rows, self.rows, self.group)
-            return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, self.num_text)
+            return kernels.qk_norm_rope3d(qkv, *given[:-1], self.num_text)
 
         def to_rows(attended: Tensor) -> Tensor:
             return communicate(attended, _to_rows, _to_heads, self.rows, self.group)
