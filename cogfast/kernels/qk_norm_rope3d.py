@@ -103,30 +103,21 @@ def qk_norm_rope3d_reference(
 _ARGUMENTS = "Tensor? table, Tensor? order, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
 
 
-def _forward_fake(qkv: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    b, s, _, num_heads, width = qkv.shape
-    q, k = (qkv.new_empty(b, s, num_heads, width) for _ in range(2))
-    return q, k
-
-
-def _backward_fake(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *arguments
-) -> tuple[Tensor, Tensor]:
-    rows, width = 4 if arguments[-1] else 0, qkv.shape[-1]
-    return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
-
-
 _qk_norm_rope3d = register_op(
     "qk_norm_rope3d(Tensor qkv, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight,"
     f" Tensor? k_bias, {_ARGUMENTS}) -> (Tensor, Tensor)",
     gpu=from_gpu(_OP, "launch_forward"),
-    fake=_forward_fake,
+    fake=lambda qkv, *_: tuple(qkv.new_empty(qkv.shape[:2] + qkv.shape[3:]) for _ in range(2)),
 )
 _qk_norm_rope3d_backward = register_op(
     "qk_norm_rope3d_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight,"
     f" Tensor? k_weight, {_ARGUMENTS}, bool needs_sums) -> (Tensor, Tensor)",
     gpu=from_gpu(_OP, "launch_backward"),
-    fake=_backward_fake,
+    # Its last input is needs_sums.
+    fake=lambda dq, dk, dv, qkv, *inputs: (
+        qkv.new_empty(qkv.shape),
+        qkv.new_empty(4 if inputs[-1] else 0, qkv.shape[-1], dtype=torch.float32),
+    ),
 )
 
 
