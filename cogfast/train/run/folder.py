@@ -464,8 +464,9 @@ def check_changes(
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
+    matches = lambda key, patterns: any(fnmatch(key, pattern) for pattern in patterns)
     found = _changes_since(manifest, config, classes).items()
-    changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
+    changes = [text for key, text in found if matches(key, _DECISIVE) and not matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         old, steps = manifest["global_batch"], config.args.gradient_accumulation_steps or 1
         same = f" (args.gradient_accumulation_steps={steps * old // global_batch} keeps it)"
@@ -484,10 +485,6 @@ def check_changes(
 def plain_sections(config: Config) -> dict:
     """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
     return json.loads(json.dumps(with_urls(to_dicts(config))), parse_constant=str)
-
-
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(key, pattern) for pattern in patterns)
 
 
 def describe_run(
@@ -536,28 +533,20 @@ def describe_run(
 
 def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str, str]:
     """Return {key: "key: old -> new"} of what differs from a checkpoint, {} without one."""
-    before = _completed(manifest.get("config", {}))
-    if not before:
+    sections = manifest.get("config")
+    if not sections:
         return {}
+    # As this version would have saved them: with the defaults of new keys, and with the values that have
+    # moved from the deepspeed section to args.
+    defaults = {"args": TrainArguments().model_dump(), "model": ModelArguments().model_dump()}
+    before = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
+    fold(before, {})
     old, new = leaves(before), leaves(plain_sections(config))
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
     # Earlier versions stored no classes.
     return changes | changes_of_code(manifest.get("classes", classes), classes)
-
-
-def _completed(sections: dict) -> dict:
-    """Return the sections of a checkpoint as this version of cogfast would have saved them.
-
-    It adds the defaults of new keys, and has moved values of the deepspeed section to args.
-    """
-    if not sections:
-        return {}
-    defaults = {"args": TrainArguments().model_dump(), "model": ModelArguments().model_dump()}
-    whole = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
-    fold(whole, {})
-    return whole
 
 
 def _environment(world_size: int) -> dict[str, object]:
