@@ -245,7 +245,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.has_8bit_moments = False
         self.other_ema: EmaElsewhere | None = None
         self._is_lent = False  # within `averaged`
-        self._tables: dict[tuple, Any] = {}  # TensorTable of each launch
+        self._tables: dict[tuple, Any] = defaultdict(_new_table)  # TensorTable of each launch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned, in its own dtypes."""
@@ -447,12 +447,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
             # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
-            key = (id(group["params"][0]), dtypes)
-            if key not in self._tables:
-                self._tables[key] = _new_table()
-            self._tables[key].hold(streams)
+            table = self._tables[id(group["params"][0]), dtypes]
+            table.hold(streams)
             _launch_ema_adam(
-                self._tables[key],
+                table,
                 lr=group["lr"],
                 betas=group["betas"],
                 **self._options(group),
