@@ -21,7 +21,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -71,7 +71,7 @@ class _LatestError(RuntimeError):
 _LOGGED = (OSError, WriteError, OtherRankError, DamagedWeights, _LatestError)
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager):
     """Writes the checkpoints of a run into `folder` and keeps the newest `keep_last` (0: all).
 
     Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
@@ -111,9 +111,6 @@ class CheckpointWriter:
         self._error: Exception | None = None
         self._has_failed = False  # whether the last save failed
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Complete the pending save, also if the run ends with an error."""
         try:
@@ -139,7 +136,7 @@ class CheckpointWriter:
                 # At the first save and not at the start: a run that never saves needs no host memory for it.
                 # PyTorch's optimizers make their state in the first step that is not skipped.
                 self._snapshot = None
-                self._snapshot = self.groups.on_all(self._allocate)
+                self._snapshot = self.groups.on_all(lambda: _Snapshot(self.engine))
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
             return
@@ -161,12 +158,6 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _allocate(self) -> _Snapshot:
-        """Allocate the host buffers."""
-        # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
-        self.engine.allocate_state([])
-        return _Snapshot(self.engine)
 
     def _write(self, about: dict, export: Export | None) -> None:
         """Write one checkpoint, in the thread.
@@ -368,6 +359,8 @@ class _Snapshot:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
+        # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
+        engine.allocate_state([])
         self.kinds = ("master", *engine.state_kinds())
         named = dict(engine.transformer.named_parameters())
         self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
