@@ -63,12 +63,6 @@ class Rotation:
         return torch.cat([video.new_ones(num_text, video.shape[1]), video])
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate x [B, S, H, D] float32 by angles [S, D/2] complex (cos + i sin)."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
-    return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
-
-
 def qk_norm_rope3d_reference(
     qkv: Tensor,
     query_norm: Affine | None,
@@ -83,7 +77,7 @@ def qk_norm_rope3d_reference(
     """
     # v is returned so that backward writes the gradient of qkv once.
     q, k, v = qkv.unbind(2)
-    angles = None if rotation is None else rotation.per_row(num_text)
+    angles = None if rotation is None else rotation.per_row(num_text)  # [S, D/2]
     results = []
     for x, norm in ((q, query_norm), (k, key_norm)):
         # Rotate in float32, as diffusers does. A norm alone stays in the dtype of qkv, but on a CPU
@@ -95,7 +89,8 @@ def qk_norm_rope3d_reference(
             weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
             x = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
         if angles is not None:
-            x = _rotate(x, angles)
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
+            x = torch.view_as_real(pairs * angles[:, None]).flatten(-2)
         results.append(x.to(qkv.dtype))
     return results[0], results[1], v
 
