@@ -200,6 +200,8 @@ class Metrics(Watcher):
             [*islice(packed, len(part))] for part in parts
         )
         seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
+        kinds = zip(("loss_video", "loss_image"), by_kind[::2], by_kind[1::2], strict=True)
+        means = {key: total / number if number else None for key, total, number in kinds}
         total, number = by_kind[0] + by_kind[2], by_kind[1] + by_kind[3]
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -219,7 +221,7 @@ class Metrics(Watcher):
             "step": step,
             "loss": loss,
             "loss_running": self.running_loss,
-            **(_of_kinds(by_kind) if self.size.has_both else {}),
+            **(means if self.size.has_both else {}),
             "lr": engine.optimizer.param_groups[0]["lr"],
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / num_timed,
@@ -326,12 +328,6 @@ class Metrics(Watcher):
         if self.groups.is_main:
             self.page.write(self.history, is_active)
         self.next_page = time.perf_counter() + _PAGE_SECONDS
-
-
-def _of_kinds(sums: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean loss of clips and of pictures, None for a kind without steps."""
-    means = [sums[i] / sums[i + 1] if sums[i + 1] else None for i in (0, 2)]
-    return dict(zip(("loss_video", "loss_image"), means, strict=True))
 
 
 def _history_until(step: int, path: Path) -> list[dict]:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,14 +54,9 @@ class Profiler(Watcher):
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        with record_function(name):
-            if self.is_on_gpu:
-                torch.cuda.nvtx.range_push(name)
-            try:
-                yield
-            finally:
-                if self.is_on_gpu:
-                    torch.cuda.nvtx.range_pop()
+        of_nsys = torch.cuda.nvtx.range(name) if self.is_on_gpu else nullcontext()
+        with record_function(name), of_nsys:
+            yield
 
     def before_step(self, step: int) -> None:
         if step == self.first:
