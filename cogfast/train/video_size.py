@@ -175,8 +175,7 @@ def _size_of(
 
 def check_frames(network: dict[str, Any], num_frames: int, key: str) -> None:
     """Raise ValueError if the model does not support this number of pixel frames."""
-    problem = frames_problem(network, num_frames, key)
-    if problem is not None:
+    if problem := frames_problem(network, num_frames, key):
         raise KeyProblem(key, problem)
 
 
@@ -239,8 +238,7 @@ def _table_frames(network: dict[str, Any]) -> int:
 
 def check_size(network: dict[str, Any], height: int, width: int, key: str) -> None:
     """Raise ValueError if the model does not support this size in pixels."""
-    problem = size_problem(network, height, width, key)
-    if problem is not None:
+    if problem := size_problem(network, height, width, key):
         raise KeyProblem(key, problem)
 
 
