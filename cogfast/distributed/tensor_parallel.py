@@ -196,24 +196,22 @@ class ParallelLinear(nn.Module):
     (extensions/memory/quantized_base.py).
     """
 
+    dim: int
     scale: Tensor | None
 
     def __init__(
-        self,
-        whole: nn.Linear,
-        group: ParallelGroup,
-        dim: int,
-        splits_rows: bool,
-        num_parts: int = 1,
+        self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False, num_parts: int = 1
     ) -> None:
         super().__init__()
+        is_deferred = isinstance(whole, DeferredBiasLinear)
+        assert is_deferred or self.dim == 0, "each rank would add the bias"
         self.group, self.splits_rows = group, splits_rows
-        self.adds_bias = not isinstance(whole, DeferredBiasLinear)
-        self.shards = {"weight": group.shard(whole.weight.shape, dim, num_parts)}
+        self.adds_bias = not is_deferred
+        self.shards = {"weight": group.shard(whole.weight.shape, self.dim, num_parts)}
         self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
         self.register_buffer("scale", None, persistent=False)
         self.bias = whole.bias
-        if dim == 0:
+        if self.dim == 0:
             self.shards["bias"] = group.shard(whole.bias.shape, 0, num_parts)
             self.bias = take_share(whole.bias, self.shards["bias"])
 
@@ -232,10 +230,7 @@ class ColumnParallelLinear(ParallelLinear):
     splits_rows: this rank's rows [B, S / size, in] -> all rows [B, S, out / size].
     """
 
-    def __init__(
-        self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False, num_parts: int = 1
-    ) -> None:
-        super().__init__(whole, group, 0, splits_rows, num_parts)
+    dim = 0
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter the column-parallel region: identity forward, all-reduce backward."""
@@ -273,9 +268,7 @@ class RowParallelLinear(ParallelLinear):
     splits_rows: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
     """
 
-    def __init__(self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False) -> None:
-        assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
-        super().__init__(whole, group, 1, splits_rows)
+    dim = 1
 
     def leave(self, product: Tensor) -> Tensor:
         """Leave the row-parallel region: all-reduce the partial products."""
@@ -300,8 +293,10 @@ class ParallelLora(LoraLinear):
         self.group, self.original = original.group, original
         self.scaling, self.dropout, self.num_parts = whole.scaling, whole.dropout, whole.num_parts
         self.kernels = whole.kernels
-        self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
         self.shards: dict[str, Shard] = {}
+        a, b, is_column = whole.matrix_A, whole.matrix_B, original.dim == 0
+        self.matrix_A = a if is_column else self._cut("matrix_A", a, 1)
+        self.matrix_B = self._cut("matrix_B", b, 0) if is_column else b
 
     def _cut(self, name: str, matrices: nn.ParameterDict, dim: int) -> nn.ParameterDict:
         shards = {part: self.group.shard(matrix.shape, dim) for part, matrix in matrices.items()}
@@ -312,10 +307,6 @@ class ParallelLora(LoraLinear):
 
 class ColumnParallelLora(ParallelLora):
     """Column-parallel LoRA linear: one all-reduce of the input's gradient for linear and adapters."""
-
-    def __init__(self, whole: LoraLinear, original: ColumnParallelLinear) -> None:
-        super().__init__(whole, original)
-        self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
@@ -328,10 +319,6 @@ class ColumnParallelLora(ParallelLora):
 
 class RowParallelLora(ParallelLora):
     """Row-parallel LoRA linear: one all-reduce for the products of linear and adapters."""
-
-    def __init__(self, whole: LoraLinear, original: RowParallelLinear) -> None:
-        super().__init__(whole, original)
-        self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
