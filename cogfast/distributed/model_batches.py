@@ -79,7 +79,10 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
         # First the shapes: the other ranks allocate before they receive.
-        outline = {key: _Outline.of(value) for key, value in batch.items()}
+        of = lambda value: (
+            _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
+        )
+        outline = {key: of(value) for key, value in batch.items()}
         outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:
             raise error
@@ -106,7 +109,3 @@ class _Outline(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-
-    @staticmethod
-    def of(value: object) -> object:
-        return _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
