@@ -26,13 +26,11 @@ from torch.utils import checkpoint
 from cogfast.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.distributed.tensor_parallel import (
     ColumnParallelLinear,
-    ColumnParallelLora,
     GatheredLinear,
     ParallelGroup,
     ParallelLinear,
     ParallelLora,
     RowParallelLinear,
-    RowParallelLora,
     SharedHeadNorm,
 )
 from cogfast.model.block import Block
@@ -71,20 +69,16 @@ def parallelize(
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
     columns = partial(ColumnParallelLinear, group=group, splits_rows=splits_rows)
     rows = partial(RowParallelLinear, group=group, splits_rows=splits_rows)
+    cuts = {"attention.out": rows, "fc1": columns, "fc2": rows}
     # q, k and v are each cut, so that a rank has the same heads of all three.
-    shards = {
-        "attention.qkv": (partial(columns, num_parts=3), ColumnParallelLora),
-        "attention.out": (rows, RowParallelLora),
-        "fc1": (columns, ColumnParallelLora),
-        "fc2": (rows, RowParallelLora),
-    }
+    cuts["attention.qkv"] = partial(columns, num_parts=3)
     last = len(transformer.blocks) - 1
     for i, block in enumerate(transformer.blocks):
         assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-        for path, (cut, cut_lora) in shards.items():
+        for path, cut in cuts.items():
             linear: Any = block.get_submodule(path)  # perhaps with adapters
             is_lora = isinstance(linear, LoraLinear)
-            shard = cut_lora(linear, cut(linear.original)) if is_lora else cut(linear)
+            shard = ParallelLora(linear, cut(linear.original)) if is_lora else cut(linear)
             block.set_submodule(path, shard)
         for name in ("query_norm", "key_norm"):
             norm = getattr(block.attention, name)

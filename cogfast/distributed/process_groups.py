@@ -94,10 +94,6 @@ class ProcessGroups:
         return 1 if self.tensor is None else self.tensor.size
 
     @property
-    def tensor_rank(self) -> int:
-        return 0 if self.tensor is None else self.tensor.rank
-
-    @property
     def context_size(self) -> int:
         return 1 if self.context is None else self.context.size
 
@@ -403,11 +399,11 @@ def _take_cpu_kernels(groups: ProcessGroups) -> None:
 
     Ranks that round differently would let replicated weights drift apart.
     """
-    reasons = groups.gather(torch_library.compile_cpu_kernels())
-    torch_library.use_cpu_kernels(not any(reasons))
-    if any(reasons) and groups.is_main:
+    reasons = [*filter(None, groups.gather(torch_library.compile_cpu_kernels()))]
+    torch_library.use_cpu_kernels(not reasons)
+    if reasons and groups.is_main:
         text = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer"
-        logger.warning("%s: %s", text, next(filter(None, reasons)))
+        logger.warning("%s: %s", text, reasons[0])
 
 
 def _decision_group() -> dist.ProcessGroup:

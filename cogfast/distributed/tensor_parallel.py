@@ -285,7 +285,8 @@ class ParallelLora(LoraLinear):
     """A shard of a linear with LoRA adapters.
 
     Matrices B are cut as the linear's outputs, or matrices A as its inputs; the other matrices are
-    replicated. shards: {name of a cut matrix: its shard}.
+    replicated. There is one all-reduce for linear and adapters: of the input's gradient, or of the
+    products. shards: {name of a cut matrix: its shard}.
     """
 
     def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
@@ -304,24 +305,13 @@ class ParallelLora(LoraLinear):
         self.shards |= {f"{name}.{part}": shard for part, shard in shards.items()}
         return nn.ParameterDict({part: take_share(matrices[part], shards[part]) for part in shards})
 
-
-class ColumnParallelLora(ParallelLora):
-    """Column-parallel LoRA linear: one all-reduce of the input's gradient for linear and adapters."""
-
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
-        assert isinstance(original, ColumnParallelLinear), "__init__ sets it"
-        x = original.enter(x)
-        # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
-        a = copy_to_group(self.joined_a(), self.group)
-        return self.adapt(original.product, x, a, list(self.matrix_B.values()))
-
-
-class RowParallelLora(ParallelLora):
-    """Row-parallel LoRA linear: one all-reduce for the products of linear and adapters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        original = self.original
+        if isinstance(original, ColumnParallelLinear):
+            x = original.enter(x)
+            # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
+            a = copy_to_group(self.joined_a(), self.group)
+            return self.adapt(original.product, x, a, list(self.matrix_B.values()))
         assert isinstance(original, RowParallelLinear), "__init__ sets it"
         # B is replicated but sees only this rank's part of A x: sum its gradients.
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]
