@@ -10,10 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-_Mark = float | torch.cuda.Event
 _NO_RANGE = nullcontext()
 
 
@@ -42,7 +42,7 @@ class StepClock:
         self.paused[self.phase] += self.started - self._entered
         self._entered = self.started
         self._part: str | None = None
-        self._since: _Mark = 0.0
+        self._since: Any = 0.0
         self._forget_parts()
 
     def _forget_parts(self) -> None:
@@ -74,8 +74,10 @@ class StepClock:
         if not self._is_measuring:
             return
         now = self._mark()
-        if self._part is not None:
-            self._add(self._part, self._since, now)
+        if self._part is not None and self._is_on_gpu:
+            self._spans.append((self._part, self._since, now))
+        elif self._part is not None:
+            self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
 
     def take(self) -> dict[str, float | None]:
@@ -97,18 +99,13 @@ class StepClock:
             "optimizer_ms": per_step * seconds["optimizer"],
         }
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> Any:
+        """Return the time; on a GPU an event."""
         if not self._is_on_gpu:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _add(self, part: str, start: _Mark, end: _Mark) -> None:
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._spans.append((part, start, end))
-        elif isinstance(start, float) and isinstance(end, float):
-            self._seconds[part] += end - start
 
 
 CLOCK = StepClock()
