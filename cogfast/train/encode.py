@@ -312,14 +312,12 @@ class Encoder(FrozenEncoders):
         if "masked_video_latents" in batch:
             return batch["masked_video_latents"].float()
         if pixels is None:
-            text = (
-                "model.conditions has masked_video, but the batch has latents; use a data set that "
-            )
-            raise ValueError(text + "returns pixels, without a latent cache")
-        masks = batch["mask"].transpose(1, 2) if "mask" in batch else None
-        if masks is None:
-            frames, height, width = pixels.shape[2:]
-            masks = random_masks(frames, height, width, rng)
+            text = "model.conditions has masked_video, but the batch has latents; use a data set"
+            raise ValueError(f"{text} that returns pixels, without a latent cache")
+        if "mask" in batch:
+            masks = batch["mask"].transpose(1, 2)
+        else:
+            masks = random_masks(*pixels.shape[2:], rng)
         masked = masked_pixels(pixels, masks)
         if self.masked_video_noise:
             masked = noised_masked_pixels(masked, rng)

@@ -214,11 +214,9 @@ def check_latent_frames(network: dict[str, Any], latent_frames: int) -> None:
     """
     key, most = "args.sampling_num_frames", _table_frames(network)
     if not 1 <= latent_frames <= most:
-        text = (
-            f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the model's"
-        )
+        text = f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the"
         every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"
-        raise KeyProblem(key, f"{text} position table ({every})")
+        raise KeyProblem(key, f"{text} model's position table ({every})")
     patch: PatchSize = network["patch_size"]
     # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
     step, rest = 2 * TEMPORAL_COMPRESSION, _frames_rest(network)
@@ -288,11 +286,11 @@ class SampleSize:
     def __init__(self, data: Mapping[str, Any], model: TransformerConfig, fps: int | None) -> None:
         sizes = bucket_sizes(data, model)
         self.is_picture = False  # whether the last batch had pictures
-        numbers = {size.num_frames > 1 for size in sizes}
-        self.has_both = len(numbers) > 1  # whether the run has pictures and clips
+        # Whether the run has pictures and clips
+        self.has_both = len({size.num_frames > 1 for size in sizes}) > 1
         self.latents = sampled_size(data, model, fps)
         self.num_tokens = self.latents.num_tokens(model)  # of the last batch's samples
-        self.has_buckets = self.is_known = bool(sizes)
+        self.is_known = bool(sizes)
         self._sizes, self._patch, self._fps = sizes, model.patch_size, fps
 
     def note(self, batch: dict, latents: Tensor, num_text: int, num_frames: int) -> None:
@@ -301,9 +299,7 @@ class SampleSize:
         self.is_picture = num_frames == 1
         if not self.is_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
-            channels, frames, height, width = latents.shape[1:]
-            fps = float(self._fps or fps)
-            self.latents = LatentSize(channels, frames, height, width, num_frames, fps)
+            self.latents = LatentSize(*latents.shape[1:], num_frames, float(self._fps or fps))
             self.is_known = True
 
     def trained(self) -> list[list[int]]:
