@@ -110,10 +110,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     else:
         kernel = BACKENDS[backend].kernel
         if kernel is None:
-            text = (
-                f"{_OP}: backend={backend!r} is not loaded; call flash_attn.load on a GPU with it"
-            )
-            raise ValueError(f"{text}, or leave backend out")
+            text = f"{_OP}: backend={backend!r} is not loaded; call flash_attn.load on a GPU"
+            raise ValueError(f"{text} with it, or leave backend out")
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)

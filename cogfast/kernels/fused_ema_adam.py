@@ -126,12 +126,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    is_on_cpu = all(x.is_cpu for x in tensors)
-    has_kernel = is_on_cpu and torch_library.HAS_CPU_KERNELS
-    if has_kernel and all(x.dtype in CPU_DTYPES for x in tensors):
+    if all(x.is_cpu and torch_library.has_kernel(x) for x in tensors):
         return _sum_of_squares(tensors)
     # A CPU sums element by element, which would lose digits in float32.
-    dtype = torch.float64 if is_on_cpu else torch.float32
+    dtype = torch.float64 if all(x.is_cpu for x in tensors) else torch.float32
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square().sum()
 
 
