@@ -205,8 +205,7 @@ def _check(
         return
     table, t, h, w = rotation.table, rotation.t, rotation.h, rotation.w
     if num_text + t * h * w != num_tokens:
-        rule = f"{num_text} text rows and {t}x{h}x{w} video rows must be its S"
-        refuse(_OP, "qkv", qkv, rule)
+        refuse(_OP, "qkv", qkv, f"{num_text} text rows and {t}x{h}x{w} video rows must be its S")
     # Time takes D/8 pairs, row and column 3D/16 each.
     if width % 16:
         refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 to be rotated")

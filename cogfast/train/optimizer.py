@@ -51,17 +51,15 @@ def parameter_groups(
     of tensor-parallel ranks and replicated parameters are in groups of their own. is_for_muon: so are
     its matrices, which all decay.
     """
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    seen: set[nn.Parameter] = set()
+    decays: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
         is_norm = isinstance(owner, _UNDECAYED_MODULES)
         for name, parameter in owner.named_parameters(recurse=False):
-            # A parameter that two modules share is updated once.
-            if not parameter.requires_grad or parameter in seen:
-                continue
-            seen.add(parameter)
-            (undecayed if is_norm or name == "bias" else decayed).append(parameter)
+            if parameter.requires_grad:
+                # A parameter that two modules share is in the group that the first one asks for.
+                decays.setdefault(parameter, not (is_norm or name == "bias"))
+    decayed = [p for p, has_decay in decays.items() if has_decay]
+    undecayed = [p for p, has_decay in decays.items() if not has_decay]
     # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     matrices = muon_matrices(module) if is_for_muon else {}
