@@ -403,6 +403,7 @@ def _find(
             # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
             run.mkdir(parents=True)
             lock(run, True)
+            return run, None
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
@@ -410,8 +411,6 @@ def _find(
                 f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error}); set "
                 "it to another folder"
             ) from None
-        else:
-            return run, None
     return save, None
 
 

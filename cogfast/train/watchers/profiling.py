@@ -105,8 +105,7 @@ class Profiler(Watcher):
             torch.cuda.synchronize()  # sync: include all kernels of the last step
             if self.groups.local_rank == 0:
                 cuda_profiler.stop()
-        trace = self._restore()
-        if trace is not None:
+        if (trace := self._restore()) is not None:
             self._write(trace)
 
     def _restore(self) -> profile | None:
