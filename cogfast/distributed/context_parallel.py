@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.distributed.tensor_parallel import ParallelGroup, communicate, keep, wait_for
+from cogfast.distributed.tensor_parallel import ParallelGroup, communicate, unchanged, wait_for
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.model.transformer import DiffusionTransformer
 
@@ -125,7 +125,7 @@ class ContextParallelRows:
         own_text = min(max(num_text - first, 0), own)
         hidden = communicate(hidden, _own_rows, _leave_blocks, rows, self.group)
         # All rows use the conditioning.
-        return hidden, communicate(conditioning, keep, _average, self.group), own_text
+        return hidden, communicate(conditioning, unchanged, _average, self.group), own_text
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""

@@ -79,10 +79,10 @@ class ModelBatches(AbstractContextManager["ModelBatches"]):
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
         # First the shapes: the other ranks allocate before they receive.
-        of = lambda value: (
-            _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
-        )
-        outline = {key: of(value) for key, value in batch.items()}
+        outline = {
+            key: _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
         outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:
             raise error

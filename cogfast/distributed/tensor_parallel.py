@@ -70,7 +70,7 @@ def communicate(x: Tensor, forward: Callable, backward: Callable, *given: Any) -
     return _Communication.apply(x, forward, backward, *given)
 
 
-def keep(x: Tensor, group: ParallelGroup) -> Tensor:
+def unchanged(x: Tensor, group: ParallelGroup) -> Tensor:
     return x.view_as(x)  # since autograd needs a tensor of its own for this node
 
 
@@ -157,7 +157,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
-    return communicate(x, keep, _sum, group)
+    return communicate(x, unchanged, _sum, group)
 
 
 def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
