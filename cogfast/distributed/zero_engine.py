@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
 _NEVER = 2**31  # steps between DeepSpeed's log lines
-# Of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
+# Blocks of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
 _NCCL_BLOCKS = 16
 
 

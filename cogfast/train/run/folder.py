@@ -535,8 +535,8 @@ def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str
     sections = manifest.get("config")
     if not sections:
         return {}
-    # As this version would have saved them: with the defaults of new keys, and with the values that have
-    # moved from the deepspeed section to args.
+    # The sections are completed as this version would have saved them: with the defaults of new keys, and
+    # with the values that have moved from the deepspeed section to args.
     defaults = {"args": TrainArguments().model_dump(), "model": ModelArguments().model_dump()}
     before = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
     fold(before, {})
