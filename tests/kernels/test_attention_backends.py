@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cogfast.kernels import attention_backends as attention
 from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
     BACKENDS,
