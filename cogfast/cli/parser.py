@@ -13,10 +13,9 @@ from typing import Any, NoReturn, TypeVar
 
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import SECTIONS
+from cogfast.core.addresses import check_address, is_url
 from cogfast.core.values import nearest
 from cogfast.extensions.stores.mirror import name_of, url_of
-from cogfast.extensions.stores.store import is_url
-from cogfast.extensions.stores.store_errors import check_address
 
 N = TypeVar("N", int, float)
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from omegaconf import OmegaConf
 
 from cogfast.config.merged_config import Config, to_dict
 from cogfast.core.keys import ordered
 from cogfast.core.values import validated
-from cogfast.data.keys import DataKeys
-from cogfast.distributed.keys import LayoutKeys, PrecisionKeys
-from cogfast.extensions.table import ExtensionKeys
-from cogfast.model.keys import KernelKeys, LoraKeys, ModelKeys, WeightKeys
-from cogfast.train.keys import RateKeys, RunKeys, StepKeys, WatchKeys
+from cogfast.train.keys import ModelKeys, TrainKeys
 
 # SAT's key of the network; args.checkpoint_activations replaces it.
 _RECOMPUTE = "network_config.params.transformer_args.checkpoint_activations"
@@ -30,19 +23,7 @@ GROUPS = {
 
 
 @ordered
-class TrainArguments(
-    RunKeys,
-    WeightKeys,
-    LoraKeys,
-    StepKeys,
-    WatchKeys,
-    DataKeys,
-    LayoutKeys,
-    KernelKeys,
-    PrecisionKeys,
-    RateKeys,
-    ExtensionKeys,
-):
+class TrainArguments(TrainKeys):
     """The `args` section."""
 
     @classmethod
@@ -67,10 +48,3 @@ class ModelArguments(ModelKeys):
         known = cls.model_fields
         values = {k: v for k, v in to_dict(config.model).items() if k in known}
         return validated(values, cls, "model")
-
-
-def select(node: Any, key: str) -> Any:
-    """Return the value at a dotted key of nested mappings; None if there is none."""
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node

@@ -26,10 +26,9 @@ from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import SECTIONS, Config, leaves, to_dict
 from cogfast.config.sections import check_sections, complete_sections
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
+from cogfast.core.addresses import CACHE_VARIABLE, check_address, is_url
 from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin
 from cogfast.core.values import KeyProblem, Problems, cut, one_line, show
-from cogfast.extensions.stores.store import CACHE_VARIABLE, is_url
-from cogfast.extensions.stores.store_errors import check_address
 
 COMMAND_KEY = "args.eval_command"
 # Files and folders that are not read from an object store

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from cogfast.core.addresses import hint, shown
 from cogfast.core.keys import find_origin
-from cogfast.extensions.stores.mirror import with_urls
 
 SECTIONS = ("model", "data", "args", "deepspeed")
 
@@ -35,7 +34,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return all sections as YAML; loading it gives the same values."""
-        return OmegaConf.to_yaml(with_urls(to_dicts(self)))
+        return OmegaConf.to_yaml(to_dicts(self))
 
     def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
         """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
@@ -43,7 +42,7 @@ class Config:
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = with_urls(complete(to_dict(section), name, whole.origins))
+            plain = complete(to_dict(section), name, whole.origins)
             rows += [("  " + text, origin) for text, origin in whole._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.arguments import TrainArguments, select
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_unused import UNUSED
 from cogfast.core.keys import DEFAULT, find_origin, level
@@ -18,6 +18,7 @@ from cogfast.core.values import (
     Range,
     check_mapping,
     join,
+    select,
     show,
     unknown_key,
     validated,

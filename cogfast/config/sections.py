@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Len, MaxLen
 
-from cogfast.config.arguments import ModelArguments, TrainArguments, select
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import (
     OWN_OPTIMIZERS,
     check_component,
@@ -37,6 +37,7 @@ from cogfast.core.values import (
     check_mapping,
     join,
     nearest,
+    select,
     show,
     unknown_key,
     validated,

@@ -1,4 +1,4 @@
-"""What a room declares of the configuration keys that it reads: type, range, default and meaning.
+"""Declares configuration keys in the rooms that read them: type, range, default and meaning.
 
 A room's `keys.py` has classes of Keys. `args` is the union of those with the section args, in the order
 that `After` gives (`ordered`).
@@ -6,10 +6,11 @@ that `After` gives (`ordered`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from functools import wraps
+from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar
 
 from cogfast.core.values import KeyProblem, Model, Range
 
@@ -59,16 +60,20 @@ class Keys(Model):
 
 
 K = TypeVar("K", bound=Keys)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def ordered(kind: type[K]) -> type[K]:
     """Put the keys of a class with several bases into the order that `After` gives."""
     following: dict[str | None, list[str]] = {}
     before: dict[type, str] = {}
+    owners: dict[str, type] = {}
     for base in reversed(kind.__mro__):
         for name in base.__dict__.get("__annotations__", ()):
             if name not in kind.model_fields:
                 continue
+            assert owners.setdefault(name, base) is base, f"{name}: {owners[name]} and {base}"
             marks = [m.key for m in kind.model_fields[name].metadata if isinstance(m, After)]
             following.setdefault(marks[0] if marks else before.get(base), []).append(name)
             before[base] = name
@@ -90,6 +95,18 @@ def with_origins(origins: Mapping[str, str]) -> Iterator[None]:
         yield
     except KeyProblem as problem:
         raise ValueError(f"{find_origin(origins, problem.key)}: {problem}") from problem
+
+
+def names_origins(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function of a configuration, or of what has its `origins`, `with_origins`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        config: Any = args[0]
+        with with_origins(config.origins):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:

@@ -43,3 +43,7 @@ class PrecisionKeys(Keys):
     def precision(self) -> Precision:
         """dtype of weights and activations."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+class EngineKeys(LayoutKeys, PrecisionKeys):
+    """Keys of args on which DeepSpeed's section depends."""

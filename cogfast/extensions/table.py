@@ -27,4 +27,4 @@ class ExtensionKeys(
     ScoreKeys,
     SamplingKeys,
 ):
-    """What extensions declare of the section `args`."""
+    """Keys of the section `args` that extensions declare."""

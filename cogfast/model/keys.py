@@ -13,6 +13,7 @@ ImageLatentScale = Literal["trainer", "pretrained", "pipeline"]
 # Inputs of the network beside the noised latents: a first frame, or a second video
 Condition = Literal["image", "control", "frames", "mask", "masked_video"]
 LearnedPositions = Literal["resize", "drop"]
+DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
 class WeightKeys(Keys):
@@ -46,7 +47,7 @@ class LoraKeys(Keys):
 
 
 class KernelKeys(Keys):
-    """What computes a block."""
+    """Kernels of a block."""
 
     kernels: Annotated[Literal["triton", "torch"], After("replica_check_interval")] = "triton"
     """torch: plain PyTorch in place of cogfast's kernels"""
@@ -102,9 +103,7 @@ class ModelKeys(Keys):
     """scale of the first frame's latents, relative to the VAE's output. trainer: scale_factor, as
     both upstream trainers; pretrained: 1, as SAT samples; pipeline: 1 / scale_factor, as diffusers'
     pipeline of CogVideoX1.5-5B-I2V"""
-    not_trainable_prefixes: list[str] = Field(
-        default_factory=lambda: ["first_stage_model", "conditioner"]
-    )
+    not_trainable_prefixes: list[str] = Field(default_factory=lambda: [*DEFAULT_FROZEN_PREFIXES])
     """prefixes of SAT's parameter names that are not trained; "all" trains only LoRA matrices"""
     lora_train: bool = False
     """train only LoRA adapters, whatever not_trainable_prefixes lists"""

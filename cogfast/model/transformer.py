@@ -33,7 +33,7 @@ from cogfast.model.embeddings import (
     unpatchify,
 )
 from cogfast.model.initialization import initialize
-from cogfast.model.keys import ModelKeys
+from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
@@ -66,7 +66,6 @@ class BlockSource(Protocol):
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
-DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
 class DiffusionTransformer(nn.Module):
@@ -325,7 +324,7 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What model.network_config describes."""
+    """A network as model.network_config describes it."""
 
     kind: type[DiffusionTransformer]
     config: TransformerConfig
@@ -340,8 +339,7 @@ class Network:
     def build(self, seed: int = 0) -> DiffusionTransformer:
         """Build the transformer, with LoRA, and set requires_grad."""
         transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
-        prefixes, modules = keys.not_trainable_prefixes, keys.trainable_modules
-        freeze(transformer, prefixes, keys.lora_train, modules)
+        freeze(transformer, keys.not_trainable_prefixes, keys.lora_train, keys.trainable_modules)
         return transformer
 
 
@@ -390,18 +388,10 @@ def assemble_transformer(
                 text = f"{kind.__name__}: {found[0]} is complex, and training would drop its imaginary part; "
                 raise ValueError(f"{text}register torch.view_as_real of it")
         if config.lora_rank is not None:
-            everywhere = tuple(range(config.num_layers))
-            for i in everywhere if config.lora_layers is None else config.lora_layers:
-                block = transformer.blocks[i]
-                assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-                add_lora(
-                    block,
-                    config.lora_rank,
-                    config.lora_alpha,
-                    config.lora_dropout,
-                    config.lora_targets,
-                    kernels=block.kernels,
-                )
+            rank, layers = config.lora_rank, config.lora_layers
+            others = (config.lora_alpha, config.lora_dropout, config.lora_targets)
+            for i in range(config.num_layers) if layers is None else layers:
+                add_lora(transformer.blocks[i], rank, *others, kernels=transformer.kernels)
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.component import Component
 from cogfast.core.values import KeyProblem, counted
 from cogfast.data.batches import BatchLoader
@@ -35,7 +34,6 @@ from cogfast.distributed.tensor_parallel import ParallelGroup
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.extensions.formats.image_scale import scale_of
 from cogfast.extensions.memory.host_blocks import allocate_base, hold_base
-from cogfast.extensions.sparse.keys import sparse_share
 from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
@@ -44,6 +42,7 @@ from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def assemble_diffusion(
 
 
 def build_on_meta(
-    network: Network, args: TrainArguments, tensor: ParallelGroup | None
+    network: Network, args: TrainKeys, tensor: ParallelGroup | None
 ) -> DiffusionTransformer:
     """Build a rank's shard of the transformer, which takes no memory until `allocate`.
 
@@ -87,7 +86,7 @@ def build_on_meta(
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     transformer.to(DTYPES[args.precision])
-    transformer.use_sparse_attention(sparse_share(args.attention or "dense"))
+    transformer.use_sparse_attention(args.sparse_share)
     if tensor is not None:
         parallelize(transformer, tensor, args.sequence_parallel)
     hold_base(transformer, args.quantize_base, args.offload_blocks)
@@ -96,7 +95,7 @@ def build_on_meta(
 
 def assemble_transformer(
     network: Network,
-    args: TrainArguments,
+    args: TrainKeys,
     groups: ProcessGroups,
     weights: str | None = None,
     ema: bool | None = False,
@@ -184,7 +183,7 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
 
 def assemble_encoder(
     run: Run,
-    args: TrainArguments,
+    args: TrainKeys,
     transformer: DiffusionTransformer,
     groups: ProcessGroups,
     before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
@@ -245,7 +244,7 @@ class Datasets:
 
 def assemble_datasets(
     data: Component | None,
-    args: TrainArguments,
+    args: TrainKeys,
     inputs: Sequence[str] = (),
     is_masked: bool = False,
     groups: ProcessGroups | None = None,
@@ -286,7 +285,7 @@ def assemble_datasets(
     return Datasets(_part(train, rest), _each_once(_part(train, held_out), args))
 
 
-def _each_once(dataset: SizedDataset, args: TrainArguments) -> SizedDataset:
+def _each_once(dataset: SizedDataset, args: TrainKeys) -> SizedDataset:
     """Return held-out data, for args.strict_eval without weights other than 0 and 1."""
     if not (args.strict_eval and isinstance(dataset, CaptionedVideos)):
         return dataset
@@ -323,7 +322,7 @@ def _dataset(
         cause = error.__cause__ or error
         if isinstance(cause, SourceError):
             raise KeyProblem(key, f"{key}={cause}") from None
-        raise
+        raise ValueError(str(error)) from error  # of a user's own class, whose file is not to blame
     finally:
         FIND.reset(before)
 
@@ -359,7 +358,7 @@ def _with_others(
 
 
 def check_prior(
-    loss: Component | None, network: Network, args: TrainArguments, dataset: SizedDataset
+    loss: Component | None, network: Network, args: TrainKeys, dataset: SizedDataset
 ) -> None:
     """Raise ValueError if samples have the base model as target, but adapters are not all that is trained;
     if all have it; and if none has it, but the key of its weight is set."""
@@ -410,7 +409,7 @@ def assemble_order(dataset: SizedDataset, seed: int, global_batch: int) -> Globa
 
 def assemble_batches(
     dataset: SizedDataset,
-    args: TrainArguments,
+    args: TrainKeys,
     groups: ProcessGroups,
     folder: Path,
     start_step: int = 0,

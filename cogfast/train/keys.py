@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from cogfast.core.keys import After, Count, Keys, Range, Share
+from cogfast.core.keys import After, Count, Keys, Range, Share, ordered
+from cogfast.data.keys import DataKeys
+from cogfast.distributed.keys import EngineKeys
+from cogfast.extensions.table import ExtensionKeys
+from cogfast.model.keys import KernelKeys, LoraKeys, ModelKeys, WeightKeys
+
+__all__ = ["ModelKeys", "TrainKeys"]  # the unions
 
 FolderLayout = Literal["cogfast", "finetune"]
 PolicyChoice = Literal["auto", "none", "attention_kept", "pointwise", "full"]
@@ -62,7 +68,7 @@ class StepKeys(Keys):
 
 
 class WatchKeys(Keys):
-    """What a run measures and logs."""
+    """Measurements, checks and logs of a run."""
 
     log_interval: Annotated[Count, After("keep_last")] = 20
     """steps between lines of the log and of metrics.jsonl"""
@@ -112,3 +118,19 @@ class RateKeys(Keys):
     min_lr_ratio: Share = 0.0
     """final over peak learning rate of lr_schedule=linear, cosine, cosine_with_restarts and
     polynomial; polynomial ends at 1e-7 or above"""
+
+
+@ordered
+class TrainKeys(
+    RunKeys,
+    WeightKeys,
+    LoraKeys,
+    StepKeys,
+    WatchKeys,
+    DataKeys,
+    EngineKeys,
+    KernelKeys,
+    RateKeys,
+    ExtensionKeys,
+):
+    """The section `args`: what all rooms and extensions declare, with SAT's names."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.config.arguments import select
 from cogfast.config.sat_network import POSITION_KEY
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
@@ -20,7 +19,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
-from cogfast.core.values import KeyProblem
+from cogfast.core.values import KeyProblem, select
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig, inpainting_channels
 
@@ -175,8 +174,7 @@ def _size_of(
 
 def check_frames(network: dict[str, Any], num_frames: int, key: str) -> None:
     """Raise ValueError if the model does not support this number of pixel frames."""
-    problem = frames_problem(network, num_frames, key)
-    if problem is not None:
+    if problem := frames_problem(network, num_frames, key):
         raise KeyProblem(key, problem)
 
 
@@ -215,11 +213,9 @@ def check_latent_frames(network: dict[str, Any], latent_frames: int) -> None:
     """
     key, most = "args.sampling_num_frames", _table_frames(network)
     if not 1 <= latent_frames <= most:
-        text = (
-            f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the model's"
-        )
+        text = f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the"
         every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"
-        raise KeyProblem(key, f"{text} position table ({every})")
+        raise KeyProblem(key, f"{text} model's position table ({every})")
     patch: PatchSize = network["patch_size"]
     # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
     step, rest = 2 * TEMPORAL_COMPRESSION, _frames_rest(network)
@@ -239,8 +235,7 @@ def _table_frames(network: dict[str, Any]) -> int:
 
 def check_size(network: dict[str, Any], height: int, width: int, key: str) -> None:
     """Raise ValueError if the model does not support this size in pixels."""
-    problem = size_problem(network, height, width, key)
-    if problem is not None:
+    if problem := size_problem(network, height, width, key):
         raise KeyProblem(key, problem)
 
 
@@ -290,11 +285,11 @@ class SampleSize:
     def __init__(self, data: Mapping[str, Any], model: TransformerConfig, fps: int | None) -> None:
         sizes = bucket_sizes(data, model)
         self.is_picture = False  # whether the last batch had pictures
-        numbers = {size.num_frames > 1 for size in sizes}
-        self.has_both = len(numbers) > 1  # whether the run has pictures and clips
+        # Whether the run has pictures and clips
+        self.has_both = len({size.num_frames > 1 for size in sizes}) > 1
         self.latents = sampled_size(data, model, fps)
         self.num_tokens = self.latents.num_tokens(model)  # of the last batch's samples
-        self.has_buckets = self.is_known = bool(sizes)
+        self.is_known = bool(sizes)
         self._sizes, self._patch, self._fps = sizes, model.patch_size, fps
 
     def note(self, batch: dict, latents: Tensor, num_text: int, num_frames: int) -> None:
@@ -303,9 +298,9 @@ class SampleSize:
         self.is_picture = num_frames == 1
         if not self.is_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
-            channels, frames, height, width = latents.shape[1:]
-            fps = float(self._fps or fps)
-            self.latents = LatentSize(channels, frames, height, width, num_frames, fps)
+            self.latents = LatentSize(
+                *latents.shape[1:], num_frames=num_frames, fps=float(self._fps or fps)
+            )
             self.is_known = True
 
     def trained(self) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """Arguments become an ordinary configuration: origins, DeepSpeed files, wrong input."""
 
 import re
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def test_prodigy_is_what_upstream_builds(options, caplog):
         torch.testing.assert_close(weights.detach(), x.float(), rtol=1e-3, atol=1e-5)
     caplog.clear()
     for rate in (1.0, 1e-4):
-        warn_of_rate(replace(train_args, lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
+        warn_of_rate(train_args.changed(lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
     assert [record.args for record in caplog.records] == [(1e-4,)]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from cogfast.config import Config, load_config
 from cogfast.config.arguments import TrainArguments
+from cogfast.core.keys import with_origins
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
 from cogfast.train.assembly import Datasets, Diffusion, assemble_datasets, assemble_diffusion
@@ -171,9 +172,10 @@ def datasets_of(
 ) -> Datasets:
     """Return the data sets of a configuration."""
     made = opened.Run(config)
-    return assemble_datasets(
-        made.data, args or made.args, made.model.inputs, made.is_masked, groups
-    )
+    with with_origins(config.origins):
+        return assemble_datasets(
+            made.data, args or made.args, made.model.inputs, made.is_masked, groups
+        )
 
 
 def diffusion_of(config: Config) -> Diffusion:

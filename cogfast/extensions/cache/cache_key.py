@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.components import resolve
 from cogfast.config.merged_config import to_dict
+from cogfast.core.values import select
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
@@ -20,6 +20,7 @@ from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_s
 from cogfast.model.keys import ModelKeys
 from cogfast.moved import public_module
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.own_classes import own_classes
 
 # Arguments of the encoders that do not change what they compute.
@@ -31,7 +32,7 @@ _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 def cache_specs(
     sections: Mapping[str, Mapping],
     allow_import: Sequence[str],
-    args: TrainArguments,
+    args: TrainKeys,
     model: ModelKeys,
     settings: ClipSettings,
     overrides: EncodeOverrides,
@@ -40,8 +41,8 @@ def cache_specs(
 
     sections: of the configuration, plain. allow_import: packages whose classes they may name.
     """
-    names = [field.name for field in dataclasses.fields(settings)]
-    clip = {f"data.params.{name}": getattr(settings, name) for name in names}
+    fields = dataclasses.fields(settings)
+    clip = {f"data.params.{field.name}": getattr(settings, field.name) for field in fields}
     clip["data.params.video_size"] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
@@ -69,8 +70,7 @@ def cache_specs(
     # A data set of the user's own may read other pixels.
     if codes := _codes(sections["data"], allow_import):
         video["code of data.target"] = " ".join(codes)
-    entries = select(sections["model"], "conditioner_config.params.emb_models") or [None]
-    entry = entries[0]
+    entry, *_ = select(sections["model"], "conditioner_config.params.emb_models") or [None]
     node = None if entry is None else {"target": entry["target"], "params": entry.get("params")}
     text = {"text encoder": _identity("text encoder", node, allow_import), **common}
     specs = {"video": video, "text": text}

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config, with_words
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import leaves
 from cogfast.core.files import WriteError
-from cogfast.core.keys import DEFAULT, with_origins
+from cogfast.core.keys import DEFAULT, names_origins
 from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import read_sample
@@ -51,6 +50,7 @@ from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
 from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.header_scan import survey_datasets
 from cogfast.train.run.folder import plain_sections
 from cogfast.train.run.opened import Run
@@ -63,6 +63,7 @@ _HASHED_AT_ONCE = 256  # files per rank; a kill loses this much work
 _SECONDS_PER_LINE = 30.0  # between log lines of progress
 
 
+@names_origins
 def cache_latents(config: Config, price: float | None = None) -> None:
     """Encode all samples of args.train_data and args.valid_data into args.latent_cache.
 
@@ -71,13 +72,12 @@ def cache_latents(config: Config, price: float | None = None) -> None:
     run = Run(config)
     groups = start_processes()
     groups.check_same(leaves(plain_sections(config)))
-    with with_origins(config.origins):
-        _fill(run, run.args, groups, "`cogfast cache`", NO_OVERRIDES, price)
+    _fill(run, run.args, groups, "`cogfast cache`", NO_OVERRIDES, price)
     groups.close()
 
 
 def encode_first(
-    run: Run, args: TrainArguments, groups: ProcessGroups, overrides: EncodeOverrides
+    run: Run, args: TrainKeys, groups: ProcessGroups, overrides: EncodeOverrides
 ) -> None:
     """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
     kept = (
@@ -94,7 +94,7 @@ def encode_first(
 
 def _fill(
     run: Run,
-    args: TrainArguments,
+    args: TrainKeys,
     groups: ProcessGroups,
     command: str,
     overrides: EncodeOverrides,
@@ -158,7 +158,7 @@ class _CacheRun:
     def __init__(
         self,
         run: Run,
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         overrides: EncodeOverrides,
         price: float | None,
@@ -385,14 +385,12 @@ class _CacheRun:
             for samples in read:
                 bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
-                entries = encode_clips(
-                    list(good.values()),
-                    list(good),
-                    encoder,
-                    [has_frames and not self.clips[work.missing[key]].is_control for key in good],
-                    self.args.cached_noised_images,
-                    self.groups.device,
-                )
+                rows = [
+                    (sample, key, has_frames and not self.clips[work.missing[key]].is_control)
+                    for key, sample in good.items()
+                ]
+                number = self.args.cached_noised_images
+                entries = encode_clips(rows, encoder, number, self.groups.device)
                 yield bad | dict(zip(good, entries, strict=True))
 
     @cached_property

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.process_groups import ProcessGroups
@@ -26,6 +25,7 @@ from cogfast.model.autoencoder import (
     VideoAutoencoder,
 )
 from cogfast.model.config import TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import batch_sizes, largest_size
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EncodeChoice:
     def __init__(
         self,
         shape: tuple[int, int, int, int],
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         stored: Sequence[Any] | None = None,
         dataset: object = None,
@@ -81,15 +81,13 @@ class EncodeChoice:
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        ways = None
-        if self.stored is not None and stage.encode_chunks == "auto":
-            ways = [self.stored]
+        ways = [self.stored] if self.stored and stage.encode_chunks == "auto" else None
         plan = stage.limit_encode_memory(budget, shape, ways)
         log_plan(stage, shape, plan, budget)
         self.way = (plan.mode, plan.is_sliced)
 
 
-def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
+def memory_for_clips(args: TrainKeys, groups: ProcessGroups) -> int:
     """Return the bytes that encoding may take on this rank."""
     if args.vae_memory_gib is not None:
         return int(args.vae_memory_gib * _GIB)
@@ -97,7 +95,7 @@ def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
 
 
 def largest_clips(
-    args: TrainArguments, data: Mapping[str, Any], model: TransformerConfig, at_once: int | None
+    args: TrainKeys, data: Mapping[str, Any], model: TransformerConfig, at_once: int | None
 ) -> tuple[int, int, int, int]:
     """Return (B, F, H, W) of the largest batch that a run encodes at once. data: the data set's arguments.
     at_once: model.en_and_decode_n_samples_a_time."""
@@ -116,22 +114,13 @@ def log_plan(
     stage: VideoAutoencoder, shape: tuple[int, int, int, int], plan: EncodePlan, budget: int
 ) -> None:
     """Log how clips of `shape` = (B, F, H, W) are encoded, and the memory that this needs."""
-    batch, num_frames, rows, columns = shape
-    others = "".join(
-        f"; {_NAMES[mode].format(*stage.tile)}: {num_bytes / _GIB:.1f}"
-        for mode, num_bytes in plan.passed_over.items()
-    )
-    logger.info(
-        "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s",
-        num_frames,
-        rows,
-        columns,
-        _NAMES[plan.mode].format(*stage.tile),
-        ", one by one" if plan.is_sliced and batch > 1 else "",
-        plan.num_bytes / _GIB,
-        budget / _GIB,
-        others,
-    )
+    batch, *sides = shape
+    names = {mode: name.format(*stage.tile) for mode, name in _NAMES.items()}
+    way, needed, most = names[plan.mode], plan.num_bytes / _GIB, budget / _GIB
+    others = "".join(f"; {names[mode]}: {n / _GIB:.1f}" for mode, n in plan.passed_over.items())
+    one_by_one = ", one by one" if plan.is_sliced and batch > 1 else ""
+    text = "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s"
+    logger.info(text, *sides, way, one_by_one, needed, most, others)
     if plan.num_bytes > budget:
         fix = (
             "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory "
@@ -142,8 +131,8 @@ def log_plan(
         logger.warning(
             "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
             "%.1f; %s",
-            budget / _GIB,
-            _NAMES[plan.mode].format(*stage.tile),
-            plan.num_bytes / _GIB,
+            most,
+            way,
+            needed,
             fix,
         )

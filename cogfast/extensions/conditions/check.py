@@ -18,14 +18,14 @@ from cogfast.model.weights.diffusers import NOISE_KEY
 
 _CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"
 _GIVEN, _NOISE = "model.given_frames", "model.masked_video_noise"
+_INPAINTING = ("mask", "masked_video")
 # Classes in model_index.json that tell which conditions a model has
 _STATED = {
     "CogVideoXFunControlPipeline": ("control",),
     "CogVideoXImageToVideoPipeline": ("image",),
-    "CogVideoXFunInpaintPipeline": ("mask", "masked_video"),
+    "CogVideoXFunInpaintPipeline": _INPAINTING,
     "CogVideoXInterpolationPipeline": ("frames",),  # CogVideoX-Interpolation's
 }
-_INPAINTING = ("mask", "masked_video")
 # The inputs that options of `cogfast sample` give
 _NAMES = {
     "image": "an image",
@@ -35,6 +35,7 @@ _NAMES = {
     "video": "a video",
     "mask": "a mask",
 }
+_ENDS = ["first_frame", "last_frame"]
 # Models with each condition, and the option of `cogfast sample` that gives it
 _SAMPLED = {
     "image": ("an image-to-video model", "--image PNG or prompts as prompt@@image"),
@@ -58,16 +59,16 @@ def check_conditions(model: ModelKeys, network: dict[str, Any]) -> None:
         raise KeyProblem(key, f"{text}; set that to false, or add image")
     if model.image_latent_scale != "trainer" and not {"image", "frames"} & set(inputs):
         text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
-        raise KeyProblem("model.image_latent_scale", f"model.image_latent_scale={text}")
+        raise model.problem("image_latent_scale", f"model.image_latent_scale={text}")
     if model.conditions is not None and "image" not in inputs:
         for name in ("noised_image_dropout", "noised_image_all_concat"):
             if value := getattr(model, name):
                 text = f"model.{name}={show(value)} is for the image, which {shown} leaves out"
-                raise KeyProblem(f"model.{name}", f"{text}; leave it out")
+                raise model.problem(name, f"{text}; leave it out")
     if model.condition_dropout > 0 and not set(inputs) - {"image"}:
         text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
         fix = "leave it out (noised_image_dropout is that of the image)"
-        raise KeyProblem("model.condition_dropout", f"{text} {_list(inputs)}; {fix}")
+        raise model.problem("condition_dropout", f"{text} {_list(inputs)}; {fix}")
     if model.new_channels is not None and not _trains_patches(model):
         key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
         text = f"{shown_new}: the run does not train the patch embedding, whose new channels would stay zero; "
@@ -107,8 +108,7 @@ def _check_frames_and_masks(model: ModelKeys) -> None:
         text = f"{shown}: mask and masked_video are the inputs of inpainting models, in this order"
         raise KeyProblem(_CONDITIONS, f"{text}; name both, mask, masked_video")
     if model.masked_video_noise and not found:
-        key = _NOISE
-        raise KeyProblem(key, f"{key}=true is for masked_video; leave it out")
+        raise KeyProblem(_NOISE, f"{_NOISE}=true is for masked_video; leave it out")
     key, value = _GIVEN, model.given_frames
     if (value is None) == ("frames" in inputs):
         text = f"{key}={show(value)}, but the conditions are {_list(inputs)}"
@@ -145,30 +145,27 @@ def check_given(model: ModelKeys, given: Sequence[str]) -> None:
         model_of, fix = _SAMPLED[name]
         if name not in given:
             raise ValueError(f"{model_of} needs {_NAMES[name]}; give {fix}")
-    ends = {"first": ["first_frame"], "last": ["last_frame"]}
-    if frames is not None and frames.is_clip:
-        wanted, used = ["video"], [*used, "video"]
-    elif frames is not None:
-        wanted = ends.get(frames.kind, ["first_frame", "last_frame"])
-        used = [*used, *wanted]
-        wanted = [] if frames.kind == "random" and set(wanted) & set(given) else wanted
-    else:
-        wanted = []
+    wanted: list[str] = []
+    if frames is not None:
+        ends = {"first": _ENDS[:1], "last": _ENDS[1:]}
+        of_frames = ["video"] if frames.is_clip else ends.get(frames.kind, _ENDS)
+        used += of_frames
+        if frames.kind != "random" or set(of_frames).isdisjoint(given):
+            wanted += of_frames
+    # A model that is given none of them makes the whole video.
+    if "masked_video" in inputs and not {"video", "mask"}.isdisjoint(given):
+        wanted += ["video", "mask"]
+        for name in _ENDS if frames is None else ():
+            if name in given:
+                text = "stands for --video and --mask; give one or the other"
+                raise ValueError(f"{_option(name)} {text}")
     if "masked_video" in inputs:
-        used = [*used, "video", "mask", "first_frame", "last_frame"]
-        # A model that is given none of them makes the whole video.
-        pair = {"video", "mask"} & set(given)
-        wanted = [*wanted, *(["video", "mask"] if pair else [])]
-        ends_given = [name for name in ("first_frame", "last_frame") if name in given]
-        if pair and ends_given and frames is None:
-            option = _option(ends_given[0])
-            raise ValueError(f"{option} stands for --video and --mask; give one or the other")
-    lacking = [name for name in wanted if name not in given]
-    if lacking:
-        option = _option(lacking[0])
-        kind = "VIDEO" if lacking[0] in ("video", "mask") else "PNG"
-        text = f"the model needs {_NAMES[lacking[0]]} (model.conditions: {_list(inputs)})"
-        raise ValueError(f"{text}; give {option} {kind}")
+        used += ["video", "mask", *_ENDS]
+    for name in wanted:
+        if name not in given:
+            kind = "VIDEO" if name in ("video", "mask") else "PNG"
+            text = f"the model needs {_NAMES[name]} (model.conditions: {_list(inputs)})"
+            raise ValueError(f"{text}; give {_option(name)} {kind}")
     for name in given:
         if name not in used:
             text = f"the model does not use {_NAMES[name]} (its conditions: {_list(inputs)})"
@@ -231,17 +228,18 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
 def check_stated(model: ModelKeys, folder: Path, family: Family) -> None:
     """Raise ValueError if a configuration takes other conditions than the model's folder tells."""
     inputs, stated = model.inputs, stated_conditions(folder, family)
-    if model.new_channels is not None and stated is not None and stated == inputs[: len(stated)]:
+    if stated is None or stated == inputs:
         return
-    if stated is not None and stated != inputs:
-        kind = read_json(folder / "model_index.json").get("_class_name")
-        # Given frames have the shapes of image-to-video, which is a usual start for them.
-        if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    # Given frames have the shapes of image-to-video, which is a usual start for them.
+    if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
+        return
+    fix = "or correct the file"
+    if stated == inputs[: len(stated)]:
+        if model.new_channels is not None:
             return
-        fix = "or correct the file"
-        if stated == inputs[: len(stated)]:
-            fix = "or add channels to the model with model.new_channels=zero"
-        raise ValueError(
-            f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
-            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
-        )
+        fix = "or add channels to the model with model.new_channels=zero"
+    raise ValueError(
+        f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
+        f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
+    )

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments, select
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
 from cogfast.core.files import write_text
-from cogfast.core.values import KeyProblem, counted
+from cogfast.core.keys import names_origins, with_origins
+from cogfast.core.values import KeyProblem, counted, select
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.extensions.stores.mirror import url_of
@@ -56,6 +57,7 @@ def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, i
     return copies, size, each // size
 
 
+@names_origins
 def follow_world(config: Config) -> tuple[Config, Launch | None]:
     """Return the configuration of a run on the ranks of this launch, and the launch if args.elastic is set.
 
@@ -92,15 +94,15 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
 
 def _agree(config: Config, launch: Launch) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
-    error = None
     if launch.rank == 0:
         try:
-            answer = asdict(plan_world(config, launch.num_ranks))
-        except Exception as caught:
-            answer, error = {"error": str(caught)}, caught
-        launch.store.set("plan", json.dumps(answer))
-    if error is not None:
-        raise error
+            with with_origins(config.origins):
+                plan = plan_world(config, launch.num_ranks)
+        except Exception as error:
+            launch.store.set("plan", json.dumps({"error": str(error)}))
+            raise
+        launch.store.set("plan", json.dumps(asdict(plan)))
+        return plan
     answer = json.loads(launch.store.get("plan"))
     if "error" in answer:
         raise OtherRankError(f"rank 0 failed: {answer['error']}")
@@ -144,11 +146,10 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         number = f"as many as before ({wanted})" if manifest else wanted
         text += f"global batch {total}; waiting until {number} can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
-    then, divided = (
-        (f", {num_before} before", f" (before: {_DIVISION % before})") if manifest else ("", "")
-    )
-    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}{then}"
-    text += f"; global batch {total} = {_DIVISION % here}{divided}"
+    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}"
+    text += f", {num_before} before" if manifest else ""
+    text += f"; global batch {total} = {_DIVISION % here}"
+    text += f" (before: {_DIVISION % before})" if manifest else ""
     if here[1] != args.batch_size:
         text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"
     if used < num_ranks:
@@ -175,5 +176,5 @@ def _resume(args: TrainArguments) -> str:
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "
-        raise KeyProblem("args.resume", f"{text}its run")
+        raise args.problem("resume", f"{text}its run")
     return args.resume

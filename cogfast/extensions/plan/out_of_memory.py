@@ -11,7 +11,6 @@ from functools import cached_property
 import psutil
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.machine_limits import is_lack_of_memory
 from cogfast.distributed.process_groups import ProcessGroups
@@ -29,6 +28,7 @@ from cogfast.extensions.plan.memory import (
 )
 from cogfast.extensions.plan.seconds import predict_step
 from cogfast.train.activation_checkpointing import Policy, describe
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.opened import Run
 from cogfast.train.watchers.watcher import Watcher
 
@@ -51,7 +51,7 @@ class MemoryWatch(Watcher):
     def __init__(
         self,
         run: Run,
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         how_to_resume: Callable[[], str],
     ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cogfast.config import Config, with_words
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.keys import with_origins
 from cogfast.extensions.plan.gpus import GPUS
 from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, rules_of, setup_of
@@ -77,11 +76,10 @@ def find_layouts(
                 f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
             )
             changed = Run(with_words(run.config, words, "--table"))
-            args_here = changed.args
             try:
                 with with_origins(changed.origins):
-                    check_mesh(args_here, model.config, data, model.target, world)
-                    check_sparse(args_here, model.config, data, is_training=True)
+                    check_mesh(changed.args, model.config, data, model.target, world)
+                    check_sparse(changed.args, model.config, data, is_training=True)
             except ValueError as error:
                 why = why or str(error)
                 continue
@@ -89,11 +87,11 @@ def find_layouts(
                 why = f"{at_once} samples at once do not divide a batch of {samples}; set "
                 why += f"deepspeed.train_batch_size to a multiple of {at_once}"
                 continue
-            setup = setup_of(changed, args_here, world, traces.get((tensor, context)))
+            setup = setup_of(changed, changed.args, world, traces.get((tensor, context)))
             traces[tensor, context] = setup.traces
             plan = plan_memory(setup, memory)
             peaks.append(plan.peak)
-            backend, *_ = attention_of(args_here, plan, entry, is_here=gpu is None)
+            backend, *_ = attention_of(changed.args, plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
                 layouts.append(Layout(words, samples, plan, step))
@@ -137,7 +135,7 @@ def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORL
     step, setup = fitting[0][0].step, fitting[0][0].plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     lines = [
-        model_line(TrainArguments.from_config(config), fitting[0][0].plan),
+        model_line(Run(config).args, fitting[0][0].plan),
         f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
         f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
         f"All figures are predicted, none was measured; {step.attention_rates}.",

@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.config.arguments import select
 from cogfast.config.components import is_none
 from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS
@@ -20,7 +19,7 @@ from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.addresses import hint, shown
 from cogfast.core.component import Component
 from cogfast.core.keys import COMMAND_LINE
-from cogfast.core.values import show
+from cogfast.core.values import select, show
 
 _GUIDERS = "cogfast.diffusion.guidance"
 _SAMPLER = "model.sampler_config.params"
@@ -118,7 +117,17 @@ class SamplingFlags:
             node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
             put(node, key, value, "--guidance")
         if self.frames is not None:
-            put(args, "args.sampling_num_frames", self._latent_frames(config), "--frames")
+            from cogfast.core.shapes import num_latent_frames
+            from cogfast.train.video_size import frames_problem
+
+            network = transformer_arguments(config.model.network_config.params)
+            problem = frames_problem(network, self.frames, "--frames")
+            if problem is not None:
+                raise ValueError(problem)
+            latent_frames = num_latent_frames(self.frames)
+            # CogVideoX 1.5 pads the latent frames.
+            latent_frames += -latent_frames % network["patch_size"].t
+            put(args, "args.sampling_num_frames", latent_frames, "--frames")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
             # prompt. The settings of a model folder have it already.
@@ -152,19 +161,6 @@ class SamplingFlags:
                 f"--guidance {scale:g}: {node['target']} has no param scale; set its params as key=value"
             )
         return f"{key}.params.scale", scale
-
-    def _latent_frames(self, config: Config) -> int:
-        """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
-        from cogfast.core.shapes import num_latent_frames
-        from cogfast.train.video_size import frames_problem
-
-        assert self.frames is not None, "called for --frames"
-        network = transformer_arguments(config.model.network_config.params)
-        problem = frames_problem(network, self.frames, "--frames")
-        if problem is not None:
-            raise ValueError(problem)
-        latent_frames = num_latent_frames(self.frames)
-        return latent_frames + -latent_frames % network["patch_size"].t
 
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:

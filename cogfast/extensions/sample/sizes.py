@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
 
 
 def sampled_sizes(
-    args: TrainArguments,
+    args: TrainKeys,
     network: dict[str, Any],
     data: Mapping[str, Any],
     images: Sequence[Path | None],
@@ -50,14 +50,19 @@ def sampled_sizes(
 
 
 def _pixels(
-    args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
+    args: TrainKeys, network: dict[str, Any], data: Any, image: Path | None
 ) -> tuple[int, int]:
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].joins_frames:
         # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
         short_side = min(given if given is not None else _published_size(network))
-        height, width = _fit_image(image, network["patch_size"], short_side)
+        height, width, _ = open_image(image).shape
+        scale, patch = short_side / min(height, width), network["patch_size"]
+        # Pixels of one token: sides must be multiples of these.
+        rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
+        height = round(height * scale / rows) * rows
+        width = round(width * scale / columns) * columns
         problem = size_problem(network, height, width, f"--image {image}: video size")
         if problem is not None:
             raise ValueError(f"{problem}, or set {key}")
@@ -76,15 +81,6 @@ def _pixels(
 
 def _published_size(network: dict[str, Any]) -> tuple[int, int]:
     return Family.of_config(TransformerConfig(**network)).member.video_size
-
-
-def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
-    """Scale the image's size to `short_side` pixels, rounded to whole patches."""
-    height, width, _ = open_image(path).shape
-    # Pixels of one token: sides must be multiples of these.
-    rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
-    scale = short_side / min(height, width)
-    return round(height * scale / rows) * rows, round(width * scale / columns) * columns
 
 
 def open_image(path: Path, name: str = "--image") -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
 from cogfast.core.values import KeyProblem
 from cogfast.distributed.parallelize import run_without_dynamo
@@ -22,6 +21,7 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
 from cogfast.train.video_size import bucket_sizes, largest_size
 
@@ -60,7 +60,7 @@ def _stored_attention(weights: Path) -> str | None:
 
 
 def check_sparse(
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     data: Mapping[str, Any],
     is_training: bool = False,
@@ -69,10 +69,10 @@ def check_sparse(
 
     Raises ValueError if it cannot.
     """
-    share, named = sparse_share(args.attention or "dense"), f"{_KEY}={args.attention}"
+    share, named = args.sparse_share, f"{_KEY}={args.attention}"
     if is_training and args.sparse_warmup and share is None:
         text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
-        raise KeyProblem("args.sparse_warmup", f"{text}, or args.sparse_warmup=0")
+        raise args.problem("sparse_warmup", f"{text}, or args.sparse_warmup=0")
     if share is None:
         return
     if is_training and args.compile and args.sparse_warmup:
@@ -80,18 +80,18 @@ def check_sparse(
             f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
         )
         text += "compile again for each number of kept blocks; set one of the two to its default"
-        raise KeyProblem("args.sparse_warmup", text)
+        raise args.problem("sparse_warmup", text)
     lengths = {size.num_tokens(model) for size in bucket_sizes(data, model)}
     if is_training and args.compile and len(lengths) > _MOST_COMPILED:
         text = f"args.compile=true compiles blocks again for each of {len(lengths)} lengths of the buckets with "
-        raise KeyProblem("args.compile", f"{text}{named}, half a minute each; set it to false")
+        raise args.problem("compile", f"{text}{named}, half a minute each; set it to false")
     if args.attention_backend not in ("auto", "fa4"):
         text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
-        raise KeyProblem("args.attention_backend", f"{text} (FlexAttention) or fa4")
+        raise args.problem("attention_backend", f"{text} (FlexAttention) or fa4")
     if args.attention_backend == "fa4" and args.deterministic:
         text = "args.attention_backend=fa4 has no block-sparse gradients that repeat bit for bit,"
         text += " as args.deterministic=true asks"
-        raise KeyProblem("args.attention_backend", f"{text}; set it to auto")
+        raise args.problem("attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return
     width = model.head_width
@@ -116,7 +116,7 @@ def check_sparse(
 
 
 def choose_attention(
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     data: Mapping[str, Any],
     stored: str | None,
@@ -149,7 +149,7 @@ def choose_attention(
 
 
 def sparse_error(
-    shape: Shape, num_text: int, share: float, args: TrainArguments, device: torch.device
+    shape: Shape, num_text: int, share: float, args: TrainKeys, device: torch.device
 ) -> str | None:
     """Compare block-sparse attention of q, k, v [B, S, H, D] on a device with plain arithmetic over the same
     blocks; return what is wrong, or None."""

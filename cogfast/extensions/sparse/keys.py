@@ -25,6 +25,11 @@ class SparseKeys(Keys):
     sparse_warmup: Annotated[int, Range(0, 10**9)] = 0
     """first steps over which the share of args.attention=sparse:SHARE grows from 0; not with compile"""
 
+    @property
+    def sparse_share(self) -> float | None:
+        """The share of blocks that attention leaves out; None: dense."""
+        return sparse_share(self.attention or "dense")
+
 
 def sparse_share(attention: str) -> float | None:
     """Return the share that args.attention leaves out, None for dense attention. ValueError for others."""

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cogfast.core import files
+from cogfast.core.addresses import CACHE_VARIABLE, OF_CHAIN, is_url
 from cogfast.extensions.stores import copies
 from cogfast.extensions.stores.keys import parse_cache
 from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
-from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
+from cogfast.extensions.stores.store_errors import NO_BUCKET, StoreError, brief, diagnosis
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 # Read by every process of a run; args.local_cache sets it before the processes that read data begin.
-CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
 _PATIENCE = 60.0  # seconds after which a call is not repeated
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
 _PIECE = 32 << 20  # bytes of a request of a large object
@@ -67,10 +67,6 @@ _OWN = ("s3://", "gs://", "hf://")
 class Stat:
     num_bytes: int
     version: str  # changes whenever the file does; of a URL 16 hexadecimal digits
-
-
-def is_url(name: str | Path) -> bool:
-    return "://" in str(name)
 
 
 def join(folder: str, name: str) -> str:

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.core.values import KeyProblem
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.plan.gpus import (
     INSTALL_FLASH_ATTENTION,
@@ -35,6 +33,7 @@ from cogfast.kernels.attention_backends import (
 )
 from cogfast.model.config import TransformerConfig
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class Measured:
         return f"{self.name:<10} forward {self.forward_ms:8.3f}  backward {self.backward_ms:8.3f}"
 
 
-def check_attention(args: TrainArguments, head_width: int) -> None:
+def check_attention(args: TrainKeys, head_width: int) -> None:
     """Refuse an args.attention_backend that cannot run on this machine, and name those that can."""
     name = args.attention_backend
     if name == "auto":
@@ -80,12 +79,12 @@ def check_attention(args: TrainArguments, head_width: int) -> None:
     if reason is not None:
         names = ", ".join(["auto", *backends_that_run(*case)])
         text = f"args.attention_backend={name}: {reason}; this machine can run: {names}"
-        raise KeyProblem("args.attention_backend", text)
+        raise args.problem("attention_backend", text)
 
 
 def choose_for_training(
     data: Mapping[str, Any],
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     groups: ProcessGroups,
     stored: str | None,
@@ -109,7 +108,7 @@ def choose_for_training(
 
 
 def choose_for_sampling(
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     groups: ProcessGroups,
     stored: str | None,
@@ -142,7 +141,7 @@ def choose_for_sampling(
     return None
 
 
-def run_shape(data: Mapping[str, Any], args: TrainArguments, model: TransformerConfig) -> Shape:
+def run_shape(data: Mapping[str, Any], args: TrainKeys, model: TransformerConfig) -> Shape:
     """Return attention's input shape in a training step.
 
     Frames and size are those of the data set's arguments (the largest bucket), else the largest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -16,16 +15,13 @@ from typing import Any
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.components import is_none, own_objective, own_optimizer
-from cogfast.config.load import COMMAND_KEY
 from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
-from cogfast.config.sat_unused import own_defaults
+from cogfast.core.addresses import is_url
 from cogfast.core.component import Component
-from cogfast.core.files import open_regular
 from cogfast.core.json_files import brief
-from cogfast.core.keys import DEFAULT, find_origin, level, with_origins
-from cogfast.core.values import KeyProblem, Problems, counted, cut, nearest, one_line, show
+from cogfast.core.keys import DEFAULT, find_origin, names_origins
+from cogfast.core.values import KeyProblem, Problems, cut, nearest, one_line, select, show
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.extensions.conditions.check import (
     check_conditions,
@@ -40,7 +36,6 @@ from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.extensions.sample.sizes import open_image
 from cogfast.extensions.scores.scores import check_scores
 from cogfast.extensions.sparse.check import check_sparse
-from cogfast.extensions.stores.store import is_url
 from cogfast.model.config import Family, TransformerConfig, derived_models
 from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import SAT_ALPHA
@@ -52,6 +47,7 @@ from cogfast.model.weights.load import check_depth_and_width, check_family, fitt
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
@@ -86,14 +82,14 @@ _EVALUATION_FILES = {
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
 
-def _check_name(args: TrainArguments) -> None:
+def _check_name(args: TrainKeys) -> None:
     """Check that the run's name is one folder: it must not leave args.save nor make folders in it."""
     name = args.experiment_name
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
         text = f"args.experiment_name={brief(repr(name))} must be a folder name of at most "
         text += f"{_MOST_NAME_BYTES} bytes, printable and without slashes"
-        raise KeyProblem("args.experiment_name", f"{text}; args.save sets the folder above it")
+        raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
 def _check_run_folder(run: Run) -> None:
@@ -112,10 +108,10 @@ def _check_run_folder(run: Run) -> None:
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
-        raise KeyProblem(f"args.{key}", text) from None
+        raise args.problem(key, text) from None
 
 
-def _check_export(args: TrainArguments, model: Mapping[str, Any], network: Network) -> None:
+def _check_export(args: TrainKeys, model: Mapping[str, Any], network: Network) -> None:
     """Refuse exports of models that diffusers' class cannot represent."""
     if args.export != "none" and (own := own_objective(model)):
         logger.warning("args.export=%s: %s; cogfast sample takes the run's own", args.export, own)
@@ -124,16 +120,16 @@ def _check_export(args: TrainArguments, model: Mapping[str, Any], network: Netwo
         return
     if network.is_own:
         text = f"args.export={args.export}: diffusers has no class for what {network.target} adds; set args.export=none"
-        raise KeyProblem("args.export", text)
+        raise args.problem("export", text)
     try:
         diffusers_config(network.config)
     except ValueError as error:
         reason = str(error).partition("; use --to")[0]
         text = f"args.export={args.export}: {reason}; set args.export=none"
-        raise KeyProblem("args.export", text) from None
+        raise args.problem("export", text) from None
 
 
-def _check_base(args: TrainArguments, network: Network) -> None:
+def _check_base(args: TrainKeys, network: Network) -> None:
     """Check that a frozen base is in args.load, and the keys that keep it in 8 bits or in host memory."""
     model, sizes = network.model, network.config
     key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
@@ -144,9 +140,7 @@ def _check_base(args: TrainArguments, network: Network) -> None:
         # If all are frozen, nothing is trainable, which is another error.
         if is_lost == {True, False} and checkpoint_to_resume(args) is None:
             text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
-            raise KeyProblem(
-                f"model.{key}", f"{text}; set args.load to the folder of the base model"
-            )
+            raise model.problem(key, f"{text}; set args.load to the folder of the base model")
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
     is_frozen = is_frozen and model.trainable_modules is None and not network.is_own
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
@@ -154,19 +148,16 @@ def _check_base(args: TrainArguments, network: Network) -> None:
         if value != default and not (is_frozen and sizes.lora_rank is not None):
             text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains other weights"
             text += "; set args.lora_rank=64 (or another rank)"
-            raise KeyProblem(f"args.{key}", f"{text}, or args.{key}={default}")
+            raise args.problem(key, f"{text}, or args.{key}={default}")
     if args.offload_blocks > sizes.num_layers:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
-        raise KeyProblem("args.offload_blocks", f"{text}{sizes.num_layers}; use that or less")
+        raise args.problem("offload_blocks", f"{text}{sizes.num_layers}; use that or less")
 
 
+@names_origins
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
-    with with_origins(config.origins):
-        _check_train(Run(config), world_size)
-
-
-def _check_train(run: Run, world_size: int | None) -> None:
+    run = Run(config)
     args, model, data = run.args, run.model, run.data_arguments
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
@@ -194,7 +185,9 @@ def _check_train(run: Run, world_size: int | None) -> None:
     _check_precision(args)
     check_optimizer_state(args, run.deepspeed)
     check_compilers(args, is_training=True)
-    fields = _checked(run)
+    network_class(run.network_target, run.allow_import)
+    fields = run.fields
+    _check_channels(fields)
     _check_pipeline(args, model, fields)
     network = run.network
     sizes = network.config
@@ -218,7 +211,9 @@ def _check_train(run: Run, world_size: int | None) -> None:
         raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
     _check_base(args, network)
     check_conditions(model, fields)
-    _check_data(run, fields)
+    _check_data(args, model, run.data, fields)
+    if video_data(run.data) is not None:
+        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
     check_sparse(args, sizes, data, is_training=True)
     _check_evaluation(args, model, run.data, run.sampler)
     _try(run.denoiser, run.loss, run.sampler)
@@ -232,13 +227,10 @@ def _check_train(run: Run, world_size: int | None) -> None:
     _check_adapters(args, sizes, run.origins)
 
 
+@names_origins
 def check_cache(config: Config) -> None:
     """Check the configuration of `cogfast cache`."""
-    with with_origins(config.origins):
-        _check_cache(Run(config))
-
-
-def _check_cache(run: Run) -> None:
+    run = Run(config)
     args, model = run.args, run.model
     # Only encoders run here, but they need the network's sizes.
     _require(run.config.model, "network_config")
@@ -250,20 +242,21 @@ def _check_cache(run: Run) -> None:
         raise ValueError(f"args.latent_cache is missing; {fix}")
     _refuse_missing(run.origins, _missing_paths(args, run.data, run.first_stage, run.text_encoder))
     _check_precision(args)
-    fields = _checked(run)
+    network_class(run.network_target, run.allow_import)
+    fields = run.fields
+    _check_channels(fields)
     _check_pipeline(args, model, fields)
     check_conditions(model, fields)
-    _check_data(run, fields)
+    _check_data(args, model, run.data, fields)
+    if video_data(run.data) is not None:
+        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
 
 
+@names_origins
 def check_sample(config: Config, weights: str | None = None, given: Sequence[str] = ()) -> None:
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
-    with with_origins(config.origins):
-        _check_sample(Run(config), weights, given)
-
-
-def _check_sample(run: Run, weights: str | None, given: Sequence[str]) -> None:
+    run = Run(config)
     args, model, data = run.args, run.model, run.data_arguments
     _require(run.config.model, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
@@ -274,11 +267,15 @@ def _check_sample(run: Run, weights: str | None, given: Sequence[str]) -> None:
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
                 "args.force_inference=true samples with random weights"
             )
-        _check_adapters(args, TransformerConfig(**_checked(run)), run.origins)
+        network_class(run.network_target, run.allow_import)
+        _check_channels(run.fields)
+        _check_adapters(args, run.network.config, run.origins)
     _check_precision(args)
     check_compilers(args, is_training=False)
     _try(run.denoiser, run.loss, run.sampler)
-    network = _checked(run)
+    network_class(run.network_target, run.allow_import)
+    network = run.fields
+    _check_channels(network)
     if weights is None:
         _check_pipeline(args, model, network)
     sizes = run.network.config
@@ -298,29 +295,6 @@ def _try(*parts: Component | None) -> None:
     for part in parts:
         if part is not None:
             try_build(part.key, part.build)
-
-
-def log_unused(config: Config) -> None:
-    """Log how many keys are accepted but not used, the defaults that are not SAT's, and where the steps
-    of a SAT run in args.load begin."""
-    # The short names once each: SAT's files repeat some of them in several sections.
-    names = {key.rpartition("params.")[2] for key in config.unused}
-    if names:
-        text = counted(len(names), "key of the configuration has", "keys of the configuration have")
-        logger.info("%s no effect (--dry-run lists them with the reasons)", text)
-    for key, why in config.unused.items():
-        if key == COMMAND_KEY or level(find_origin(config.origins, key)) > 0:  # of the command line
-            logger.warning("%s: %s", key, why if key == COMMAND_KEY else f"no effect, {why}")
-    if own := own_defaults(config):
-        logger.info("no file sets %s", ", ".join(own))
-    # Only rank 0 comes here, so that nothing may be raised.
-    iteration = b""
-    with contextlib.suppress(OSError), open_regular(f"{config.args.load}/latest") as file:
-        iteration = file.read(20).strip()
-    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
-        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
-        text += "this run starts at step 0 and trains all of its steps"
-        logger.info(text, config.args.load, int(iteration))
 
 
 def _require(model: Mapping[str, Any], *names: str) -> None:
@@ -354,7 +328,7 @@ def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _missing_paths(
-    args: TrainArguments,
+    args: TrainKeys,
     data: Component | None,
     first_stage: Component | None,
     text_encoder: Component | None,
@@ -392,7 +366,7 @@ def _refuse_missing(origins: Mapping[str, str], *found: Iterable[tuple[str, str]
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
 
-def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _missing_files(args: TrainKeys, keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each missing path. keys: {key of args: what to set it to}."""
     for name, fix in keys.items():
         path, key = getattr(args, name), f"args.{name}"
@@ -406,7 +380,7 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
 
 
 def _check_adapters(
-    args: TrainArguments, network: TransformerConfig, origins: Mapping[str, str]
+    args: TrainKeys, network: TransformerConfig, origins: Mapping[str, str]
 ) -> None:
     if find_origin(origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
         # The rank stands for an alpha that is not stated.
@@ -420,7 +394,7 @@ def _check_adapters(
         try:
             check_config(open_adapter(args.load_lora), network)
         except ValueError as error:
-            raise KeyProblem("args.load_lora", f"args.load_lora: {error}") from None
+            raise args.problem("load_lora", f"args.load_lora: {error}") from None
     if args.resume is None or not Path(args.resume).is_dir():
         return
     try:
@@ -431,12 +405,12 @@ def _check_adapters(
             check_config(adapter, network)
     except ValueError as error:
         text = str(error)
-        raise KeyProblem(
-            "args.resume", text if text.startswith("args.") else f"args.resume: {text}"
+        raise args.problem(
+            "resume", text if text.startswith("args.") else f"args.resume: {text}"
         ) from None
 
 
-def _check_pipeline(args: TrainArguments, model: ModelKeys, network: dict[str, Any]) -> None:
+def _check_pipeline(args: TrainKeys, model: ModelKeys, network: dict[str, Any]) -> None:
     """Compare the configured network with the headers of a diffusers folder before weights load."""
     if args.load is None or find_diffusers_folder(Path(args.load)) is None:
         return
@@ -457,13 +431,13 @@ def _check_pipeline(args: TrainArguments, model: ModelKeys, network: dict[str, A
             check_depth_and_width(f"args.load={args.load}", source.shapes, configured)
             check_stated(model, Path(args.load), family)
     except ValueError as error:
-        raise KeyProblem("args.load", str(error)) from None
+        raise args.problem("load", str(error)) from None
 
 
-def _check_steps(args: TrainArguments) -> None:
+def _check_steps(args: TrainKeys) -> None:
     if args.train_iters is not None and args.epochs is not None:
-        raise KeyProblem(
-            "args.epochs",
+        raise args.problem(
+            "epochs",
             f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
             "set one of them to null",
         )
@@ -474,30 +448,30 @@ def _check_steps(args: TrainArguments) -> None:
             f"args.export_interval={interval} adds to args.export=last, but args.export={args.export}; set "
             "args.export=last, or args.export_interval=null"
         )
-        raise KeyProblem("args.export_interval", text)
+        raise args.problem("export_interval", text)
     if interval is not None and (not args.save_interval or interval % args.save_interval):
         text = (
             f"args.export_interval={interval} must be a multiple of args.save_interval="
             f"{show(args.save_interval)}: files are written into checkpoints; change one of them"
         )
-        raise KeyProblem("args.export_interval", text)
+        raise args.problem("export_interval", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
         text = (
             f"args.profiling={args.profiling} must be below args.train_iters={args.train_iters}, where "
             "the run ends; use an earlier step"
         )
-        raise KeyProblem("args.profiling", text)
+        raise args.problem("profiling", text)
     # The first share must be above 0: something must be left to train on.
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
         text = (
             f"args.split={args.split!r} must be the shares of training, validation and test data, such "
             "as 9,1,0"
         )
-        raise KeyProblem("args.split", text)
+        raise args.problem("split", text)
     _check_weights(args)
 
 
-def _check_weights(args: TrainArguments) -> None:
+def _check_weights(args: TrainKeys) -> None:
     key, weights = "args.train_data_weights", args.train_data_weights
     if weights is None:
         return
@@ -509,20 +483,17 @@ def _check_weights(args: TrainArguments) -> None:
         raise KeyProblem(key, f"{text} per epoch")
 
 
-def _check_precision(args: TrainArguments) -> None:
+def _check_precision(args: TrainKeys) -> None:
     if args.bf16 and args.fp16:
-        raise KeyProblem(
-            "args.fp16", "args.bf16 and args.fp16 are both true; set one of them to false"
+        raise args.problem(
+            "fp16", "args.bf16 and args.fp16 are both true; set one of them to false"
         )
     if args.fp16 and not torch.cuda.is_available():
         text = "args.fp16=true needs a GPU; on a CPU use args.bf16=true or neither"
-        raise KeyProblem("args.fp16", text)
+        raise args.problem("fp16", text)
 
 
-def _checked(run: Run) -> dict[str, Any]:
-    """Return the fields of TransformerConfig, after checking the number of input channels."""
-    network_class(run.config.model.network_config.target, run.allow_import)
-    network = run.fields
+def _check_channels(network: dict[str, Any]) -> None:
     given, made = network["in_channels"], network["out_channels"]
     if given % made > 1 or given < made:  # one channel of a mask
         key = f"{NETWORK_KEY}.in_channels"
@@ -530,11 +501,11 @@ def _checked(run: Run) -> dict[str, Any]:
             f"{key}={given} must equal out_channels={made}, or have those of model.conditions, too"
         )
         raise KeyProblem(key, "; ".join(filter(None, (text, derived_models(given, made)))))
-    return network
 
 
-def _check_data(run: Run, network: dict[str, Any]) -> None:
-    args, model = run.args, run.model
+def _check_data(
+    args: TrainKeys, model: ModelKeys, data: Component | None, network: dict[str, Any]
+) -> None:
     if args.latent_cache is None:
         for name in ("encode_first", "cached_noised_images"):
             key, value = f"args.{name}", getattr(args, name)
@@ -549,16 +520,16 @@ def _check_data(run: Run, network: dict[str, Any]) -> None:
     if number and "image" not in model.inputs:
         text = f"{key}={number} applies to image-to-video, but the model takes no image; set it to"
         raise KeyProblem(key, f"{text} 0")
-    if video_data(run.data) is not None:
-        _check_pixel_data(run, network)
+    if data is not None and video_data(data) is not None:
+        _check_pixel_data(args, model, data, network)
     elif args.latent_cache is not None:
-        text = f"args.latent_cache={args.latent_cache} does not work with {run.data and run.data.target}: the cache "
+        text = f"args.latent_cache={args.latent_cache} does not work with {data and data.target}: the cache "
         text += "replaces video files; use a data set of video files, or set args.latent_cache=null"
-        raise KeyProblem("args.latent_cache", text)
+        raise args.problem("latent_cache", text)
 
 
 def _check_evaluation(
-    args: TrainArguments, model: ModelKeys, data: Component | None, sampler: Component | None
+    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
 ) -> None:
     """Check the prompts and images that evaluations sample, and read every image once.
 
@@ -588,15 +559,17 @@ def _check_evaluation(
         raise KeyProblem(key[0] if key else "args.eval_prompts", str(error)) from None
 
 
-def _check_pixel_data(run: Run, network: dict[str, Any]) -> None:
-    """Check what training on video files needs: sizes, frame counts and frozen encoders."""
-    args, model, params = run.args, run.model, run.data_arguments
+def _check_pixel_data(
+    args: TrainKeys, model: ModelKeys, data: Component, network: dict[str, Any]
+) -> None:
+    """Check what training on video files needs: sizes and frame counts."""
+    params = data.arguments
     if model.latent_input:
-        text = f"model.latent_input=true, but {run.data and run.data.target} returns pixels; set it to false"
-        raise KeyProblem("model.latent_input", text)
+        text = f"model.latent_input=true, but {data.target} returns pixels; set it to false"
+        raise model.problem("latent_input", text)
     if not args.train_data:
         text = "args.train_data is empty; set it to the folders of the training videos"
-        raise KeyProblem("args.train_data", text)
+        raise args.problem("train_data", text)
     # A user's own data set may have constants in place of these params.
     if "max_num_frames" in params:
         check_frames(network, params["max_num_frames"], "data.params.max_num_frames")
@@ -610,4 +583,3 @@ def _check_pixel_data(run: Run, network: dict[str, Any]) -> None:
         key = f"data.params.buckets[{i}]"
         check_frames(network, bucket.num_frames, key)
         check_size(network, bucket.height, bucket.width, key=key)
-    check_frozen_parts(run.first_stage, run.text_encoder, network["text_length"])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.values import KeyProblem
+from cogfast.train.keys import TrainKeys
 
 _FP8_CAPABILITY = (8, 9)
 
 
-def check_compilers(args: TrainArguments, is_training: bool) -> None:
+def check_compilers(args: TrainKeys, is_training: bool) -> None:
     """Check that this machine can build what args.kernels and args.compile need.
 
     Raises ValueError if not, or if training does not support them.
@@ -40,7 +40,7 @@ def check_compilers(args: TrainArguments, is_training: bool) -> None:
         _require_compiler(key, "true", "false", "CXX", (program,))
 
 
-def check_fp8(args: TrainArguments) -> None:
+def check_fp8(args: TrainKeys) -> None:
     """Refuse args.quantize_base=fp8 on a GPU, or in a precision, without fp8 products."""
     key = "args.quantize_base"
     if args.quantize_base != "fp8" or not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
-from cogfast.core.keys import COMMAND_LINE
+from cogfast.core.keys import COMMAND_LINE, names_origins
 from cogfast.core.values import KeyProblem
 from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
 from cogfast.data.sources.manifest import is_manifest, tables_in
@@ -22,6 +22,7 @@ _MODULE = "cogfast.data.datasets"
 _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 
 
+@names_origins
 def infer_layout(config: Config, reads_stores: bool = True) -> Config:
     """Return `config` with the data set that can read args.train_data and args.valid_data.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cogfast.config.arguments import TrainArguments, select
 from cogfast.config.components import own_optimizer
-from cogfast.core.values import KeyProblem
+from cogfast.core.values import KeyProblem, select
+from cogfast.train.keys import TrainKeys
 
 
-def check_optimizer_state(args: TrainArguments, section: Mapping[str, Any]) -> None:
+def check_optimizer_state(args: TrainKeys, section: Mapping[str, Any]) -> None:
     """section: DeepSpeed's."""
     device = select(section, "zero_optimization.offload_optimizer.device")
     offload = f"deepspeed.zero_optimization.offload_optimizer.device={device}"
@@ -19,13 +19,13 @@ def check_optimizer_state(args: TrainArguments, section: Mapping[str, Any]) -> N
             f"args.ema_device=cpu, but {offload} takes all state of the optimizer off the device, "
             "the EMA included; leave out one of them"
         )
-        raise KeyProblem("args.ema_device", text)
+        raise args.problem("ema_device", text)
     if args.optimizer_moments == "8bit" and device == "nvme":
         text = (
             f"args.optimizer_moments=8bit does not work with {offload}, which moves float32 state; "
             "use device=cpu, or optimizer_moments=fp32"
         )
-        raise KeyProblem("args.optimizer_moments", text)
+        raise args.problem("optimizer_moments", text)
     optimizer = section.get("optimizer") or {}
     if own_optimizer(optimizer) and (args.zero_stage == 3 or device in ("cpu", "nvme")):
         cause = "args.zero_stage=3" if args.zero_stage == 3 else offload
@@ -34,7 +34,7 @@ def check_optimizer_state(args: TrainArguments, section: Mapping[str, Any]) -> N
         raise KeyProblem("deepspeed.optimizer.type", text)
 
 
-def check_offload(args: TrainArguments) -> None:
+def check_offload(args: TrainKeys) -> None:
     if not args.offload_activations:
         return
     key, policy = "args.offload_activations", args.activation_checkpointing

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.core.values import KeyProblem, show
 from cogfast.model.config import TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
 _TENSOR, _CONTEXT = "args.model_parallel_size", "args.context_parallel_size"
@@ -17,7 +17,7 @@ _ROWS = "args.sequence_parallel"
 
 
 def check_mesh(
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     data: Mapping[str, Any],
     network: str,
@@ -80,7 +80,7 @@ def _check_ranks(key: str, size: int, ranks: int, heads: int, of: str) -> None:
 
 
 def check_global_batch(
-    args: TrainArguments, section: Mapping[str, Any], world_size: int | None = None
+    args: TrainKeys, section: Mapping[str, Any], world_size: int | None = None
 ) -> None:
     """Check that the batch sizes multiply to train_batch_size of DeepSpeed's section if it is set, and how
     gradients are divided by the number of ranks."""

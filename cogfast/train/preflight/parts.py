@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
 from cogfast.core.component import Component
-from cogfast.core.shapes import PatchSize
 from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
-from cogfast.model.keys import ModelKeys
 from cogfast.train.assembly import Diffusion
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer, shorter_warmup
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def check_frozen_parts(
     default = inspect.signature(text_encoder.kind).parameters.get("max_length")
     length = text_encoder.arguments.get("max_length", default and default.default)
     if length is not None and length != text_length:
-        key = text_encoder.named("max_length")
+        key = f"{_ENCODERS}.0.params.max_length"
         text = f"{key}={length} must equal text_length={text_length} of the model's "
         text += "pos_embed_config; change one of them (226 for CogVideoX 1.0, 224 for 1.5)"
         raise KeyProblem(key, text)
@@ -70,16 +69,14 @@ def missing_frozen(
         if path is not None and not Path(path).exists():
             yield key, f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
     if text_encoder is not None:
-        params, key = text_encoder.params, text_encoder.named("model_dir")
+        params, key = text_encoder.params, f"{_ENCODERS}.0.params.model_dir"
         folder = params.get("model_dir")
         is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
             yield key, f"{key}={cut(folder, 160)} is not a folder; set it to the folder of T5"
 
 
-def try_optimizer(
-    args: TrainArguments, section: Mapping[str, Any], allow_import: Sequence[str]
-) -> None:
+def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Sequence[str]) -> None:
     """Build the optimizer of DeepSpeed's section; KeyProblem if that fails."""
     # One element stands for the model, which is too large to build here.
     weight = nn.Parameter(torch.zeros(1, 1))
@@ -128,13 +125,12 @@ def warn_of_different_schedules(diffusion: Diffusion) -> None:
             )
 
 
-def warn_of_image_scale(
-    model: ModelKeys, patch: PatchSize, load: str | None, is_end: bool = False
-) -> None:
+def warn_of_image_scale(run: Run, is_end: bool = False) -> None:
     """Warn if the first frame's scale is not that of diffusers' pipeline. is_end: of a run."""
+    model, load = run.model, run.args.load
     if "image" not in model.inputs:
         return
-    stock = stock_scale(patch.joins_frames, Path(load) if load else None)
+    stock = stock_scale(run.network.config.patch_size.joins_frames, Path(load) if load else None)
     text = difference(model.image_latent_scale, stock, model.scale_factor)
     if text is not None and is_end:
         code = pipeline_code(model.image_latent_scale, model.scale_factor)
@@ -145,10 +141,10 @@ def warn_of_image_scale(
 
 def fit_rates(
     origins: Mapping[str, str],
-    args: TrainArguments,
+    args: TrainKeys,
     num_steps: int,
     manifest: Mapping = MappingProxyType({}),
-) -> tuple[TrainArguments, Callable[[int], float]]:
+) -> tuple[TrainKeys, Callable[[int], float]]:
     """Return the learning rate by step, and the arguments with the warm-up of shorter_warmup if `cogfast
     train FOLDER` has started the run. manifest: of what it resumes."""
     stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
@@ -158,7 +154,7 @@ def fit_rates(
     return args, build_learning_rate(args, num_steps)
 
 
-def with_warmup(config: Config, args: TrainArguments) -> Config:
+def with_warmup(config: Config, args: TrainKeys) -> Config:
     """Return the configuration with the warm-up that fit_rates has chosen."""
     if args.warmup_steps == config.args.get("warmup_steps"):
         return config

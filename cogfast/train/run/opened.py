@@ -1,4 +1,4 @@
-"""What a run is, read from a merged configuration once."""
+"""A run as its merged configuration describes it, read once."""
 
 from __future__ import annotations
 

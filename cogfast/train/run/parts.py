@@ -14,7 +14,6 @@ from torch import Tensor
 
 import cogfast.extensions.stores.store as store
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import own_optimizer
 from cogfast.config.merged_config import leaves
 from cogfast.core.keys import with_origins
@@ -63,10 +62,11 @@ from cogfast.train.assembly import (
 from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import build_optimizer, parameter_groups, warn_of_rate
 from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
-from cogfast.train.preflight.check import check_train, log_unused
+from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import (
     fit_rates,
@@ -84,7 +84,7 @@ from cogfast.train.run.folder import (
 )
 from cogfast.train.run.opened import Run
 from cogfast.train.run.run_log import RunLog
-from cogfast.train.run.terminal import resume_words
+from cogfast.train.run.terminal import log_unused, resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
 from cogfast.train.watchers.metrics import BandLosses, Metrics
@@ -135,7 +135,7 @@ class Parts:
             warn_of_missing_token(args)
             warn_of_different_schedules(diffusion)
             warn_of_pipeline_positions(data, network.config)
-            warn_of_image_scale(model, network.config.patch_size, args.load)
+            warn_of_image_scale(run)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
@@ -148,7 +148,8 @@ class Parts:
         videos = assemble_datasets(run.data, args, model.inputs, run.is_masked, groups)
         videos, bad = survey_datasets(videos, args, groups, global_batch)
         check_prior(run.loss, network, args, videos.train)
-        datasets = read_from_cache(videos, run, args, groups, overrides)
+        about = run.sections, run.allow_import, args, model
+        datasets = read_from_cache(videos, *about, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
@@ -191,38 +192,27 @@ class Parts:
         )
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
-        self.attention = choose_attention(
-            args, transformer.config, data, manifest.get("attention"), groups, is_training=True
-        )
-        args = args.changed(attention=self.attention)
-        use_attention(transformer, self.attention)
-        if groups.is_main and transformer.sparse_share is not None and args.export != "none":
-            logger.warning(
-                "args.export=%s and " + OTHERS_RUN_DENSE,
-                args.export,
-                f"args.attention={self.attention}",
-            )
+        before = manifest.get("attention")
+        chosen = choose_attention(args, network.config, data, before, groups, is_training=True)
+        args = args.changed(attention=chosen)
+        use_attention(transformer, chosen)
         is_sparse = transformer.sparse_share is not None
+        if groups.is_main and is_sparse and args.export != "none":
+            text = "args.export=%s and " + OTHERS_RUN_DENSE
+            logger.warning(text, args.export, f"args.attention={chosen}")
         backend = choose_for_training(data, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
         clips = largest_clips(args, data, network.config, model.en_and_decode_n_samples_a_time)
         encode_choice = EncodeChoice(clips, args, groups, way, datasets.train)
         encoder = assemble_encoder(run, args, transformer, groups, encode_choice, overrides)
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
-        section = run.deepspeed.get("optimizer") or {}
-        is_muon = own_optimizer(section) == "muon"
         settings, timeout_s = deepspeed_config(run.deepspeed, args), args.collective_timeout
-        zero, data_size = settings["zero_optimization"], groups.world_size // groups.tensor_size
+        section, zero = run.deepspeed.get("optimizer") or {}, settings["zero_optimization"]
+        is_muon = own_optimizer(section) == "muon"
         made = parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon)
-        optimizer = build_optimizer(
-            section,
-            order_by_blocks(made, transformer, zero, data_size),
-            args.kernels,
-            config.allow_import,
-            args.optimizer_moments,
-            args.ema_device,
-            args.lr,
-        )
+        made = order_by_blocks(made, transformer, zero, groups.world_size // groups.tensor_size)
+        state = args.optimizer_moments, args.ema_device, args.lr
+        optimizer = build_optimizer(section, made, args.kernels, config.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
         memory = MemoryWatch(run, args, groups, self.how_to_resume)
         memory.attention = backend
@@ -244,8 +234,7 @@ class Parts:
             # A run that ends before its first step need not save this one again.
             writer.resume(checkpoint, step)
             logger.info("resumed %s at step %d", name_of(checkpoint), step)
-        self.model, self.network = model, network
-        self.config, self.args, self.groups, self.log = config, args, groups, log
+        self.run, self.config, self.args, self.groups, self.log = run, config, args, groups, log
         self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps
         self.global_batch, self.num_trained = global_batch, num_trained
         self.attention_backend = backend
@@ -363,9 +352,7 @@ def assemble_watchers(
     return Watchers(watchers), metrics, scores
 
 
-def _check_lora(
-    transformer: DiffusionTransformer, args: TrainArguments, groups: ProcessGroups
-) -> None:
+def _check_lora(transformer: DiffusionTransformer, args: TrainKeys, groups: ProcessGroups) -> None:
     reason = lora_cannot_learn(transformer, groups)
     if reason is None:
         return
@@ -377,9 +364,7 @@ def _check_lora(
     logger.warning("%s", text)
 
 
-def _take_adapters(
-    file: str, args: TrainArguments, groups: ProcessGroups
-) -> tuple[int, TrainArguments]:
+def _take_adapters(file: str, args: TrainKeys, groups: ProcessGroups) -> tuple[int, TrainKeys]:
     """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file, a path or URL, and its step."""
     folder = store.parent(file)
     step = step_of(Path(folder))
@@ -395,7 +380,7 @@ def _take_adapters(
 
 
 def _log_changes(
-    manifest: dict[str, Any], args: TrainArguments, order: GlobalOrder, num_samples: int
+    manifest: dict[str, Any], args: TrainKeys, order: GlobalOrder, num_samples: int
 ) -> None:
     """Log what differs from the run that a checkpoint is of, where a run may change it."""
     moments = args.optimizer_moments

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.values import printable
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -30,6 +29,7 @@ from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.assembly import assemble_batches
+from cogfast.train.keys import TrainKeys
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class NonfiniteCheck(Watcher):
 
     def __init__(
         self,
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         folder: Path,
         engine: ZeroEngine,

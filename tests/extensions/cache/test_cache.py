@@ -160,7 +160,9 @@ def cached_of(config: Config) -> Datasets:
     """The data sets of a run, read from the cache if it has one."""
     args = TrainArguments.from_config(config)
     videos = datasets_of(config, args)
-    return read_from_cache(videos, opened.Run(config), args, start_processes(), NO_OVERRIDES)
+    made = opened.Run(config)
+    about = made.sections, made.allow_import, args, made.model
+    return read_from_cache(videos, *about, start_processes(), NO_OVERRIDES)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -330,7 +332,7 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
     assert set(num_drawn) == {0, 1, 2}
 
     evaluator = trainer.evaluator
-    evaluator.args = replace(trainer.args, eval_num_samples=2)
+    evaluator.args = trainer.args.changed(eval_num_samples=2)
     shown = [prompt.image for prompt in evaluator._prompts(trainer.size.latents, "")]
     unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[1])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)

@@ -289,11 +289,10 @@ def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
 
 
 def test_no_first_frames_of_controls_are_kept(folder: Path) -> None:
-    samples = [VideoList(str(folder), **CLIP)[0]]
-    found = {}
+    sample, found = VideoList(str(folder), **CLIP)[0], {}
     for is_clip in (True, False):
-        built = encoder(conditions=("image", "control"))
-        (found[is_clip],) = encode_clips(samples, ["k"], built, [is_clip], 2, torch.device("cpu"))
+        built, rows = encoder(conditions=("image", "control")), [(sample, "k", is_clip)]
+        (found[is_clip],) = encode_clips(rows, built, 2, torch.device("cpu"))
     assert {"noised_image_mean", "mean"} <= found[True].keys()
     assert not {"noised_image_mean", "first_frame"} & found[False].keys()
     assert torch.equal(found[True]["mean"], found[False]["mean"])

@@ -156,7 +156,7 @@ def by_load(key: str) -> Callable[[Trained, bool, Path], Tensor]:
 
 def by_sampling(trained: Trained, ema: bool, folder: Path) -> Tensor:
     parts = trained.run.last.parts
-    network, args, groups = parts.network, parts.args, parts.groups
+    network, args, groups = parts.run.network, parts.args, parts.groups
     return output(assemble_transformer(network, args, groups, str(trained.run.path), ema))
 
 

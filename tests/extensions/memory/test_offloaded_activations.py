@@ -192,6 +192,6 @@ def test_a_buffer_is_replaced_once_its_copies_are_done() -> None:
     offloaded.free[0].append(offloaded.take(0, small))
     memory = weakref.ref(offloaded.free[0][0])
     stream: Any = SimpleNamespace(synchronize=lambda: seen.append(memory() is not None))
-    offloaded.stream = stream
+    offloaded.side.stream = stream
     assert offloaded.take(0, large).nbytes == large.nbytes
     assert seen == [True]

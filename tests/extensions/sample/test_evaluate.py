@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +79,7 @@ def test_held_out_loss_is_the_formula_at_band_middles(run: Run, family: str) -> 
     assert trainer.evaluator(7, trainer.size.latents) == found
     assert transformer.training
     if family == "5b":  # args.elastic: the samples of any division of the global batch
-        args = replace(trainer.args, elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
+        args = trainer.args.changed(elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
         of_run = (trainer.engine, trainer.diffusion, trainer.encoder, trainer.datasets.valid)
         divided = Evaluator(*of_run, args, trainer.groups, trainer.folder)
         again = divided(0, trainer.size.latents)

@@ -12,8 +12,9 @@ from cogfast.core.shapes import PatchSize
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
-from cogfast.train.preflight.check import check_sample, check_train, log_unused
+from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.preflight.parts import warn_of_different_schedules
+from cogfast.train.run.terminal import log_unused
 from cogfast.train.video_size import LatentSize, frames_problem
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run, diffusion_of

@@ -204,7 +204,7 @@ def test_running_means_of_added_modules_are_trained_weights(
     reset = type(whole.last.engine.transformer).reset
     assert len(reset) == 1 and names <= {*reset[0]}
     parts = whole.last.parts
-    network, args, groups = parts.network, parts.args, parts.groups
+    network, args, groups = parts.run.network, parts.args, parts.groups
     loaded = assemble_transformer(network, args, groups, str(whole.path))
     assert len(reset) == 1, "nothing of it is new"
     assert_same(dict(loaded.named_buffers()), live)
