@@ -26,12 +26,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cogfast.cli.launchers import adopt_ranks, check_ranks
 from cogfast.cli.streams import is_first_rank, keep_streams, start_logging
-from cogfast.config.values import Problems, nearest, one_line, printable
 from cogfast.core.machine_limits import check_open_files, describe_lack
+from cogfast.core.values import Problems, nearest, one_line, printable
 from cogfast.distributed.lost_ranks import (
     OTHER_RANK,
     UnsharedError,
@@ -49,7 +50,7 @@ from cogfast.distributed.stop_signals import (
     settle_signals,
     write_last_line,
 )
-from cogfast.extensions.stores.mirror import named_by_urls
+from cogfast.extensions.stores.mirror import named_by_urls, with_urls
 from cogfast.extensions.stores.store import StoreError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _load(request: Request, is_of_run: bool = False) -> Config:
     """Start logging, and read the configuration of a command."""
     start_logging()
     # Imports stay inside the commands: torch takes seconds, and `cogfast --help` does not need it.
-    from cogfast.cli.packages import check_packages
+    from cogfast.cli.options import check_packages
     from cogfast.config import load_config
 
     check_packages(request.allow_import)
@@ -118,13 +119,15 @@ def _print(text: str) -> None:
 def _show(config: Config, check: Callable[[Config], None]) -> None:
     """Print a configuration (--dry-run), and the line with which a run of it would end on this machine."""
     from cogfast.config.components import with_defaults
+    from cogfast.config.merged_config import to_dicts
     from cogfast.distributed.parallelize import run_without_dynamo
 
     if not is_first_rank():
         return
-    sys.stdout.write(config.describe(with_defaults))
+    complete = lambda *given: with_urls(with_defaults(*given))
+    sys.stdout.write(config.describe(complete))
     # The check would ask a store, and write there to see whether it may.
-    if address := re.search(r"\w+://[^\s'\"]+", config.to_yaml()):
+    if address := re.search(r"\w+://[^\s'\"]+", str(with_urls(to_dicts(config)))):
         sys.stderr.write(f"cogfast: the run is not checked, since it has {printable(address[0])}\n")
         return
     run_without_dynamo()  # the check builds an optimizer
@@ -137,10 +140,9 @@ def _show(config: Config, check: Callable[[Config], None]) -> None:
 
 
 def train(argv: Sequence[str], kind: Callable[[Config], Trainer] | None = None) -> None:
-    from cogfast.cli.options import parse_train
+    from cogfast.cli.options import parse_train, refuse_sampling_keys
 
     request = parse_train(argv)
-    from cogfast.cli.foreign_keys import refuse_sampling_keys
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
     from cogfast.train.preflight.data_layout import infer_layout
 
@@ -177,10 +179,9 @@ def cache(argv: Sequence[str]) -> None:
 
 
 def sample(argv: Sequence[str]) -> None:
-    from cogfast.cli.options import parse_sample, read_prompts
+    from cogfast.cli.options import parse_sample, read_prompts, refuse_training_keys
 
     request = parse_sample(argv)
-    from cogfast.cli.foreign_keys import refuse_training_keys
     from cogfast.extensions.pipeline_folder.pipeline_folder import fill_from_pipeline
 
     is_of_run = request.weights is not None
@@ -197,8 +198,6 @@ def sample(argv: Sequence[str]) -> None:
         return
     # Prompts are read before any check: a missing file should not cost the user a long start.
     prompts, files = read_prompts(request, config.args)
-    from pathlib import Path
-
     from cogfast.extensions.sample.command import sample as sample_videos
     from cogfast.extensions.sample.lora_overlay import LoraOverlay
 
@@ -364,9 +363,8 @@ def _run(argv: list[str]) -> int:
         check_open_files()
         _call(_COMMANDS[argv[0]], [argument for argument in argv[1:] if argument != "--traceback"])
     except Exception as error:
-        is_known = _is_known(error)
         is_lost = is_of_another_rank(error)
-        is_line = (is_known or is_lost) and "--traceback" not in argv
+        is_line = (_is_known(error) or is_lost) and "--traceback" not in argv
         restarts = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
         is_restarted = is_lost and len(set(restarts)) == 2
         if is_lost and not is_restarted:  # let the rank that failed report first
@@ -377,12 +375,11 @@ def _run(argv: list[str]) -> int:
             # At once, without waiting for the heartbeat's thread: other ranks still wait for this one.
             write_last_line(f"cogfast: rank {os.environ.get('RANK')}: {_line(error)}")
             os._exit(1)
-        if is_line:
-            _report(error)
-        text = _line(error) if is_line else one_line(f"{type(error).__name__}: {error}")
-        _tell_ranks(argv, text)
         if not is_line:
+            _tell_ranks(argv, one_line(f"{type(error).__name__}: {error}"))
             raise
+        _report(error)
+        _tell_ranks(argv, _line(error))
         return 2 if isinstance(error, ValueError) else 1
     return 0
 
@@ -412,10 +409,8 @@ def _is_known(error: BaseException) -> bool:
 
 def _is_raised_by_cogfast(error: BaseException) -> bool:
     """Whether cogfast raised the error itself, so that its message is written for the user."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    names = frame.tb_frame.f_globals if frame else {}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = frames[-1].f_globals if frames else {}
     name = names.get("__name__", "")
     # `python -m cogfast`; a user's script is __main__, too.
     is_ours = name == "__main__" and names.get("__file__") == __file__

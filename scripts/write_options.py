@@ -26,7 +26,7 @@ from cogfast.config.sat_classes import NETWORKS, TARGETS
 from cogfast.config.sat_network import NETWORK_KEY, NETWORK_MODELS, VAE_KEY
 from cogfast.config.sat_unused import UNUSED
 from cogfast.config.sections import COMPONENTS, CONDITIONER, ONLY
-from cogfast.config.values import is_component_schema, json_schema, show
+from cogfast.core.values import is_component_schema, json_schema, show
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 SCHEMA = CONFIGS / "cogfast.schema.json"

@@ -21,8 +21,9 @@ from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
 from cogfast.data.sources import headers
 from cogfast.distributed.process_groups import start_processes
-from cogfast.train.assembly import assemble_datasets, assemble_order
+from cogfast.train.assembly import assemble_order
 from cogfast.train.preflight.header_scan import survey_datasets
+from tests.support.runs import datasets_of
 from tests.support.video_files import constant_rate, write_clip
 
 _LINKS = 60_000  # to one file; ext4 allows 65,000
@@ -81,7 +82,7 @@ def main() -> None:
         )
         start = time.perf_counter()
 
-    datasets = assemble_datasets(config, args, groups)
+    datasets = datasets_of(config, args, groups)
     report("list")
     datasets, _ = survey_datasets(datasets, args, groups, 512)
     report("headers")

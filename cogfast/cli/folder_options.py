@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cogfast.cli.parser import Parser, check_run, local_path
+from cogfast.core.addresses import is_url
 from cogfast.extensions.stores.mirror import copy_of
-from cogfast.extensions.stores.store import is_url
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # both spellings are accepted
 
@@ -34,18 +34,16 @@ def parse_report(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     """Return the folders of the runs, and the file to write; None: the default."""
     text = "Write the page of a run again: index.html in its folder. With several runs, write one page that "
     parser = Parser(prog="cogfast report", description=text + "compares them.", allow_abbrev=False)
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the folder of a run, or its address"
-    )
+    text = "the folder of a run, or its address"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
     text = (
         "the page; default: RUN/index.html, or report.html for several runs; needed for addresses"
     )
     parser.add_argument("--out", type=local_path, metavar="FILE", help=text)
     found = parser.parse_args([*argv])
     if found.out is None and any(map(is_url, found.runs)):
-        raise ValueError(
-            "--out is missing; give a file of this machine for the page of runs in a store"
-        )
+        text = "give a file of this machine for the page of runs in a store"
+        raise ValueError(f"--out is missing; {text}")
     runs = [copy_of(run, is_whole=True) for run in found.runs]
     for run in runs:
         check_run(parser.prog, argv, [run])
@@ -57,9 +55,8 @@ def parse_publish(argv: Sequence[str]) -> tuple[Path, str, bool, bool | None]:
     text = "Upload a run to the Hugging Face hub: its weights for diffusers, a model card and four videos of "
     text += "its last evaluation. Captions and paths of the data stay here."
     parser = Parser(prog="cogfast publish", description=text, allow_abbrev=False)
-    parser.add_argument(
-        "run", metavar="RUN", help="a run or one of its checkpoints, or its address"
-    )
+    text = "a run or one of its checkpoints, or its address"
+    parser.add_argument("run", metavar="RUN", help=text)
     text = "the repository; created if it is missing"
     parser.add_argument("repo", metavar="OWNER/NAME", help=text)
     text = "write the files to RUN/hub and upload nothing"
@@ -116,9 +113,8 @@ def parse_convert(argv: Sequence[str]) -> dict[str, typing.Any]:
     found = vars(_parse_of_one_run(parser, argv, "src", "dst", f"my_folder --to {kind}"))
     del found["traceback"]
     if is_url(found["dst"]):
-        raise ValueError(
-            f"{found['dst']}: DST must be a folder of this machine; give a path, and upload it"
-        )
+        text = "DST must be a folder of this machine; give a path, and upload it"
+        raise ValueError(f"{found['dst']}: {text}")
     for key in ("src", "add_lora"):  # that of --merge-lora may have a scale behind it
         if found[key]:
             found[key] = copy_of(found[key])

@@ -22,25 +22,18 @@ from cogfast.config.deepspeed_keys import DeepSpeedSection
 from cogfast.config.sat_classes import TARGETS
 from cogfast.config.sat_network import NETWORK_MODELS
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import describe, is_component_schema, json_schema, show
+from cogfast.core.values import describe, is_component_schema, json_schema, show
 from cogfast.data.datasets import ListedVideos, VideoList, VideoShards
 from cogfast.moved import find, public_module
 
 REQUIRED = "required"
-# Place of a component -> the key of its params, without the target's part of it
-_COMPONENTS = {
-    "denoiser": "model.denoiser_config.params",
-    "scaling": "scaling_config.params",
-    "discretization": "discretization_config.params",
-    "loss_fn": "model.loss_fn_config.params",
-    "sigma_sampler": "sigma_sampler_config.params",
-    "sampler": "model.sampler_config.params",
-    "guider": "guider_config.params",
-    "dyn_thresh": "dyn_thresh_config.params",
-    "first_stage": "model.first_stage_config.params",
+# Places of components -> the key of their params. The key of another place is that of its component, without
+# that of the component around it.
+_PARAMS = {
     "emb_models": "model.conditioner_config.params.emb_models[0].params",
     "optimizer": "deepspeed.optimizer.params",
 }
+_IN_MODEL = ("denoiser", "loss_fn", "sampler", "first_stage")
 # The params of SAT's class are those of its nested sections.
 _WRITTEN_OUT = ("cogfast.model.autoencoder.video_autoencoder_from_sat",)
 _INTRODUCTION = """\
@@ -62,12 +55,6 @@ class Option:
     default: str
     meaning: str
 
-    def line(self) -> str:
-        """Return an item of a list in Markdown."""
-        default = self.default if self.default == REQUIRED else f"default `{self.default}`"
-        notes = f" ({self.type}; {default})" if self.type else ""
-        return f"- `{self.key}`{notes}: {self.meaning}\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -82,15 +69,12 @@ class Group:
 def groups() -> Iterator[Group]:
     """Yield all groups of options in the order of the file."""
     yield Group("args", text="How a run trains, evaluates and samples.", level=2)
-    title, rows = "", []
+    of_args: list[Group] = []
     for option in of_model(TrainArguments, "args."):
-        name = option.key.partition(".")[2]
-        if name in GROUPS and rows:
-            yield Group(f"args: {title}", rows)
-            rows = []
-        title = GROUPS.get(name, title)
-        rows.append(option)
-    yield Group(f"args: {title}", rows)
+        if title := GROUPS.get(option.key.partition(".")[2]):
+            of_args.append(Group(f"args: {title}"))
+        of_args[-1].options.append(option)
+    yield from of_args
     text = "`data.target` names the class of the data set ([data.md](data.md)), `data.params` describe it."
     yield Group("data", text=text, level=2)
     common = _of_call(ListedVideos, "data.params.")
@@ -103,8 +87,8 @@ def groups() -> Iterator[Group]:
     yield Group("model without its components", of_model(ModelArguments, "model."))
     for (where, users), kind in NETWORK_MODELS.items():
         yield Group(f"{where}{users}", of_model(kind))
-    for name in _COMPONENTS:
-        if name != "optimizer":
+    for name in PLACES:
+        if name not in ("network", "data", "optimizer"):
             yield from _of_place(name)
     text = "DeepSpeed's configuration, whose documentation describes the keys of its sections."
     yield Group("deepspeed", of_model(DeepSpeedSection, "deepspeed."), text, level=2)
@@ -140,30 +124,23 @@ def _shown(default: Any) -> str:
 
 def _of_place(name: str) -> Iterator[Group]:
     """Yield a group for each constructor of the classes that a place of components allows."""
-    place, found = PLACES[name], {}
-    for path in place.paths:
+    found: dict[type, list[type]] = {}
+    for path in PLACES[name].paths:
         if path.startswith("cogfast.") and path not in _WRITTEN_OUT:
             kind = find(path)
             # Samplers share one constructor, and so one list.
             owner = next(base for base in kind.__mro__ if "__init__" in vars(base))
             found.setdefault(owner, []).append(kind)
+    key = _PARAMS.get(name, f"{'model.' * (name in _IN_MODEL)}{name}_config.params")
     for owner, kinds in found.items():
-        targets = [
-            target
-            for kind in kinds
-            for target in (*_sat_names(kind), f"{public_module(kind)}.{kind.__name__}")
-        ]
+        targets: list[str] = []
+        for kind in kinds:
+            path = f"{public_module(kind)}.{kind.__name__}"
+            targets += [kind.__name__] * (path in OWN_OPTIMIZERS.values())
+            targets += [sat for sat, one in TARGETS.items() if one.path == path != sat] + [path]
         text = f"`target`: `{'`, `'.join(targets)}`"
         options = [] if owner is object else _of_call(owner)
-        names = ", ".join(kind.__name__ for kind in kinds)
-        yield Group(f"{_COMPONENTS[name]} of {names}", options, text)
-
-
-def _sat_names(kind: type) -> list[str]:
-    """Return the other names of a class that a configuration may use."""
-    path = f"{public_module(kind)}.{kind.__name__}"
-    own = [kind.__name__] if path in OWN_OPTIMIZERS.values() else []
-    return own + [name for name, sat in TARGETS.items() if sat.path == path and name != path]
+        yield Group(f"{key} of {', '.join(kind.__name__ for kind in kinds)}", options, text)
 
 
 def _of_call(kind: Any, where: str = "") -> list[Option]:
@@ -225,5 +202,10 @@ def render(found: Iterable[Group]) -> str:
     for group in found:
         parts.append(f"{'#' * group.level} {group.title}\n")
         parts += [group.text + "\n"] if group.text else []
-        parts += ["".join(one.line() for one in group.options)] if group.options else []
+        lines = ""
+        for one in group.options:
+            default = REQUIRED if one.default == REQUIRED else f"default `{one.default}`"
+            notes = f" ({one.type}; {default})" if one.type else ""
+            lines += f"- `{one.key}`{notes}: {one.meaning}\n"
+        parts += [lines] if lines else []
     return "\n".join(parts)

@@ -1,9 +1,9 @@
-"""Parses the command lines of the commands that read a configuration, including SAT's own flags."""
+"""Parses the command lines of the commands that read a configuration, including SAT's own flags, and refuses
+words that the command does not read."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -12,45 +12,38 @@ import sys
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
+from itertools import filterfalse
 from pathlib import Path
 
-from cogfast.cli import start
 from cogfast.cli.parser import RUN_CONFIG, Parser, check_run, local_path, number_up_to, refuse_cut
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT
+from cogfast.config.arguments import GROUPS, TrainArguments
+from cogfast.config.sat_network import POSITION_KEY
 from cogfast.config.sat_unused import UNUSED
 from cogfast.core.files import read_limited
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, level
+from cogfast.core.values import nearest_folder
 from cogfast.extensions.sample.flags import INPUTS, SamplingFlags, addresses
 from cogfast.extensions.sample.prompt_files import files_of_prompts, split_prompts, utf8_lines
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.weights.checkpoint_manifest import run_of, trained_settings
 
 # SAT's flags without a value, in addition to the boolean fields of TrainArguments.
-_SWITCHES = (
-    "no_load_rng",
-    "no_save_rng",
-    "resume_dataloader",
-    "debug",
-    "force_pretrain",
-    "save_args",
-    "batch_from_same_dataset",
-    "deepspeed",
-    "sdedit",
-    "image2video",
-    "force_train",
-    "force_inference",
-)
+_SWITCHES = ("no_load_rng", "no_save_rng", "resume_dataloader", "debug", "force_pretrain")
+_SWITCHES += ("save_args", "batch_from_same_dataset", "deepspeed", "sdedit", "image2video")
 # SAT's flags that have a legal value here but no field in TrainArguments.
 _OTHER_FLAGS = ("sdedit", "iterable_dataset", "deepspeed_config")
-
-
+# Keys of the configuration to values and to where they come from, for messages
+Settings = dict[str, tuple[object, str]]
 _MOST_COLUMNS = 135
 # Keys of args that the file of a run to resume or sample does not set: what is run, published, written and
 # removed elsewhere, read as prompts, and of one start. The run continues in its folder, wherever that is now.
 _OF_CALLER = ("eval_command", "push_to_hub", "encode_first", "local_cache", "output_dir")
 _OF_CALLER += ("input_type", "input_file", "run_folder", "accept_changes")
 _INPUT_NAMES = [name.replace("-", "_") for name in INPUTS]
+_OF_SAMPLING = ("output_dir", "input_type", "input_file", "force_inference", "only_save_latents")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +63,7 @@ class Request:
     weights: str | None = None  # run folder to sample from; None: use args.load
     # {section: (values, file)} with which `weights` were trained, in place of `base`
     settings: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    lora: tuple[str, ...] = ()  # PATH or PATH:SCALE
+    lora: Sequence[str] = ()  # PATH or PATH:SCALE
     ema: bool | None = None  # averaged weights; None: those of runs that have any
     sampling: SamplingFlags = SamplingFlags()
 
@@ -101,14 +94,19 @@ def parse_train(argv: Sequence[str]) -> Request:
         "accept_changes": "resume even if keys changed that affect training",
     }
     found, request = _parse_run(parser, argv, "args.train_iters=100", shown)
-    return dataclasses.replace(request, dry_run=found.dry_run)
+    return replace(request, dry_run=found.dry_run)
 
 
 def _parse_run(
     parser: Parser, argv: Sequence[str], example: str, shown: Mapping[str, str]
 ) -> tuple[argparse.Namespace, Request]:
     """Parse the words of a command about a run: a model's folder or --base, and key=value."""
-    start.add_options(parser, rank=number_up_to(int, 4096))
+    text = "videos to train on, a path or an address such as s3://bucket/clips, in any layout of docs/data.md; may be repeated"
+    parser.add_argument("--data", action="append", metavar="PATH", help=text)
+    text = "train LoRA adapters of this rank; without it, all weights"
+    parser.add_argument("--lora", type=number_up_to(int, 4096), metavar="RANK", help=text)
+    text = "folder or address in which cogfast train creates the run's folder; default: runs"
+    parser.add_argument("--out", metavar="DIR", help=text)
     text = "a pipeline's folder, address or hub id, in place of --base; set a key of the configuration, such as "
     parser.add_argument("words", nargs="*", metavar="FOLDER | key=value", help=text + example)
     found = _parse_words(parser, argv, shown)
@@ -122,11 +120,13 @@ def _parse_run(
     example = f"{parser.prog} {model or ('--base ...' if base else 'FOLDER')} --data"
     for word in [*names, *filter(os.path.isdir, others)]:
         if os.path.exists(word):
-            given = "".join(f" {source} --data" for source in found.data or [])
-            raise ValueError(f"--data is missing before {word!r}; write {example}{given} {word}")
+            before = "".join(f" {source} --data" for source in found.data or [])
+            raise ValueError(f"--data is missing before {word!r}; write {example}{before} {word}")
         text = f"{word!r} is neither an option nor key=value; files go after --base"
         raise ValueError(f"{text}, and videos after --data")
-    settings = start.settings_of(found)
+    given = (("train_data", found.data, "--data"), ("lora_rank", found.lora, "--lora"))
+    given += (("save", found.out, "--out"),)
+    settings = {f"args.{key}": (value, name) for key, value, name in given if value is not None}
     overrides = _all_overrides(found, [*moved, *overrides], settings)
     runs = [word.partition("=")[2] for word in overrides if word.startswith("args.resume=")]
     run = json.loads(runs[-1]) if runs and runs[-1].startswith('"') else "".join(runs[-1:])
@@ -144,15 +144,66 @@ def _parse_run(
         _refuse_second_load(model, overrides)
         # A plan reads no data and no weights, and a dry run should not take long.
         is_plan = parser.prog.endswith("plan")
-        has_data = is_plan or any(word.startswith("args.train_data=") for word in overrides)
-        has_cache = any(word.startswith("args.latent_cache=") for word in overrides)
+        keys = [word.partition("=")[0] for word in overrides]
+        has_data = is_plan or "args.train_data" in keys
+        is_read = not (is_plan or "args.latent_cache" in keys)
         may_download = not (is_plan or getattr(found, "dry_run", False))
-        files, settings = start.find_model(
-            model, settings, has_data, may_download, is_read=not (is_plan or has_cache)
-        )
+        files, settings = _find_model(model, settings, has_data, may_download, is_read)
         base = [*files, *base]  # the user's own files count more
     allowed = found.allow_import
     return found, Request(base=base, overrides=overrides, allow_import=allowed, settings=settings)
+
+
+def _find_model(
+    folder: str, settings: Settings, has_data: bool, may_download: bool, is_read: bool
+) -> tuple[list[str], Settings]:
+    """Return the packaged files for a model's folder, and `settings` with the keys that fit them to it.
+
+    folder: a diffusers pipeline, its id on the hub, or a folder of SAT's. has_data: args.train_data is
+    set elsewhere. is_read: all weights of a pipeline are needed.
+    """
+    from cogfast.extensions.pipeline_folder.pipeline_folder import (
+        find_config,
+        hub_folder,
+        is_hub_id,
+        needed_files,
+    )
+
+    folder = copy_of(folder, may_download=may_download)
+    path = Path(folder)
+    if is_hub_id(folder):
+        path = hub_folder(folder, "FOLDER", may_download)
+    if not path.is_dir():
+        raise ValueError(
+            f"{folder}: no such folder; give the folder of a CogVideoX pipeline, or its id on the hub"
+            f"{'; a file goes after --base' if path.is_file() else nearest_folder(path)}"
+        )
+    if (path / "training_config.yaml").is_file():
+        text = f"is a run; train on with --resume {folder} alone, or give --base"
+        raise ValueError(f"{folder}: {text} {folder}/training_config.yaml args.load={folder}")
+    if not any((path / name).is_file() for name in ("model_index.json", "latest")):
+        raise ValueError(
+            f"{folder}: has no model_index.json; give the folder of a CogVideoX pipeline of diffusers, "
+            "or SAT's transformer folder"
+        )
+    if not has_data and "args.train_data" not in settings:
+        raise ValueError("--data is missing; give the folder of your videos: --data my_videos")
+    if is_read and (path / "model_index.json").is_file():
+        lacking = [name for name in needed_files(path) if not (path / name).is_file()]
+        if lacking:
+            raise ValueError(
+                f"{folder}: has no {lacking[0]}, as after a download that was interrupted; repeat it: hf download "
+                f"OWNER/MODEL --local-dir {folder}"
+            )
+    model, values = find_config(path)
+    if "args.lora_rank" in settings:
+        values["args.experiment_name"] = "lora"
+    # Training has whole-numbered positions, as both upstream trainers.
+    values.pop(f"{POSITION_KEY}.positions", None)
+    values["args.mode"] = "finetune"
+    names = [*(["lora.yaml"] if "args.lora_rank" in settings else []), "sft.yaml"]
+    base = [str(model), *(str(model.with_name(name)) for name in names)]
+    return base, {key: (value, str(path)) for key, value in values.items()} | settings
 
 
 def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
@@ -160,9 +211,8 @@ def parse_cache(argv: Sequence[str]) -> tuple[Request, float | None]:
     text = "Encode a run's videos and captions once, into args.latent_cache."
     parser = _new_parser("cache", text)
     text = "price of an hour of one GPU; the log then has the costs"
-    parser.add_argument(
-        "--price", metavar="DOLLARS_PER_GPU_HOUR", type=number_up_to(float, 1000, 0.001), help=text
-    )
+    price = number_up_to(float, 1000, 0.001)
+    parser.add_argument("--price", metavar="DOLLARS_PER_GPU_HOUR", type=price, help=text)
     found, request = _parse_run(parser, argv, "args.latent_cache=PATH", {})
     return request, found.price
 
@@ -188,21 +238,21 @@ def parse_sample(argv: Sequence[str]) -> Request:
     text = "Generate videos with a run, a model folder (diffusers pipeline), or the weights of args.load."
     parser = _new_parser("sample", text)
     text = "prompt of a video; may be repeated"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     text = "text file with a prompt per line"
     parser.add_argument("--prompt-file", type=local_path, metavar="FILE", help=text)
+    each = "; once for all prompts, or once per prompt"
+    files: dict[str, typing.Any] = {"type": local_path, "action": "append", "metavar": "FILE"}
     for name, (text, _) in INPUTS.items():
-        text += "; once for all prompts, or once per prompt"
-        parser.add_argument(
-            f"--{name}", type=local_path, action="append", metavar="FILE", help=text
-        )
-    text = "tensor of data.params.tensors, for a network of your own; once for all prompts, or once per prompt"
-    parser.add_argument("--tensor", action="append", metavar="NAME=FILE.npy", help=text)
+        parser.add_argument(f"--{name}", help=text + each, **files)
+    text = "tensor of data.params.tensors, for a network of your own" + each
+    more: dict[str, typing.Any] = {"action": "append", "default": []}
+    parser.add_argument("--tensor", dest="tensors", metavar="NAME=FILE.npy", help=text, **more)
     text = "use the averaged (EMA) weights, or not; default: those of FOLDER and of the runs of --lora, where "
     text += "they have any, and the plain weights of args.load"
     parser.add_argument("--ema", action=argparse.BooleanOptionalAction, help=text)
     text = "merge adapters, with a strength (default: 1): a LoRA file, a SAT folder or a run; may be repeated"
-    parser.add_argument("--lora", action="append", metavar="PATH[:SCALE]", help=text)
+    parser.add_argument("--lora", metavar="PATH[:SCALE]", help=text, **more)
     text = "print the merged configuration, check it, and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "output folder, without samples of an earlier call; default: args.output_dir, with a run the folder "
@@ -218,13 +268,13 @@ def parse_sample(argv: Sequence[str]) -> Request:
     base, moved = _split_overrides(found.base or [])
     sources, overrides = _split_overrides(found.sources)
     if len(sources) + bool(base) > 1:
-        _refuse_words(parser.prog, argv, sources, found.prompt or [])
+        _refuse_words(parser.prog, argv, sources, found.prompts or [])
     if len(sources) + bool(base) != 1:
         raise ValueError("give either --base model.yaml inference.yaml or one folder")
     if sources:
         sources = [copy_of(sources[0], may_download=not found.dry_run)]
         check_run(parser.prog, argv, sources)
-    if found.prompt and found.prompt_file:
+    if found.prompts and found.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; use one")
     if sources and not Path(sources[0]).exists():
         from cogfast.extensions.pipeline_folder.pipeline_folder import hub_folder, is_hub_id
@@ -232,36 +282,34 @@ def parse_sample(argv: Sequence[str]) -> Request:
         # A word that is neither a path nor an id is reported below, as a folder that is missing.
         if is_hub_id(sources[0]):
             sources = [str(hub_folder(sources[0], "FOLDER", may_download=not found.dry_run))]
-    settings = trained_settings(Path(sources[0])) if sources else {}
-    run_config = _run_config(Path(sources[0])) if sources and not settings else None
-    # Sampling need not use the layout that the run was trained with.
-    layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
-    fitting = [f"args.{word}" for word in layout] if run_config or settings else []
-    # Neither a run nor a checkpoint of one: a model folder, with the file of configs/ that fits it.
-    if sources and run_config is None and not settings:
-        from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
+    settings: Settings = {}
+    fitting: list[str] = []
+    if sources:
+        settings = trained_settings(Path(sources[0]))
+        file = None if settings else _run_config(Path(sources[0]))
+        if settings or file:
+            # Sampling need not use the layout that the run was trained with.
+            layout = ("model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
+            fitting = [f"args.{word}" for word in layout]
+            settings = settings | _of_caller(settings)
+        else:  # a model folder, with the file of configs/ that fits it
+            from cogfast.extensions.pipeline_folder.pipeline_folder import find_config
 
-        _refuse_second_load(sources[0], _all_overrides(found, overrides))
-        run_config, values = find_config(Path(sources.pop()))
-        fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    return Request(
-        base=base or ([] if settings else [str(run_config)]),
-        settings=settings | (_of_caller(settings) if sources else {}),
-        overrides=[*fitting, *_all_overrides(found, [*moved, *overrides])],
-        allow_import=found.allow_import,
-        dry_run=found.dry_run,
-        prompts=found.prompt,
-        prompt_file=found.prompt_file,
-        inputs={name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
-        tensors=found.tensor or (),
-        out=found.out,
-        weights=sources[0] if sources else None,
-        ema=found.ema,
-        lora=tuple(found.lora or ()),
-        sampling=SamplingFlags(
-            **{one.name: getattr(found, one.name) for one in fields(SamplingFlags)}
-        ),
-    )
+            _refuse_second_load(sources[0], _all_overrides(found, overrides))
+            file, values = find_config(Path(sources.pop()))
+            fitting = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        base = [] if file is None else [str(file)]
+    # The other fields have the names of their options.
+    names = vars(found).keys() & {one.name for one in fields(Request)}
+    given = {name: vars(found)[name] for name in names} | {
+        "base": base,
+        "settings": settings,
+        "overrides": [*fitting, *_all_overrides(found, [*moved, *overrides])],
+        "inputs": {name: vars(found)[name] for name in _INPUT_NAMES if vars(found)[name]},
+        "weights": sources[0] if sources else None,
+        "sampling": SamplingFlags(**{o.name: vars(found)[o.name] for o in fields(SamplingFlags)}),
+    }
+    return Request(**given)
 
 
 def _refuse_words(
@@ -319,23 +367,22 @@ def read_prompts(
 
     A line of a file may be prompt@@image, as in SAT.
     """
+    fix = "give --prompt TEXT or a file of prompts"
     if request.prompts is not None:
         key, lines = "--prompt", request.prompts
     elif request.prompt_file is None and args.input_type == "cli":
         key, lines = "standard input", utf8_lines(sys.stdin.buffer.read(), "standard input")
     else:
         file = request.prompt_file or args.input_file
-        key = "--prompt-file" if request.prompt_file else "args.input_file"
+        key = f"{'--prompt-file' if request.prompt_file else 'args.input_file'}={file}"
         if not os.path.isfile(file):
             problem = "is a folder" if os.path.isdir(file) else "no such file"
-            raise ValueError(f"{key}={file}: {problem}; give --prompt TEXT or a file of prompts")
-        text = read_limited(file, 1 << 26, "give --prompt TEXT or a file of prompts")
-        key = f"{key}={file}"
-        lines = utf8_lines(text, key)
+            raise ValueError(f"{key}: {problem}; {fix}")
+        lines = utf8_lines(read_limited(file, 1 << 26, fix), key)
     # Blank lines of a file are skipped; an empty --prompt is a prompt.
     pairs = split_prompts([line for line in lines if line.strip() or request.prompts], key)
     if not pairs:
-        raise ValueError(f"{key}: there is no prompt; give --prompt TEXT or a file of prompts")
+        raise ValueError(f"{key}: there is no prompt; {fix}")
     prompts = [prompt for prompt, _ in pairs]
     # Images may also stand behind the prompts.
     given = {"image": [image for _, image in pairs], **request.inputs}
@@ -372,18 +419,17 @@ def _parse_words(
     """
     hints = typing.get_type_hints(TrainArguments)
     unused = [key.removeprefix("args.") for key in UNUSED if key.startswith("args.")]
-    for name in [f.name for f in fields(TrainArguments)] + unused + list(_OTHER_FLAGS):
+    for name in [*TrainArguments.model_fields] + unused + list(_OTHER_FLAGS):
         # Both --train-iters and --train_iters; a name of one word has one spelling.
         flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
         help_text = shown.get(name, argparse.SUPPRESS)
         options: dict[str, typing.Any] = {"help": help_text, "dest": f"args.{name}"}
-        kinds = typing.get_args(hints.get(name)) or (hints.get(name),)
+        hint = hints.get(name, str)
+        kinds = (hint, *typing.get_args(hint))
         # SAT's switches have no value: the flag alone means true.
         if name in _SWITCHES or bool in kinds:
             options |= {"action": "store_const", "const": True}
-        elif typing.get_origin(hints.get(name)) is list or any(
-            typing.get_origin(kind) is list for kind in kinds
-        ):
+        elif any(typing.get_origin(kind) is list for kind in kinds):
             options["nargs"] = "*"
         elif name in shown:
             options["metavar"] = "VALUE"
@@ -393,59 +439,51 @@ def _parse_words(
 
 
 def _all_overrides(
-    found: argparse.Namespace, words: Sequence[str], settings: start.Settings | None = None
+    found: argparse.Namespace, words: Sequence[str], settings: Settings | None = None
 ) -> list[str]:
     """Return SAT's flags as key=value overrides, then `words`. ValueError if two of them, or of the options
-    in `settings`, set one key."""
-    flags, moved = _flag_overrides(found)
-    words = [*moved, *words]
-    by_flags = [flag.partition("=")[0] for flag in flags]
-    by_words = [word.partition("=")[0] for word in words]
-    options = [(name, key, by_flags + by_words) for key, (_, name) in (settings or {}).items()]
-    options += [(f"--{key.removeprefix('args.')}", key, by_words) for key in by_flags]
-    for name, key, others in options:
-        if key in others:
-            raise ValueError(f"{name} and {key} on the command line set the same; keep one")
-    return [*flags, *words]
+    in `settings`, set one key.
 
-
-def _flag_overrides(found: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return SAT's flags as key=value overrides.
-
-    A flag with a list value also takes the key=value arguments behind it, which are returned too.
+    A flag with a list value also takes the key=value arguments behind it, which stand before `words`.
     """
     hints = typing.get_type_hints(TrainArguments)
-    values = vars(found)
     behind: list[str] = []
-    overrides: list[str] = []
-    for key, value in values.items():
+    flags: dict[str, str] = {}
+    for key, value in vars(found).items():
         # A flag that is left out sets nothing, so that it does not overwrite a file's value.
         if not key.startswith("args.") or value is None:
             continue
-        kinds = typing.get_args(hints.get(key[5:])) or (hints.get(key[5:]),)
+        hint = hints.get(key[5:], str)
+        is_text = str in (hint, *typing.get_args(hint))
+        # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
         if isinstance(value, list):
             value, moved = _split_overrides(value)
-            items = [json.dumps(v, ensure_ascii=False) if str in kinds else v for v in value]
-            overrides.append(f"{key}=[{', '.join(items)}]")
+            items = [json.dumps(v, ensure_ascii=False) if is_text else v for v in value]
+            flags[key] = f"[{', '.join(items)}]"
             behind += moved
-        elif isinstance(value, str) and (str in kinds or key[5:] not in hints):
-            # Quoted: overrides are parsed as YAML, which would read a name such as 007 as a number.
-            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+        elif isinstance(value, str) and is_text:
+            flags[key] = json.dumps(value, ensure_ascii=False)
         else:
-            overrides.append(f"{key}={str(value).lower() if value is True else value}")
-    return overrides, behind
+            flags[key] = str(value).lower() if value is True else str(value)
+    words = [*behind, *words]
+    by_words = [word.partition("=")[0] for word in words]
+    options = [(name, key, [*flags, *by_words]) for key, (_, name) in (settings or {}).items()]
+    options += [(f"--{key.removeprefix('args.')}", key, by_words) for key in flags]
+    for name, key, others in options:
+        if key in others:
+            raise ValueError(f"{name} and {key} on the command line set the same; keep one")
+    return [*(f"{key}={text}" for key, text in flags.items()), *words]
 
 
 def _split_overrides(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a list from argparse into names of files or folders, and key=value overrides."""
     # A file name may contain "=".
-    is_override = ["=" in item.partition("://")[0] and not os.path.exists(item) for item in items]
+    is_override = lambda item: "=" in item.partition("://")[0] and not os.path.exists(item)
     # Both keep their order: a later override of one key wins.
-    names = [item for item, is_one in zip(items, is_override, strict=True) if not is_one]
-    return names, [item for item, is_one in zip(items, is_override, strict=True) if is_one]
+    return [*filterfalse(is_override, items)], [*filter(is_override, items)]
 
 
-def _of_caller(stored: start.Settings, writes_cache: bool = False) -> start.Settings:
+def _of_caller(stored: Settings, writes_cache: bool = False) -> Settings:
     """Unset what a run's file, which may come from elsewhere, must not decide, and weights that it need not read."""
     sections, defaults = {name: values for name, (values, _) in stored.items()}, TrainArguments()
     unset = {*addresses(sections)} - {*addresses(sections, is_of_run=True)}
@@ -461,3 +499,60 @@ def _run_config(folder: Path) -> Path | None:
     # A checkpoint has its run's configuration, in the folder of the run.
     places = (folder / RUN_CONFIG, run_of(folder) / RUN_CONFIG)
     return next((path for path in places if path.is_file()), None)
+
+
+def refuse_sampling_keys(origins: Mapping[str, str], args: Mapping[str, typing.Any]) -> None:
+    """Raise ValueError if the command line of `cogfast train` sets a key that only sampling reads, or the
+    place of the run twice."""
+    for key in (f"args.{name}" for name in _OF_SAMPLING):
+        if level(find_origin(origins, key)) > 0:
+            fix = "set args.run_folder" if key.endswith("output_dir") else "leave it out"
+            raise ValueError(f"{key} is for cogfast sample and has no effect on training; {fix}")
+    if args["run_folder"] is not None and "--out" in origins.values():
+        raise ValueError(
+            f"--out {args['save']} and args.run_folder={args['run_folder']} are both given; keep one"
+        )
+
+
+def refuse_training_keys(origins: Mapping[str, str]) -> None:
+    """Raise ValueError if the command line of `cogfast sample` sets a key that only training reads."""
+    group = ""
+    for name in TrainArguments.model_fields:
+        group, key = GROUPS.get(name, group), f"args.{name}"
+        is_of_training = group in ("learning rate", "evaluation")
+        if is_of_training and find_origin(origins, key) == COMMAND_LINE:
+            raise ValueError(
+                f"{key} has no effect on sampling; leave it out (cogfast sample --help lists the options)"
+            )
+
+
+def check_packages(packages: Sequence[str]) -> None:
+    """Raise ValueError if --allow-import names Python's own modules, or packages that cogfast depends on.
+
+    A received file could name their functions, such as subprocess.Popen.
+    """
+    theirs = _of_others() if packages else set()
+    for package in packages:
+        if "," in package:
+            raise ValueError(f"--allow-import {package}: repeat the option for each package")
+        if package.partition(".")[0] in theirs:
+            text = f"--allow-import {package} is not a package that you wrote: it is part of Python, or cogfast needs it"
+            raise ValueError(f"{text}; name your own, and derive your class there")
+
+
+def _of_others() -> set[str]:
+    """Return the top-level modules of Python and of the distributions that cogfast depends on."""
+    needed, waiting = set[str](), ["cogfast"]
+    while waiting:
+        if (name := _plain(waiting.pop())) not in needed:
+            needed.add(name)
+            with suppress(metadata.PackageNotFoundError):
+                lines = [n for n in metadata.requires(name) or () if "extra ==" not in n]
+                waiting += [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
+    found = metadata.packages_distributions().items()
+    of_others = {module for module, names in found if needed & {*map(_plain, names)}}
+    return {*sys.stdlib_module_names, *of_others, "cogfast"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

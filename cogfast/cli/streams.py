@@ -16,8 +16,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, TextIO
 
-from cogfast.config.values import printable
 from cogfast.core.addresses import shown
+from cogfast.core.values import printable
 from cogfast.extensions.stores.mirror import named_by_urls
 
 if TYPE_CHECKING:
@@ -29,19 +29,16 @@ def is_first_rank() -> bool:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the sys.stderr of the time of writing, which a caller may have replaced."""
+    """Writes to the sys.stderr of the time of writing, which a caller may have replaced.
+
+    Escapes control characters and line breaks in log arguments, and names copies of a store by their URLs.
+    File names and captions come from data and could otherwise send commands to the terminal or
+    fake a log line. A message of several lines is therefore logged without arguments.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, or a closed pipe
             sys.stderr.write(self.format(record) + "\n")
-
-
-class _PlainText(logging.Formatter):
-    """Escapes control characters and line breaks in log arguments, and names copies of a store by their URLs.
-
-    File names and captions come from data and could otherwise send commands to the terminal or
-    fake a log line. A message of several lines is therefore logged without arguments.
-    """
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record.args, tuple):
@@ -55,10 +52,8 @@ class _PlainText(logging.Formatter):
 def start_logging() -> None:
     """Log to stderr: everything from INFO on rank 0, warnings on the other ranks."""
     logger = logging.getLogger("cogfast")
-    handler = _ToStderr()
-    handler.setFormatter(_PlainText())
     # In place of earlier handlers, so that a second command of one process does not log twice.
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers, logger.propagate = [_ToStderr()], False
     logger.setLevel(logging.INFO if is_first_rank() else logging.WARNING)
     # DeepSpeed calls a collective by its old name, and torch 2.13 warns about it on every rank.
     warnings.filterwarnings(

@@ -23,9 +23,11 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
 
-from cogfast.config.merged_config import DEFAULT, SECTIONS, leaves, to_dict
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS, TARGETS, SatClass
-from cogfast.config.values import (
+from cogfast.core.component import Component
+from cogfast.core.keys import DEFAULT
+from cogfast.core.values import (
     KeyProblem,
     check_keys,
     check_mapping,
@@ -175,7 +177,6 @@ _KNOWN_ROOTS = ("cogfast", "torch", *{path.partition(".")[0] for path in TARGETS
 _PLAIN = (bool, int, float, str, type(None))
 # Parameters that the assembly of a run fills in
 SET_BY_CODE = ("dtype", "device", "inner", "state", "params", "kernels", "args", "kwargs")
-_SECTIONS = tuple(f"{name}." for name in SECTIONS)  # how a message with a key starts
 # Additional keys of the entries of conditioner_config.params.emb_models.
 _BESIDE_TARGET = ("is_trainable", "input_key", "ucg_rate")
 
@@ -188,6 +189,24 @@ class Argument:
     key: str
 
 
+def component_of(
+    node: Mapping,
+    allow_import: Sequence[str] = (),
+    where: str = "",
+    given: Collection[str] | None = (),
+) -> Component:
+    """Return what a `{target, params}` node describes, with the components inside it.
+
+    where: the node's dotted key, for messages. given: arguments that `build` gets; None allows missing ones.
+    """
+    target, arguments = _arguments(node, where, allow_import, given, {})
+    inner = {name: _nested(a.value, a.key, allow_import) for name, a in arguments.items()}
+    params = to_dict(node).get("params") if isinstance(node, DictConfig) else node.get("params")
+    return Component(
+        kind=target, arguments=inner, key=where, target=node["target"], params=params or {}
+    )
+
+
 def instantiate(
     node: Mapping, allow_import: Sequence[str] = (), where: str = "", **given: object
 ) -> Any:
@@ -195,14 +214,7 @@ def instantiate(
 
     where: the node's dotted key, for messages. given: additional arguments.
     """
-    target, arguments = _arguments(node, where, allow_import, given, {})
-    built = {name: _build(a.value, a.key, allow_import) for name, a in arguments.items()}
-    try:
-        return target(**built, **given)
-    except (TypeError, ValueError) as error:
-        if not where or str(error).startswith(_SECTIONS):
-            raise
-        raise KeyProblem(where, f"{where}: {error}") from error  # --traceback shows where
+    return component_of(node, allow_import, where, given).build(**given)
 
 
 def resolve(node: Mapping, allow_import: Sequence[str] = ()) -> tuple[Callable, dict[str, Any]]:
@@ -401,12 +413,12 @@ def _require(target: Callable, parameters: Mapping, have: set[str], where: str) 
             raise KeyProblem(where, f"{join(where, name)} is missing; {target.__name__} needs it")
 
 
-def _build(value: object, key: str, allow_import: Sequence[str]) -> object:
-    """Build an argument's value if it is a component or a list of components."""
-    built = [instantiate(node, allow_import, where) for node, where in _components(value, key)]
-    if not built:
+def _nested(value: object, key: str, allow_import: Sequence[str]) -> object:
+    """Return an argument's value, in which nodes are components."""
+    found = [component_of(node, allow_import, where) for node, where in _components(value, key)]
+    if not found:
         return value
-    return built[0] if is_component(value) else built
+    return found[0] if is_component(value) else found
 
 
 def _components(value: object, key: str) -> list[tuple[Any, str]]:

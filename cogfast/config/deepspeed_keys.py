@@ -8,12 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from cogfast.config.arguments import Batch, TrainArguments
-from cogfast.config.merged_config import DEFAULT, find_origin, level, move_origin
-from cogfast.config.values import KeyProblem, Model, Range, join, problem_of, show
-
-# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
-_MOST_BF16_SUMMANDS = 4
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import move_origin
+from cogfast.core.keys import DEFAULT, Batch, find_origin, level
+from cogfast.core.values import KeyProblem, Model, Range, join, problem_of, show
 
 
 class DataTypes(Model):
@@ -248,16 +246,3 @@ def _keys(model: type[BaseModel]) -> dict[str, Any]:
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         known[field.alias or key] = _keys(inner[0]) if inner else {}
     return {"properties": known, "additionalProperties": {}}
-
-
-def stage_and_sums(section: dict, args: TrainArguments) -> tuple[int, str | None]:
-    """Return the ZeRO stage that runs, and the dtype in which micro-batches are summed (None: theirs).
-
-    section: of the configuration, `deepspeed`. The sums of many bf16 micro-batches are float32 unless
-    it says otherwise. In bf16 DeepSpeed has such sums where it partitions gradients, in stages 2 and 3.
-    """
-    dtype = (section.get("data_types") or {}).get("grad_accum_dtype")
-    if dtype is None and args.bf16 and args.gradient_accumulation_steps > _MOST_BF16_SUMMANDS:
-        dtype = "fp32"
-    has_wide_sums = args.bf16 and dtype in ("fp32", "float32", "float")
-    return max(args.zero_stage, 2 if has_wide_sums else 1), dtype

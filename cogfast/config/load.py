@@ -23,20 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from cogfast.config.arguments import TrainArguments
 from cogfast.config.components import resolve
 from cogfast.config.deepspeed_keys import fold
-from cogfast.config.merged_config import (
-    COMMAND_LINE,
-    DEFAULT,
-    SECTIONS,
-    Config,
-    find_origin,
-    leaves,
-    to_dict,
-)
+from cogfast.config.merged_config import SECTIONS, Config, leaves, to_dict
 from cogfast.config.sections import check_sections, complete_sections
-from cogfast.config.values import KeyProblem, Problems, cut, one_line, show
 from cogfast.config.yaml_files import check_interpolations, check_nesting, check_resolved, read_yaml
-from cogfast.extensions.stores.store import CACHE_VARIABLE, is_url
-from cogfast.extensions.stores.store_errors import check_address
+from cogfast.core.addresses import CACHE_VARIABLE, check_address, is_url
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin
+from cogfast.core.values import KeyProblem, Problems, cut, one_line, show
 
 COMMAND_KEY = "args.eval_command"
 # Files and folders that are not read from an object store

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cogfast.core.addresses import hint, shown
-from cogfast.extensions.stores.mirror import with_urls
+from cogfast.core.keys import find_origin
 
 SECTIONS = ("model", "data", "args", "deepspeed")
-COMMAND_LINE = "command line"
-DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +34,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return all sections as YAML; loading it gives the same values."""
-        return OmegaConf.to_yaml(with_urls(to_dicts(self)))
+        return OmegaConf.to_yaml(to_dicts(self))
 
     def describe(self, complete: Callable[..., Any] = lambda node, *_: node) -> str:
         """Return YAML with the origin of each value as a comment (`--dry-run`); complete: with_defaults."""
@@ -44,7 +42,7 @@ class Config:
         rows: list[tuple[str, str]] = []
         for name, section in self.sections().items():
             rows.append((f"{name}:" if len(section) else f"{name}: {{}}", ""))
-            plain = with_urls(complete(to_dict(section), name, whole.origins))
+            plain = complete(to_dict(section), name, whole.origins)
             rows += [("  " + text, origin) for text, origin in whole._rows(plain, (name,))]
         width = min(72, max(len(text) for text, _ in rows))
         lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
@@ -77,36 +75,6 @@ def to_dict(section: DictConfig) -> dict[str, Any]:
 def to_dicts(config: Config) -> dict[str, dict[str, Any]]:
     """Return all sections, by name."""
     return {name: to_dict(section) for name, section in config.sections().items()}
-
-
-def refuse(config: Config, key: str, text: str) -> NoReturn:
-    """Raise ValueError with `text`, preceded by the file that set `key`."""
-    raise ValueError(f"{find_origin(config.origins, key)}: {text}")
-
-
-def find_origin(origins: Mapping[str, str], key: str) -> str:
-    """Return the origin of the value of `key`. An item of a list has the origin of the list."""
-    if key in origins:  # a key may itself have brackets
-        return origins[key]
-    path = key.replace("[", ".").replace("]", "")
-    if path in origins:
-        return origins[path]
-    # A mapping has no origin of its own: use that of one of its values, if possible not a default.
-    below = [origin for name, origin in origins.items() if name.startswith(path + ".")]
-    if below:
-        return next((origin for origin in reversed(below) if origin != DEFAULT), DEFAULT)
-    while path := path.rpartition(".")[0]:
-        if path in origins:
-            return origins[path]
-    return DEFAULT
-
-
-def level(origin: str) -> int:
-    """Return 2 for key=value words, 1 for options such as --lora, 0 for files and defaults.
-
-    Where two keys set the same, the one of the higher level counts.
-    """
-    return 2 if origin == COMMAND_LINE else int(origin.startswith("--"))
 
 
 def move_origin(origins: dict[str, str], old: str, new: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cogfast.config.sat_network import autoencoder_arguments, network_arguments
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import KeyProblem, join, show
+from cogfast.core.values import KeyProblem, join, show
 
 _DIFFUSION = "sgm.modules.diffusionmodules"
 _SCHEDULES = "cogfast.diffusion.noise_schedule"

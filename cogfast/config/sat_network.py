@@ -8,15 +8,17 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen
 from omegaconf import DictConfig
 
-from cogfast.config.arguments import TrainArguments, select
-from cogfast.config.merged_config import DEFAULT, find_origin, level, to_dict
+from cogfast.config.arguments import TrainArguments
+from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import (
+from cogfast.core.keys import DEFAULT, find_origin, level
+from cogfast.core.values import (
     KeyProblem,
     Model,
     Range,
     check_mapping,
     join,
+    select,
     show,
     unknown_key,
     validated,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, Config
-from cogfast.config.values import show
+from cogfast.config.merged_config import Config
+from cogfast.core.keys import COMMAND_LINE, DEFAULT
+from cogfast.core.values import show
 
 _DECIDED_HERE = "the device and the launch decide this"
 _RNG = "random draws are functions of seed, step and sample, so there is no state to keep"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Len, MaxLen
 
-from cogfast.config.arguments import ModelArguments, Share, TrainArguments, select
+from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import (
     OWN_OPTIMIZERS,
     check_component,
     data_set_with,
-    hints_of,
     import_target,
     is_component,
     own_targets,
@@ -27,17 +25,19 @@ from cogfast.config.deepspeed_keys import (
     prepare,
     take,
 )
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, SECTIONS, find_origin
+from cogfast.config.merged_config import SECTIONS
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import NETWORK_KEY, fold_lora
 from cogfast.config.sat_unused import UNUSED
-from cogfast.config.values import (
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, Keys, Share, find_origin
+from cogfast.core.values import (
     KeyProblem,
     Model,
     check_keys,
     check_mapping,
     join,
     nearest,
+    select,
     show,
     unknown_key,
     validated,
@@ -123,7 +123,7 @@ def complete_sections(config: dict[str, Any], origins: dict[str, str]) -> None:
     prepare(deepspeed, origins)
     for name, schema in (("model", ModelArguments), ("args", TrainArguments)):
         section = config.setdefault(name, {})
-        for key, value in asdict(schema()).items():
+        for key, value in schema().model_dump().items():
             if key not in section:
                 section[key] = value
                 origins[f"{name}.{key}"] = DEFAULT
@@ -203,15 +203,19 @@ def _require_text_keys(node: object, where: str) -> None:
 def _unknown_section(name: str) -> KeyProblem:
     problem = unknown_key("", str(name), SECTIONS)
     for section, schema in (("args", TrainArguments), ("model", ModelArguments)):
-        if name in {f.name for f in fields(schema)}:
+        if name in schema.model_fields:
             return KeyProblem(str(name), f"unknown key {name}; did you mean {section}.{name}?")
     return problem
 
 
 def _check_section(
-    section: Mapping, schema: type, where: str, unused: dict[str, str], components: tuple[str, ...]
+    section: Mapping,
+    schema: type[Keys],
+    where: str,
+    unused: dict[str, str],
+    components: tuple[str, ...],
 ) -> None:
-    names = [f.name for f in fields(schema)]
+    names = [*schema.model_fields]
     silent = [key.partition(".")[2] for key in UNUSED if key.startswith(f"{where}.")]
     single = [key.partition(".")[2] for key in ONLY if key.startswith(f"{where}.")]
     for name, value in section.items():
@@ -259,7 +263,7 @@ def _check_deepspeed(
             key = join(where, name)
             raise KeyProblem(key, f"{key}: {REFUSED_DEEPSPEED[name]}")
     # A key of args has the type and the range of both.
-    kinds = hints_of(TrainArguments)
+    kinds = get_type_hints(TrainArguments, include_extras=True)
     for inner, name in FOLDED.items():
         value = select(section, inner)
         if value is not None:

@@ -15,8 +15,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.values import KeyProblem, cut, one_line
 from cogfast.core.files import read_limited
+from cogfast.core.values import KeyProblem, cut, one_line
 
 _MOST_BYTES = 2**19  # of a file
 _MOST_NESTED = 50  # levels of a file

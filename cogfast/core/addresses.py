@@ -1,10 +1,12 @@
-"""Texts as they are shown: addresses without user, password, query and fragment, and no tokens."""
+"""Addresses: how they are written, and texts as they are shown, without users, passwords, queries and tokens."""
 
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # A quote, the scheme, and the rest up to that quote, a blank or the next address. Paths have one slash.
@@ -23,6 +25,38 @@ _NAMES += rf"(?:=[\"']?|[\"']? *: *{_LONG}| *= *(?=[\"']){_LONG})"
 _NAMES += rf"|bearer +{_LONG}|authorization[\"']?[:=] *[\"']?(?:basic|bearer|token) +"
 _NAMES = rf"(?i:(?=[abpst])(?:{_NAMES}))|\b(?:hf|gh[a-z]|github_pat)_(?=[^\W_]{{16}})"
 _TOKEN = re.compile(rf"({_NAMES})(?:(?<=[\"'])[^\"'\s][^\"'\n]{{7,}}|[^\s\"'&<>,;()\\]{{8,}})")
+
+CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
+OF_CHAIN = "has :: in it; use addresses of one scheme"
+_CHAIN = re.compile(r"[\w+.-]+::\S*://")  # of file systems, as fsspec has them
+_WRITTEN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
+_STORES = ("s3", "gs", "hf")
+
+
+def is_url(name: str | Path) -> bool:
+    return "://" in str(name)
+
+
+def check_address(text: str) -> None:
+    """Raise ValueError for an address without a name, or one that is not written as the stores take it."""
+    if _CHAIN.match(text):
+        raise ValueError(f"{text}: {OF_CHAIN}")
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is None:
+        return
+    scheme = match[1].lower()
+    name = match[2].lstrip("/") if scheme in _STORES else match[2]  # file:///folder is an address
+    if not name.strip("/"):
+        raise ValueError(f"{text}: an address names a bucket or file; write {scheme}://NAME")
+    rule = "an address has a scheme in small letters and two slashes"
+    if text != text.strip():
+        rule = "an address has no blanks around it"
+    elif {".", ".."}.intersection(name.split("/")):
+        name, rule = posixpath.normpath(f"/{name}")[1:], "an address has no . or .. between slashes"
+    elif scheme.startswith("s3") and (key := name.partition("?versionId=")[0]) != name:
+        name, rule = key, "versions of objects are not read"
+    if (fixed := f"{scheme}://{name}") != text:
+        raise ValueError(f"{text}: {rule}; write {fixed}")
 
 
 def each_text(node: Any, change: Callable[[str], Any]) -> Any:

@@ -126,9 +126,8 @@ class BadSampleLog:
         """
         # Stop early where most of the samples are bad, say if a disk is not mounted.
         num_bad, (own_bad, own_tried) = len(self.reasons), own
-        is_hopeless = (
-            self.max_bad_fraction < 0.5 and own_bad >= _NUM_HOPELESS and 2 * own_bad > own_tried
-        )
+        are_most_bad = own_bad >= _NUM_HOPELESS and 2 * own_bad > own_tried
+        is_hopeless = self.max_bad_fraction < 0.5 and are_most_bad
         if num_bad <= self.limit and num_bad < self.num_samples and not is_hopeless:
             return
         named = "; ".join(f"{p}: {r}" for p, r in list(self.reasons.items())[:_NUM_NAMED])

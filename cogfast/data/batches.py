@@ -11,6 +11,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _MAX_ATTEMPTS = 100  # bad samples in a row that one slot passes over
 _MIDDLE = 127.5  # uint8 0..255 -> [-1, 1]
 
 
-class BatchLoader:
+class BatchLoader(Iterator[Batch], AbstractContextManager["BatchLoader"]):
     """Iterator over the micro-batches of one data-parallel rank, endless or `num_steps` long.
 
     A step has `accumulation` micro-batches. Item i of micro-batch a on rank r fills slot
@@ -70,8 +71,6 @@ class BatchLoader:
         assert order.num_samples == len(dataset), f"{order.num_samples=}, {len(dataset)=}"
         self.bad_samples = BadSampleLog(bad_samples_path, len(dataset), max_bad_fraction)
         self.num_padded = 0  # clips delivered so far whose last frame was repeated
-        self._dataset = dataset
-        self._order = order
         self._tried = bytearray(len(dataset))  # 1 for each sample that this rank has tried
         self._bad: set[str] = set()  # the bad ones of these
         is_cached, dali = isinstance(dataset, CachedVideos), None
@@ -87,12 +86,7 @@ class BatchLoader:
             prefetch_factor=prefetch_factor,
         )
 
-    def __iter__(self) -> BatchLoader:
-        return self
-
     def __next__(self) -> Batch:
-        if self._batches is None:
-            raise StopIteration
         try:
             batch = next(self._batches)
         except RuntimeError:
@@ -135,12 +129,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop the workers; later calls of next() end the iteration."""
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = None
-
-    def __enter__(self) -> BatchLoader:
-        return self
+        self._batches.close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -180,9 +169,7 @@ def _slots_of_steps(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (step, slots) of one rank's micro-batches, in order."""
     assert 0 <= dp_rank < dp_size, f"{dp_rank=} {dp_size=}"
-    for step in itertools.count(start_step):
-        if num_steps is not None and step == start_step + num_steps:
-            return
+    for step in itertools.islice(itertools.count(start_step), num_steps):
         micro_batch = order.num_slots(step) // (accumulation * dp_size)
         # The micro-batches of all ranks together fill consecutive slots.
         for number in range(dp_rank, accumulation * dp_size, dp_size):
@@ -213,34 +200,22 @@ class _MicroBatches(Reads):
         items: list[dict] = []
         bad: list[tuple[str, str]] = []
         tried: list[int] = []
-        for slot in slots:
-            item = self._fill(step, slot, bad, tried, first)
-            if item is None:
-                break
-            items.append(item)
         batch: Batch = {"step": step, "slots": slots, "bad": bad, "tried": tried}
-        if len(items) < len(slots):
-            return {**batch, "unfilled": True}
+        for slot in slots:
+            for attempt in range(first, min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
+                index = self._order.index(step, slot, attempt)
+                tried.append(index)
+                # The first ones were fetched above. A slow store does not count for the timeout.
+                if attempt > first and isinstance(dataset, CaptionedVideos):
+                    dataset.fetch([index])
+                try:
+                    items.append(self._read(index))
+                    break
+                except BadSample as error:
+                    bad.append((error.path, error.reason))
+            else:  # no candidate of the slot can be read
+                return {**batch, "unfilled": True}
         return {**_collate(items), **batch}
-
-    def _fill(
-        self, step: int, slot: int, bad: list[tuple[str, str]], tried: list[int], first: int
-    ) -> dict | None:
-        """Read the first readable candidate of a slot, from number `first` on; None if all are bad.
-
-        Appends to `bad` and `tried`.
-        """
-        for attempt in range(first, min(_MAX_ATTEMPTS, self._order.num_candidates(step))):
-            index = self._order.index(step, slot, attempt)
-            tried.append(index)
-            # `read` has fetched the first ones. A slow store does not count for the timeout.
-            if attempt > first and isinstance(self._dataset, CaptionedVideos):
-                self._dataset.fetch([index])
-            try:
-                return self._read(index)
-            except BadSample as error:
-                bad.append((error.path, error.reason))
-        return None
 
     def _read(self, index: int) -> dict:
         if index in self._timed_out:
@@ -259,7 +234,15 @@ def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
     # No signal interrupts a decoder that hangs in native code, so a thread reads. A hanging
     # thread is abandoned; it is a daemon, so it does not keep the process from ending.
     result: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_put_item, args=(dataset, index, result), daemon=True).start()
+
+    def read() -> None:
+        try:
+            result.put((dataset[index], None))
+        # The caller raises it; an exception that leaves a thread would only be printed.
+        except BaseException as error:
+            result.put((None, error))
+
+    threading.Thread(target=read, daemon=True).start()
     try:
         item, error = result.get(timeout=timeout)
     except queue.Empty:
@@ -272,14 +255,6 @@ def read_sample(dataset: SizedDataset, index: int, timeout: float) -> Any:
     finally:
         # The traceback holds this frame, which holds the error: break the reference cycle.
         del error
-
-
-def _put_item(dataset: SizedDataset, index: int, result: queue.SimpleQueue) -> None:
-    try:
-        result.put((dataset[index], None))
-    # The caller raises it; an exception that leaves a thread would only be printed.
-    except BaseException as error:
-        result.put((None, error))
 
 
 def _name_of(dataset: SizedDataset, index: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted, printable
+from cogfast.core.values import counted, printable
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.clip_notes import ClipNotes
 from cogfast.data.datasets import CaptionedVideos
@@ -71,12 +71,11 @@ def survey(
         name: read(other.clips, samples, settings.trust_index)
         for name, other in dataset.others.items()
     }
-    has_tensors = len(clips.others) > len(dataset.others)
     for place, (i, header) in enumerate(zip(samples, headers, strict=True)):
         assert header is not None, f"sample {i} has a file"
         problem = header.reason or _type_problem(clips, i, header)
         try:
-            if has_tensors:
+            if len(clips.others) > len(dataset.others):
                 dataset.read_tensors(i, are_headers_enough=True)
         except BadSample as error:
             problem = problem or error.reason
@@ -166,7 +165,9 @@ def other_problem(
     elif other.is_picture != clip.is_picture and not is_of_all:
         kinds = [_NAMES["image" if one.is_picture else "video"] for one in (other, clip)]
         problem = f"is a {kinds[0]}, and the file is a {kinds[1]}; give a {kinds[1]}"
-    elif not other.is_picture and _differ_in_time(other, clip):
+    elif not other.is_picture and (
+        abs(other.num_frames - clip.num_frames) > 1 or abs(other.fps / clip.fps - 1) > _SAME
+    ):
         numbers = [f"{counted(h.num_frames, 'frame')} at {h.fps:g} fps" for h in (other, clip)]
         problem = f"has {numbers[0]}, the clip {numbers[1]}; give one of the same length and rate"
     elif not have_same_shape(other, clip):
@@ -181,10 +182,6 @@ def other_problem(
 
 def have_same_shape(one: Header, other: Header) -> bool:
     return abs(one.width * other.height / (one.height * other.width) - 1) <= _SAME
-
-
-def _differ_in_time(one: Header, other: Header) -> bool:
-    return abs(one.num_frames - other.num_frames) > 1 or abs(one.fps / other.fps - 1) > _SAME
 
 
 def _are_equal(clips: ClipList, kind: str, index: int) -> bool:

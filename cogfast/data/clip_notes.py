@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.video.clip import ClipSettings
 
 # Readers do not follow these: {kind of clips: their line, with the command that converts them}

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import Range, counted, cut
+from cogfast.core.values import Range, counted, cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.global_order import GlobalOrder
 from cogfast.data.sources.arrays import KEY, Shapes, checked_shapes, open_array, values_of
-from cogfast.data.sources.clip_list import FIND, ClipList, OtherFiles, PackedStrings, join
+from cogfast.data.sources.clip_list import FIND, ClipList, PackedStrings, join
 from cogfast.data.sources.folders import (
     ADD_CAPTIONS,
     DataDir,
@@ -110,14 +110,13 @@ class CaptionedVideos(Dataset):
         # True if at least one sample has its own conditioning image for image-to-video.
         self.has_images = clips.images is not None
         # The samples' further videos by name, which are read as the clips are.
-        self.others = {
-            name: CaptionedVideos(_other(clips, files), settings)
-            for name, files in clips.others.items()
-            if files.shape is None
-        }
+        self.others: dict[str, CaptionedVideos] = {}
         self.are_others = False  # whether this data set is one of them
-        for other in self.others.values():
-            other.are_others = True
+        for name, files in clips.others.items():
+            if files.shape is None:
+                one = replace(clips, files=files.files, places=files.places, images=None, others={})
+                self.others[name] = CaptionedVideos(one, settings)
+                self.others[name].are_others = True
         # Samples that can be read but are bad: {number: why}
         self.refused: Mapping[int, str] = {}
         # Every reading process keeps its own clips, in its copy of the data set.
@@ -149,7 +148,9 @@ class CaptionedVideos(Dataset):
 
     def with_source_weights(self, weights: Sequence[float]) -> CaptionedVideos:
         """Multiply each sample's weight by that of its source."""
-        return self.with_clips(self.clips.with_weights(np.repeat(weights, self.source_sizes)))
+        old = 1.0 if self.clips.weights is None else self.clips.weights
+        new = np.repeat(weights, self.source_sizes) * old
+        return self.with_clips(replace(self.clips, weights=new))
 
     def order(self, seed: int, global_batch: int) -> GlobalOrder:
         """The reading order of the samples, given their weights and buckets."""
@@ -314,11 +315,6 @@ def mask_of(video: Tensor, file: str, called: str) -> Tensor:
     return mask
 
 
-def _other(clips: ClipList, files: OtherFiles) -> ClipList:
-    """Return the list whose clips are further videos of `clips`."""
-    return replace(clips, files=files.files, places=files.places, images=None, others={})
-
-
 @dataclass(eq=False, repr=False)
 class ListedVideos(CaptionedVideos, ABC):
     """Base class of data sets that list their samples with `find`, one list per source.
@@ -417,32 +413,6 @@ def _missing_folder(key: str, source: str) -> str | None:
     return None if is_folder else no_source(key, "file" if is_table else "folder", source)
 
 
-def _missing_manifest(key: str, source: str) -> str | None:
-    try:
-        is_there = source and store.exists(manifest_of(source))
-    except SourceError as error:
-        return f"{key}={error}"
-    except ValueError as error:
-        return f"{key}: {error}"
-    return None if is_there else no_source(key, "file", source)
-
-
-def _missing_shard(key: str, source: str) -> str | None:
-    # Listing the shards opens remote files and checks the folders after ";".
-    if store.is_url(source) or ";" in source:
-        return None
-    try:
-        gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
-    except SourceError as error:
-        return f"{key}={error}"
-    if gone is None:
-        return None
-    return (
-        f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; set it to existing "
-        "shards (s-{000..099}.tar stands for many), or to their folder"
-    )
-
-
 class VideoFolder(ListedVideos):
     """SAT's layout: <dir>/**/videos/x.mp4 with a one-line caption in <dir>/**/labels/x.txt.
 
@@ -463,9 +433,8 @@ class VideoFolder(ListedVideos):
                 raise SourceError(f"{folder}: {what} in it{more}")
             versions = Versions({path: about for path in found if (about := files[path])})
             captions, longer = [], []
-            for path, (label, caption, has_more) in zip(
-                found, read_labels(found, folder, files), strict=True
-            ):
+            labels = read_labels(found, folder, files)
+            for path, (label, caption, has_more) in zip(found, labels, strict=True):
                 captions.append(caption)
                 # SAT reads the first line only; a longer file may be meant otherwise.
                 if has_more:
@@ -496,7 +465,15 @@ class VideoManifest(ListedVideos):
     data_dir: such files, or folders with a file named metadata.
     """
 
-    missing_source = staticmethod(_missing_manifest)
+    @staticmethod
+    def missing_source(key: str, source: str) -> str | None:
+        try:
+            is_there = source and store.exists(manifest_of(source))
+        except SourceError as error:
+            return f"{key}={error}"
+        except ValueError as error:
+            return f"{key}: {error}"
+        return None if is_there else no_source(key, "file", source)
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         given = (allow_empty_captions, self.has_pictures, checked_shapes(self.tensors))
@@ -526,16 +503,16 @@ class VideoList(ListedVideos):
     mask_column: str = "masks.txt"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
-        return [self._list(folder, allow_empty_captions) for folder in data_folders(data_dir)]
-
-    def _list(self, folder: str, allow_empty_captions: bool) -> ClipList:
         columns = {"video_column": self.video_column, "caption_column": self.caption_column}
         if self.image_column is not None:
             columns["image_column"] = self.image_column
         others = {"control_column": self.control_column, "mask_column": self.mask_column}
-        columns |= {k: name for k, name in others.items() if store.exists(store.join(folder, name))}
-        files = {key: store.join(folder, name) for key, name in columns.items()}
-        return read_lists(files, allow_empty_captions)
+        lists = []
+        for folder in data_folders(data_dir):
+            files = {key: store.join(folder, name) for key, name in (columns | others).items()}
+            files = {k: f for k, f in files.items() if k in columns or store.exists(f)}
+            lists.append(read_lists(files, allow_empty_captions))
+        return lists
 
 
 @dataclass(eq=False, repr=False)
@@ -546,10 +523,22 @@ class VideoShards(ListedVideos):
     ";A,B*2" means folder A once and folder B twice.
     """
 
-    missing_source = staticmethod(_missing_shard)
-
     # key of the caption; SAT's txt_key
     caption_key: str = "caption"
+
+    @staticmethod
+    def missing_source(key: str, source: str) -> str | None:
+        # Listing the shards opens remote files and checks the folders after ";".
+        if store.is_url(source) or ";" in source:
+            return None
+        try:
+            gone = next((shard for shard in shards_of(source) if not Path(shard).is_file()), None)
+        except SourceError as error:
+            return f"{key}={error}"
+        if gone is None:
+            return None
+        fix = "set it to existing shards (s-{000..099}.tar stands for many), or to their folder"
+        return f"{key}={cut(source, 160)}: file {cut(str(gone), 160)} does not exist; {fix}"
 
     def find(self, data_dir: DataDir, allow_empty_captions: bool) -> list[ClipList]:
         lists = []
@@ -557,12 +546,8 @@ class VideoShards(ListedVideos):
             shards = [shard for name in _folders(source) for shard in shards_of(name)]
             lists.append(list_shards(shards, self.caption_key, self.has_pictures))
         if not allow_empty_captions:
-            empty = [
-                file
-                for clips in lists
-                for file, text in zip(clips.files, clips.captions, strict=True)
-                if not text
-            ]
+            samples = (each for one in lists for each in zip(one.files, one.captions, strict=True))
+            empty = [file for file, text in samples if not text]
             what = f"samples without a caption (caption_key={self.caption_key})"
             refuse_samples(empty, sum(map(len, lists)), what, ADD_CAPTIONS)
         return lists

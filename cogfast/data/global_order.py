@@ -49,8 +49,7 @@ class ShuffledSamples:
             # order. An epoch reads a sample once for every integer in its interval. Between epochs
             # all intervals move by the golden section, which spaces a sample's turns evenly.
             self._turn = random_unit(seed, "weights")
-            places = np.arange(len(samples), dtype=np.uint64)
-            edges = np.cumsum(weights[_permuted(places, len(samples), seed, "weights", *key)])
+            edges = np.cumsum(weights[_permutation(len(samples), seed, "weights", *key)])
             if self.length != edges[-1]:
                 edges *= self.length / edges[-1]
             edges[-1] = self.length
@@ -64,8 +63,9 @@ class ShuffledSamples:
         # Kept away from 0 and 1, where rounding could make the counts differ from the length.
         moved = min(max((self._turn + epoch * _GOLDEN) % 1, 1e-6), 1 - 1e-6)
         place = int(self.edges.searchsorted(entry + moved)) - 1
-        number = shuffled(place, len(self.samples), self.seed, "weights", *self.key)
-        return int(self.samples[number])
+        return int(
+            self.samples[shuffled(place, len(self.samples), self.seed, "weights", *self.key)]
+        )
 
 
 class GlobalOrder:
@@ -224,10 +224,10 @@ def shuffled(index: int, number: int, *key: int | str) -> int:
     return index
 
 
-def _permuted(indices: np.ndarray, number: int, *key: int | str) -> np.ndarray:
-    """Return `shuffled` of each of `indices`, uint64 [n]."""
+def _permutation(number: int, *key: int | str) -> np.ndarray:
+    """Return the whole permutation whose elements `shuffled` returns, uint64 [number]."""
     side, round_keys = math.isqrt(number - 1) + 1, _round_keys(*key)
-    indices = _in_square(indices, side, round_keys)
+    indices = _in_square(np.arange(number, dtype=np.uint64), side, round_keys)
     while len(outside := np.flatnonzero(indices >= number)):
         indices[outside] = _in_square(indices[outside], side, round_keys)
     return indices

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from cogfast.core.machine_limits import describe_lack
@@ -74,7 +75,7 @@ def read_ahead(
     return ReadingProcesses(reads, keys, num_workers, prefetch_factor)
 
 
-class ReadingProcesses:
+class ReadingProcesses(Iterator[Any]):
     """Iterates over `reads[key]` for each of `keys`, in order, read by processes."""
 
     def __init__(
@@ -103,34 +104,28 @@ class ReadingProcesses:
                 # torch's handler raises wherever this thread is; next() sees a lost process, too.
                 signal.signal(signal.SIGCHLD, before)
 
-    def __iter__(self) -> ReadingProcesses:
-        return self
-
     def __next__(self) -> Any:
         if self._results is None:
             raise StopIteration
-        for key in self._keys:
-            try:
-                return next(self._results)
-            except Exception as error:
-                # The traceback's frames refer to torch's iterator, which keeps the processes alive.
-                traceback.clear_frames(error.__traceback__)
-                self.close()
-                # torch has no exception type for a killed worker. Python raises EOFError where the
-                # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
-                is_killed = str(error).startswith("DataLoader worker")
-                if is_killed or isinstance(error, EOFError | ConnectionError):
-                    text = (
-                        f"a reading process was killed at or after {self._name(key)}; if memory, "
-                        "/dev/shm or the number of open files (ulimit -n) ran out, lower "
-                        "args.num_workers or args.prefetch_factor"
-                    )
-                elif (lack := describe_lack(error)) is not None:
-                    text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
-                else:
-                    raise
-                raise RuntimeError(text) from error
-        raise StopIteration
+        key = next(self._keys)
+        try:
+            return next(self._results)
+        except Exception as error:
+            # The traceback's frames refer to torch's iterator, which keeps the processes alive.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            # torch has no exception type for a killed worker. Python raises EOFError where the
+            # file descriptor of a tensor does not come, and ConnectionError where its sender is gone.
+            is_killed = str(error).startswith("DataLoader worker")
+            if is_killed or isinstance(error, EOFError | ConnectionError):
+                text = f"a reading process was killed at or after {self._name(key)}; if memory, "
+                text += "/dev/shm or the number of open files (ulimit -n) ran out, lower "
+                text += "args.num_workers or args.prefetch_factor"
+            elif (lack := describe_lack(error)) is not None:
+                text = f"batches cannot be read ahead at or after {self._name(key)}: {lack}"
+            else:
+                raise
+            raise RuntimeError(text) from error
 
     def close(self) -> None:
         self._results = None  # torch's iterator joins its processes when it is dropped
@@ -206,7 +201,7 @@ def ignore_signals_except_parent(worker: int) -> None:
     threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
-class ThreadedReads:
+class ThreadedReads(Iterator[Any]):
     """Iterates over the results of reading `keys`, in order.
 
     read: reads a key, in several threads at once. num_threads: number of threads, each with its own
@@ -232,12 +227,10 @@ class ThreadedReads:
     def _read(self, key: Any) -> Any:
         if self._dali is None:
             read = self._read_key(key)
-            return _each_tensor(read, Tensor.pin_memory) if torch.cuda.is_available() else read
+            is_pinned = torch.cuda.is_available()
+            return tree_map_only(Tensor, Tensor.pin_memory, read) if is_pinned else read
         with self._dali.on_device():  # batches are collated on the device
             return self._read_key(key)
-
-    def __iter__(self) -> ThreadedReads:
-        return self
 
     def __next__(self) -> Any:
         if not self._pending:
@@ -250,7 +243,7 @@ class ThreadedReads:
             # Hand this one over before the next read starts, which would compete with the consumer.
             read = first.get()
             self._read_another()
-        return _each_tensor(read, _record_on_current_stream)
+        return tree_map_only(Tensor, _record_on_current_stream, read)
 
     def close(self) -> None:
         if self._dali is not None:
@@ -268,14 +261,3 @@ def _record_on_current_stream(tensor: Tensor) -> Tensor:
         # consumer's stream has finished with it.
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
-
-
-def _each_tensor(read: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to a tensor, and to tensors in lists and in values of dicts."""
-    if isinstance(read, Tensor):
-        return change(read)
-    if isinstance(read, dict):
-        return {key: _each_tensor(value, change) for key, value in read.items()}
-    if isinstance(read, list):
-        return [_each_tensor(value, change) for value in read]
-    return read

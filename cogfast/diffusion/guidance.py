@@ -12,7 +12,7 @@ from typing import Annotated, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range
+from cogfast.core.values import Range
 from cogfast.diffusion.denoiser import Conditioning
 
 Scale = Annotated[float, Range(-(10**4), 10**4)]

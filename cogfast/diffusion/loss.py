@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -17,6 +16,7 @@ from cogfast.core.shapes import (
     pad_latent_frames,
 )
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import Range
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network, broadcast_over
 from cogfast.diffusion.timestep_sampling import DiscreteSampling
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range
+from cogfast.core.values import Range
 
 Beta = Annotated[float, Range(1e-8, 0.999)]
 NumTimesteps = Annotated[int, Range(2, 10**5)]

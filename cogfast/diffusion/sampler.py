@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range
+from cogfast.core.values import Range
 from cogfast.diffusion.denoiser import Conditioning, DiscreteDenoiser, Network
 from cogfast.diffusion.guidance import Guider, IdentityGuider
 from cogfast.diffusion.noise_schedule import TimestepSpacing, ZeroSNRDDPMDiscretization

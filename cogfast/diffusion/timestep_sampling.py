@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import Range
 from cogfast.diffusion.denoiser import Schedule
 from cogfast.diffusion.noise_schedule import DeviceTable, NumTimesteps
 

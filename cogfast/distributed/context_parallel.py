@@ -12,20 +12,17 @@ its rows, so that gradients that enter the blocks are multiplied by `size`, and 
 are divided by it.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
-# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
-
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.distributed.tensor_parallel import ParallelGroup, wait_for
+from cogfast.distributed.tensor_parallel import ParallelGroup, communicate, unchanged, wait_for
 from cogfast.kernels.block_kernels import BlockKernels
-from cogfast.kernels.qk_norm_rope3d import Affine, Rotation
 from cogfast.model.transformer import DiffusionTransformer
 
 _ops = torch.ops._c10d_functional
@@ -92,52 +89,21 @@ def _own_rows(x: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
     return x.split(rows, dim=1)[group.rank].contiguous()
 
 
-class _Exchange(torch.autograd.Function):
-    """_to_heads or its inverse. Backward exchanges the gradient the other way."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, rows: list[int], group: ParallelGroup, gathers_rows: bool
-    ) -> Tensor:
-        ctx.rows, ctx.group, ctx.gathers_rows = rows, group, gathers_rows
-        return (_to_heads if gathers_rows else _to_rows)(x, rows, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        exchange = _to_rows if ctx.gathers_rows else _to_heads
-        return exchange(grad, ctx.rows, ctx.group), None, None, None
+def _leave_blocks(grad: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    """Return the gradient of all rows, which are split, from those of the ranks' rows."""
+    return _gather_rows(grad / group.size, rows, group)
 
 
-class _Rows(torch.autograd.Function):
-    """All rows -> this rank's rows, or the inverse. Backward is the other, times or by the group's size."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rows: list[int], group: ParallelGroup, joins: bool) -> Tensor:
-        ctx.rows, ctx.group, ctx.joins = rows, group, joins
-        return (_gather_rows if joins else _own_rows)(x, rows, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, group = ctx.rows, ctx.group
-        if ctx.joins:
-            return _own_rows(grad, rows, group) * group.size, None, None, None
-        return _gather_rows(grad / group.size, rows, group), None, None, None
+def _enter_blocks(grad: Tensor, rows: list[int], group: ParallelGroup) -> Tensor:
+    """Return the gradient of this rank's rows, which are joined, from that of all rows."""
+    return _own_rows(grad, rows, group) * group.size
 
 
-class _EnterShared(torch.autograd.Function):
-    """Identity for what all rows use. Backward averages the gradient over the group."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # A sum over ranks in bf16 would round at every addition.
-        whole = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        total = wait_for(_ops.all_reduce(whole, "sum", ctx.group.name))
-        return (total / ctx.group.size).to(grad.dtype), None
+def _average(grad: Tensor, group: ParallelGroup) -> Tensor:
+    # A sum over ranks in bf16 would round at every addition.
+    whole = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    total = wait_for(_ops.all_reduce(whole, "sum", group.name))
+    return (total / group.size).to(grad.dtype)
 
 
 class ContextParallelRows:
@@ -157,35 +123,33 @@ class ContextParallelRows:
         first, own = sum(rows[: self.group.rank]), rows[self.group.rank]
         # Text rows come first: a rank may have only text rows, or none.
         own_text = min(max(num_text - first, 0), own)
-        hidden = _Rows.apply(hidden, rows, self.group, False)
-        return hidden, _EnterShared.apply(conditioning, self.group), own_text
+        hidden = communicate(hidden, _own_rows, _leave_blocks, rows, self.group)
+        # All rows use the conditioning.
+        return hidden, communicate(conditioning, unchanged, _average, self.group), own_text
 
     def join(self, hidden: Tensor) -> Tensor:
         """Return all rows [B, S, M] of this rank's rows."""
-        return _Rows.apply(hidden, self.rows, self.group, True)
+        return communicate(hidden, _gather_rows, _enter_blocks, self.rows, self.group)
 
     def attention_kernels(self, kernels: BlockKernels) -> BlockKernels:
         """Return kernels whose attention has all rows of this rank's heads."""
 
-        def qk_norm_rope3d(
-            qkv: Tensor,
-            query_norm: Affine | None,
-            key_norm: Affine | None,
-            rotation: Rotation | None,
-            num_text: int,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            # num_text counts this rank's rows, but here are all.
-            qkv = _Exchange.apply(qkv, self.rows, self.group, True)
-            return kernels.qk_norm_rope3d(qkv, query_norm, key_norm, rotation, self.num_text)
+        def qk_norm_rope3d(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # The last argument counts the text rows among this rank's rows, but here are all.
+            qkv = communicate(qkv, _to_heads, _to_rows, self.rows, self.group)
+            return kernels.qk_norm_rope3d(qkv, *given[:-1], self.num_text)
+
+        def to_rows(attended: Tensor) -> Tensor:
+            return communicate(attended, _to_rows, _to_heads, self.rows, self.group)
 
         def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _Exchange.apply(kernels.flash_attention(q, k, v), self.rows, self.group, False)
+            return to_rows(kernels.flash_attention(q, k, v))
 
         def sparse_attention(
             q: Tensor, k: Tensor, v: Tensor, num_text: int, share: float
         ) -> tuple[Tensor, Tensor]:
             attended, kept_mass = kernels.sparse_attention(q, k, v, self.num_text, share)
-            return _Exchange.apply(attended, self.rows, self.group, False), kept_mass
+            return to_rows(attended), kept_mass
 
         return replace(
             kernels,

@@ -122,12 +122,8 @@ class BlockGather:
 
 def own_weights(zero) -> list[Tensor]:
     """Return this rank's flat partitions of the weights, in the training dtype, as views."""
-    return [
-        partitions[dist.get_rank(group=group)]
-        for partitions, group in zip(
-            zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True
-        )
-    ]
+    groups = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)
+    return [partitions[dist.get_rank(group=group)] for partitions, group in groups]
 
 
 class DeviceLossScaler:
@@ -235,14 +231,14 @@ class FusedStep:
         if zero.gradient_accumulation_dtype == zero.dtype and zero.contiguous_gradients:
             zero.copy_grads_in_partition = self._store_gradient
             zero.get_all_grad_tensors = self._stored
-            zero.get_flat_partition = self._flat_partition
+            flat = lambda *_, param_group_idx, **options: zero.all_grad_tensors[param_group_idx]
+            zero.get_flat_partition = flat
         if self.stream is not None and zero.overlap_comm and zero.contiguous_gradients:
             self._epilogue = zero.independent_gradient_partition_epilogue
             zero.independent_gradient_partition_epilogue = self._end_backward
         self.scaler: DeviceLossScaler | None = None
         if zero.dtype == torch.float16:
-            self.scaler = DeviceLossScaler(zero.loss_scaler, self.partitions[0].device)
-            zero.loss_scaler = self.scaler
+            self.scaler = zero.loss_scaler = DeviceLossScaler(zero.loss_scaler, device)
         zero.step = self.step
 
     @torch.no_grad()
@@ -403,8 +399,7 @@ class FusedStep:
         zero.clear_grad_attribute(parameter)  # the bucket is used again
 
     def _empty(self, part: int) -> Tensor:
-        weights = self.partitions[part]
-        return torch.empty(weights.shape, dtype=self.zero.dtype, device=weights.device)
+        return torch.empty_like(self.partitions[part], dtype=self.zero.dtype)
 
     def _stored(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
         """Return the flat gradient of the partition of `parameters`, in place of `zero.get_all_grad_tensors`.
@@ -425,9 +420,6 @@ class FusedStep:
         if at < flat.numel():
             flat[at:].zero_()
         return [flat]
-
-    def _flat_partition(self, *_: object, param_group_idx: int, **options: object) -> list[Tensor]:
-        return self.zero.all_grad_tensors[param_group_idx]
 
     def _place(self, parameter: nn.Parameter, part: int) -> tuple[int, int]:
         """Return where a parameter starts and ends in this rank's partition.

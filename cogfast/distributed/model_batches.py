@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from cogfast.data.batches import Batch, BatchLoader, to_device
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
 
 
-class ModelBatches:
+class ModelBatches(AbstractContextManager["ModelBatches"]):
     """Iterator over the micro-batches of one data-parallel rank, on its devices.
 
     loader: the loader on the first of the ranks that work on the same samples; None on the others,
@@ -27,9 +28,6 @@ class ModelBatches:
         assert (loader is not None) == groups.is_first_of_model
         self.loader, self.groups, self.has_own_files = loader, groups, has_own_files
         self._listed: set[str] = set()  # bad samples that all machines have listed
-
-    def __enter__(self) -> ModelBatches:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self.loader is not None:
@@ -81,7 +79,10 @@ class ModelBatches:
         # The others wait in a collective: an error must reach them in place of the batch.
         message = None if error is None else f"{type(error).__name__}: {error}"
         # First the shapes: the other ranks allocate before they receive.
-        outline = {key: _Outline.of(value) for key, value in batch.items()}
+        outline = {
+            key: _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
         outline, message = groups.broadcast_in_model((outline, message))
         if error is not None:
             raise error
@@ -108,7 +109,3 @@ class _Outline(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-
-    @staticmethod
-    def of(value: object) -> object:
-        return _Outline(value.shape, value.dtype) if isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ import importlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,20 +23,14 @@ from torch._decomp import global_decomposition_table
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from cogfast.distributed.sequence_parallel import (
-    RowGatheringLinear,
-    RowScatteringLinear,
-    SequenceParallelBlock,
-)
+from cogfast.distributed.sequence_parallel import SequenceParallelBlock
 from cogfast.distributed.tensor_parallel import (
     ColumnParallelLinear,
-    ColumnParallelLora,
     GatheredLinear,
     ParallelGroup,
     ParallelLinear,
     ParallelLora,
     RowParallelLinear,
-    RowParallelLora,
     SharedHeadNorm,
 )
 from cogfast.model.block import Block
@@ -73,18 +67,19 @@ def parallelize(
     if group.size == 1:
         return
     # A column-parallel linear feeds a row-parallel one: one sum per pair, none between them.
-    column, row = ColumnParallelLinear, RowParallelLinear
-    if splits_rows:
-        column, row = RowGatheringLinear, RowScatteringLinear
-    columns, rows = partial(column, group=group), partial(row, group=group)
+    columns = partial(ColumnParallelLinear, group=group, splits_rows=splits_rows)
+    rows = partial(RowParallelLinear, group=group, splits_rows=splits_rows)
+    cuts = {"attention.out": rows, "fc1": columns, "fc2": rows}
+    # q, k and v are each cut, so that a rank has the same heads of all three.
+    cuts["attention.qkv"] = partial(columns, num_parts=3)
     last = len(transformer.blocks) - 1
     for i, block in enumerate(transformer.blocks):
         assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-        # Cut within each of q, k and v, so that a rank has the same heads of all three.
-        _cut(block, "attention.qkv", partial(columns, num_parts=3), ColumnParallelLora)
-        _cut(block, "attention.out", rows, RowParallelLora)
-        _cut(block, "fc1", columns, ColumnParallelLora)
-        _cut(block, "fc2", rows, RowParallelLora)
+        for path, cut in cuts.items():
+            linear: Any = block.get_submodule(path)  # perhaps with adapters
+            is_lora = isinstance(linear, LoraLinear)
+            shard = ParallelLora(linear, cut(linear.original)) if is_lora else cut(linear)
+            block.set_submodule(path, shard)
         for name in ("query_norm", "key_norm"):
             norm = getattr(block.attention, name)
             # A norm that has no weights has no gradient to sum.
@@ -96,22 +91,6 @@ def parallelize(
             # The new block takes over the modules of the old one, so parameter names stay.
             transformer.blocks[i] = SequenceParallelBlock(block, group, i == 0, i == last)
     _mark(transformer)
-
-
-def _cut(
-    block: Block,
-    path: str,
-    cut: Callable[[nn.Linear], Any],
-    cut_lora: Callable[[LoraLinear, Any], nn.Module],
-) -> None:
-    """Replace a linear of a block by this rank's shard, with its adapters if it has any."""
-    linear = block.get_submodule(path)
-    if isinstance(linear, LoraLinear):
-        shard = cut_lora(linear, cut(linear.original))
-    else:
-        assert isinstance(linear, nn.Linear), f"a {type(linear).__name__}"
-        shard = cut(linear)
-    block.set_submodule(path, shard)
 
 
 def find_shards(transformer: nn.Module) -> dict[str, Shard]:

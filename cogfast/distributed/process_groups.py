@@ -51,6 +51,7 @@ _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 # How long a rank that failed in work with collectives waits for the other ranks to fail like it.
 _PATIENCE = timedelta(seconds=10)
 _LONGEST_VALUE = 200  # characters, of a message
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # without torchrun
 _SIGNAL = 2  # in the all-reduce of StopRequest: a signal to a rank; 1: max_hours
 
 
@@ -91,10 +92,6 @@ class ProcessGroups:
     @property
     def tensor_size(self) -> int:
         return 1 if self.tensor is None else self.tensor.size
-
-    @property
-    def tensor_rank(self) -> int:
-        return 0 if self.tensor is None else self.tensor.rank
 
     @property
     def context_size(self) -> int:
@@ -151,10 +148,7 @@ class ProcessGroups:
         """Return the first rank's `value` on every rank that works on the same samples."""
         if self.model is None:
             return value
-        box = [value]
-        with _collective():
-            dist.broadcast_object_list(box, self.first_of_model, group=self.model_control)
-        return box[0]
+        return _broadcast(value, self.first_of_model, self.model_control)
 
     def gather(self, value: object) -> list:
         """Return every rank's `value`, in order of rank, on every rank."""
@@ -174,12 +168,7 @@ class ProcessGroups:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        with _collective():
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        return value if self.world_size == 1 else _broadcast(value, 0, self.control)
 
     def agree(self, error: BaseException | None) -> None:
         """Raise this rank's `error`, or OtherRankError if another rank has one. Collective.
@@ -199,14 +188,7 @@ class ProcessGroups:
 
         among: as for `together`, if `make` has collectives.
         """
-        value: Any = None
-        error = None
-        try:
-            value = self.together(make, among)
-        except UnsharedError:
-            raise
-        except Exception as caught:
-            error = caught
+        value, error = _attempt(lambda: self.together(make, among))
         self.agree(error)
         return value
 
@@ -217,17 +199,8 @@ class ProcessGroups:
         ends the run. If all of them fail alike, such as out of memory, each raises its own error and
         can continue. among: a group for decisions; None: this rank alone.
         """
-        value: Any = None
-        error = None
-        try:
-            value = make()
-        except UnsharedError:
-            raise
-        except Exception as caught:
-            if is_lost_connection(caught):
-                raise
-            error = caught
-        if among is not None:
+        value, error = _attempt(make)
+        if among is not None and not (error is not None and is_lost_connection(error)):
             self._join(error, among)
         if error is not None:
             raise error
@@ -334,6 +307,24 @@ def use_expandable_segments(device: int) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def _attempt(make: Callable[[], T]) -> tuple[Any, Exception | None]:
+    """Return the result of `make`, or the error that it raises and that the ranks can share."""
+    try:
+        return make(), None
+    except UnsharedError:
+        raise
+    except Exception as error:
+        return None, error
+
+
+def _broadcast(value: T, source: int, group: dist.ProcessGroup | None) -> T:
+    """Return the `value` of rank `source` on every rank of a group."""
+    box = [value]
+    with _collective():
+        dist.broadcast_object_list(box, source, group=group)
+    return box[0]
+
+
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
     """Turn an error in a collective, which the other ranks have joined, into an UnsharedError."""
@@ -357,9 +348,7 @@ def start_processes(
     product must divide the world size. timeout_s: how long a collective on tensors waits for another
     rank. launch: if only some of the ranks that torchrun started train.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world_size, local_rank = (int(os.environ.get(k, v)) for k, v in _ALONE.items())
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
@@ -382,8 +371,8 @@ def start_processes(
     is_owner = not dist.is_initialized()
     if is_owner:
         # DeepSpeed reads these, and only torchrun sets them.
-        for key, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", local_rank)):
-            os.environ.setdefault(key, str(value))
+        for key, value in _ALONE.items():
+            os.environ.setdefault(key, value)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if launch is not None:
             launch.store.set_timeout(timeout)
@@ -417,11 +406,11 @@ def _take_cpu_kernels(groups: ProcessGroups) -> None:
 
     Ranks that round differently would let replicated weights drift apart.
     """
-    reasons = groups.gather(torch_library.compile_cpu_kernels())
-    torch_library.use_cpu_kernels(not any(reasons))
-    if any(reasons) and groups.is_main:
+    reasons = [*filter(None, groups.gather(torch_library.compile_cpu_kernels()))]
+    torch_library.use_cpu_kernels(not reasons)
+    if reasons and groups.is_main:
         text = "the C++ kernels are not used, so that a CPU runs PyTorch's ops, which take longer"
-        logger.warning("%s: %s", text, next(filter(None, reasons)))
+        logger.warning("%s: %s", text, reasons[0])
 
 
 def _decision_group() -> dist.ProcessGroup:
@@ -553,29 +542,14 @@ class ModelParallelUnit:
 
     def __init__(self, groups: ProcessGroups) -> None:
         assert groups.tensor is not None and groups.replicas is not None, "no tensor parallelism"
-        self.groups, self._tensor, self._replicas = groups, groups.tensor, groups.replicas
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._replicas
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._replicas)
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._replicas.size()
-
-    def get_data_parallel_rank(self) -> int:
-        return self._replicas.rank()
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._tensor.process_group
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.groups.tensor_size
-
-    def get_model_parallel_rank(self) -> int:
-        return self.groups.tensor_rank
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
+        replicas, tensor = groups.replicas, groups.tensor.process_group
+        self.get_data_parallel_group = lambda: replicas
+        self.get_data_parallel_group_ranks = lambda: dist.get_process_group_ranks(replicas)
+        self.get_data_parallel_world_size, self.get_data_parallel_rank = (
+            replicas.size,
+            replicas.rank,
+        )
+        self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tensor
+        self.get_model_parallel_world_size = tensor.size
+        self.get_tensor_model_parallel_world_size = tensor.size
+        self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = tensor.rank

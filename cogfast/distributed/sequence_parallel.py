@@ -6,149 +6,27 @@ together they send as many bytes as the all-reduce that they replace. Backward a
 each column-parallel linear's input again, for the gradient of its weight.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
-# torch declares backward(ctx, *grads); the functions here name the one gradient that they get.
-
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cogfast.distributed.tensor_parallel import (
-    ColumnParallelLinear,
     ParallelGroup,
-    RowParallelLinear,
+    communicate,
+    gather,
+    own_part,
     share_vectors,
-    wait_for,
 )
 from cogfast.kernels.block_kernels import BlockKernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.block import Block
 
-_ops = torch.ops._c10d_functional
-
-
-def _start_gather(rows: Tensor, group: ParallelGroup) -> Tensor:
-    """Start to gather rows [B, S / size, N] -> [size * B, S / size, N], not yet complete."""
-    return _ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
-
-
-def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
-    """Wait for `_start_gather` and join its result -> [B, S, N]."""
-    # Ranks are joined along dim 0, but their rows follow each other along dim 1.
-    return wait_for(gathered).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
-    """Start to reduce-scatter x [B, S, N] -> this rank's rows [B, S / size, N], not yet complete."""
-    pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
-
 
 def _own_rows(x: Tensor, group: ParallelGroup) -> Tensor:
-    return x.chunk(group.size, 1)[group.rank]
-
-
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return _own_rows(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # Each rank has the gradient of its own rows only.
-        return _joined(_start_gather(grad, ctx.group), ctx.group), None
-
-
-class _JoinRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return _joined(_start_gather(x, group), group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # The gradient of all rows is replicated: each rank takes its own.
-        return _own_rows(grad, ctx.group).contiguous(), None
-
-
-class _GatherRows(_JoinRows):
-    """All-gather the rows; backward sums the gradients, because each rank computes a share."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return wait_for(_start_scatter(grad, ctx.group)), None
-
-
-class _ScatterSum(_SplitRows):
-    """Reduce-scatter the rows; backward gathers the gradients of all rows."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return wait_for(_start_scatter(x, group))
-
-
-class _GatheringLinear(torch.autograd.Function):
-    """x W^T + b of all ranks' rows x.
-
-    Keeps only this rank's rows: backward gathers x again while it computes dx, and reduce-scatters dx
-    while it computes dW.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ParallelGroup
-    ) -> Tensor:
-        # A frozen weight's gradient is not computed, so its input is not kept.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group = group
-        return F.linear(_joined(_start_gather(x, group), group), weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x, weight), group = ctx.saved_tensors, ctx.group
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dx = dw = db = None
-        # The collectives run beside the matmuls and are waited for when their result is needed.
-        gathered = _start_gather(x, group) if needs_dw else None
-        if needs_dx:
-            # Each rank has a part of the sum over the outputs: a reduce-scatter adds and splits it.
-            dx = _start_scatter(grad @ weight, group)
-        rows = grad.flatten(0, -2)
-        if gathered is not None:
-            dw = rows.T @ _joined(gathered, group).flatten(0, -2)
-        if needs_db:
-            db = rows.sum(0)
-        return None if dx is None else wait_for(dx), dw, db, None
-
-
-class RowGatheringLinear(ColumnParallelLinear):
-    """Column-parallel linear: this rank's rows [B, S / size, in] -> all rows [B, S, out / size]."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return _GatherRows.apply(x, self.group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is not None:
-            return self.product(self.enter(x))
-        bias = self.bias if self.adds_bias else None
-        return _GatheringLinear.apply(x, self.weight, bias, self.group)
-
-
-class RowScatteringLinear(RowParallelLinear):
-    """Row-parallel linear: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
-
-    Does not add the bias.
-    """
-
-    def leave(self, product: Tensor) -> Tensor:
-        return _ScatterSum.apply(product, self.group)
+    return own_part(x, group).contiguous()
 
 
 class SequenceParallelBlock(Block):
@@ -181,9 +59,13 @@ class SequenceParallelBlock(Block):
             if hidden.shape[1] % self.group.size:  # the size of a data set of one's own
                 text = f"{hidden.shape[1]} text and video tokens between {self.group.size} ranks"
                 raise ValueError(f"cannot split {text} evenly; use args.sequence_parallel=false")
-            hidden = _SplitRows.apply(hidden, self.group)
+            # Each rank has the gradient of its own rows only.
+            hidden = communicate(hidden, _own_rows, gather, self.group)
         hidden = super().forward(hidden, conditioning, num_text, rotation)
-        return _JoinRows.apply(hidden, self.group) if self.is_last else hidden
+        if not self.is_last:
+            return hidden
+        # The gradient of all rows is replicated: each rank takes its own.
+        return communicate(hidden, gather, _own_rows, self.group)
 
 
 def _of_own_rows(kernels: BlockKernels, group: ParallelGroup) -> BlockKernels:

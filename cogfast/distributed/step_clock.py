@@ -10,21 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-_Mark = float | torch.cuda.Event
 _NO_RANGE = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class StepSplit:
-    """Mean milliseconds of a step's parts; None: not measured."""
-
-    encode_ms: float | None = None
-    forward_backward_ms: float | None = None
-    optimizer_ms: float | None = None
 
 
 class StepClock:
@@ -52,7 +42,7 @@ class StepClock:
         self.paused[self.phase] += self.started - self._entered
         self._entered = self.started
         self._part: str | None = None
-        self._since: _Mark = 0.0
+        self._since: Any = 0.0
         self._forget_parts()
 
     def _forget_parts(self) -> None:
@@ -84,39 +74,38 @@ class StepClock:
         if not self._is_measuring:
             return
         now = self._mark()
-        if self._part is not None:
-            self._add(self._part, self._since, now)
+        if self._part is not None and self._is_on_gpu:
+            self._spans.append((self._part, self._since, now))
+        elif self._part is not None:
+            self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
 
-    def take(self) -> StepSplit:
-        """Return the split of the steps since the last call. On a GPU the device must have finished
-        them; the part that runs is left out."""
+    def take(self) -> dict[str, float | None]:
+        """Return the mean milliseconds of the parts of the steps since the last call; None: not measured.
+
+        On a GPU the device must have finished them; the part that runs is left out.
+        """
         for part, start, end in self._spans:
             self._seconds[part] += start.elapsed_time(end) / 1000
         number, seconds = self._num_measured, self._seconds
         self._part = None
         self._forget_parts()
         if not number or not any(seconds.values()):
-            return StepSplit()
+            return dict.fromkeys(("encode_ms", "forward_backward_ms", "optimizer_ms"))
         per_step = 1000 / number
-        return StepSplit(
-            encode_ms=per_step * seconds["encode"],
-            forward_backward_ms=per_step * (seconds["forward"] + seconds["backward"]),
-            optimizer_ms=per_step * seconds["optimizer"],
-        )
+        return {
+            "encode_ms": per_step * seconds["encode"],
+            "forward_backward_ms": per_step * (seconds["forward"] + seconds["backward"]),
+            "optimizer_ms": per_step * seconds["optimizer"],
+        }
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> Any:
+        """Return the time; on a GPU an event."""
         if not self._is_on_gpu:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _add(self, part: str, start: _Mark, end: _Mark) -> None:
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._spans.append((part, start, end))
-        elif isinstance(start, float) and isinstance(end, float):
-            self._seconds[part] += end - start
 
 
 CLOCK = StepClock()

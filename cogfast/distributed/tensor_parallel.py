@@ -14,8 +14,9 @@ The collectives are PyTorch's functional ones: ordinary ops to torch.compile and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,84 +54,110 @@ def wait_for(started: Tensor) -> Tensor:
     return _ops.wait_tensor(started)  # watchers/hang.py knows the name of this function
 
 
-class _CopyToGroup(torch.autograd.Function):
+class _Communication(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        # A view, since autograd needs a tensor of its own for this node.
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return wait_for(_ops.all_reduce(grad, "sum", ctx.name)), None
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: the gradient is replicated already."""
+    def forward(ctx, x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
+        ctx.back, ctx.given = backward, given
+        return forward(x, *given)
 
     @staticmethod
-    def forward(ctx, x: Tensor, name: str) -> Tensor:
-        # Not in place: selective checkpointing may keep the product from before the sum.
-        return wait_for(_ops.all_reduce(x, "sum", name))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, *ctx.given), None, None, *[None] * len(ctx.given)
 
 
-class _GatherColumns(torch.autograd.Function):
-    """All-gather columns [B, N / size] -> [B, N].
+def communicate(x: Tensor, forward: Callable, backward: Callable, *given: Any) -> Tensor:
+    """Return forward(x, *given), whose gradient is backward(gradient of the result, *given)."""
+    return _Communication.apply(x, forward, backward, *given)
 
-    sums_gradient: backward reduce-scatters the gradient; otherwise a rank takes its part of a replicated one.
-    """
 
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ParallelGroup, sums_gradient: bool) -> Tensor:
-        ctx.group, ctx.sums_gradient = group, sums_gradient
-        # Gathered along dim 0, but columns belong side by side.
-        pieces = wait_for(_ops.all_gather_into_tensor(x, group.size, group.name))
-        return pieces.unflatten(0, (group.size, -1)).movedim(0, -2).flatten(-2)
+def unchanged(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.view_as(x)  # since autograd needs a tensor of its own for this node
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        group = ctx.group
-        if not ctx.sums_gradient:
-            return grad.chunk(group.size, -1)[group.rank], None, None
-        pieces = grad.unflatten(-1, (group.size, -1)).movedim(-2, 0).flatten(0, 1).contiguous()
-        scattered = _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
-        return wait_for(scattered), None, None
+
+def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
+    # Not in place: selective checkpointing may keep the product from before the sum.
+    return wait_for(_ops.all_reduce(x, "sum", group.name))
+
+
+# A part is 1 / size of dim 1: rows [B, S / size, N] of [B, S, N], or columns [B, N / size] of [B, N].
+
+
+def _start_gather(part: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to gather parts [B, n, ..] -> [size * B, n, ..], not yet complete."""
+    return _ops.all_gather_into_tensor(part.contiguous(), group.size, group.name)
+
+
+def _joined(gathered: Tensor, group: ParallelGroup) -> Tensor:
+    """Wait for `_start_gather` and join its result -> [B, size * n, ..]."""
+    # Ranks are joined along dim 0, but their parts follow each other along dim 1.
+    return wait_for(gathered).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _start_scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Start to reduce-scatter x [B, size * n, ..] -> this rank's part [B, n, ..], not yet complete."""
+    pieces = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return _ops.reduce_scatter_tensor(pieces, "sum", group.size, group.name)
+
+
+def gather(part: Tensor, group: ParallelGroup) -> Tensor:
+    return _joined(_start_gather(part, group), group)
+
+
+def scatter(x: Tensor, group: ParallelGroup) -> Tensor:
+    return wait_for(_start_scatter(x, group))
+
+
+def own_part(x: Tensor, group: ParallelGroup) -> Tensor:
+    return x.chunk(group.size, 1)[group.rank]
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x W^T + b whose backward sums dx over the group while it computes dW."""
+    """x W^T + b whose backward sums dx over the group while it computes dW.
+
+    splits_rows: x has this rank's rows, and the product all rows. Only this rank's are kept: backward
+    gathers x again while it computes dx, of which each rank gets its rows.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ParallelGroup,
+        splits_rows: bool,
+    ) -> Tensor:
         # A frozen weight's gradient is not computed, so its input is not kept, as in F.linear.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.name = name
-        return F.linear(x, weight, bias)
+        ctx.group, ctx.splits_rows = group, splits_rows
+        return F.linear(gather(x, group) if splits_rows else x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), group, splits_rows = ctx.saved_tensors, ctx.group, ctx.splits_rows
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
+        # The collectives run beside the matmuls and are waited for when their result is needed.
+        if needs_dw and splits_rows:
+            x = _start_gather(x, group)
+        # Each rank has a part of the sum over the outputs.
+        if needs_dx and splits_rows:
+            dx = _start_scatter(grad @ weight, group)
+        elif needs_dx:
             # In place, since nothing else uses the product; torch.compile needs the pure op.
             start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-            dx = start(grad @ weight, "sum", ctx.name)
-        # dW and db are computed while the all-reduce runs.
+            dx = start(grad @ weight, "sum", group.name)
         rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            dw = rows.T @ x.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
+        if needs_dw:
+            dw = rows.T @ (_joined(x, group) if splits_rows else x).flatten(0, -2)
+        if needs_db:
             db = rows.sum(0)
-        return None if dx is None else wait_for(dx), dw, db, None
+        return None if dx is None else wait_for(dx), dw, db, None, None
 
 
 def copy_to_group(x: Tensor, group: ParallelGroup) -> Tensor:
     """Identity forward, all-reduce backward, for a replicated x [..] that enters sharded work."""
-    return _CopyToGroup.apply(x, group.name)
+    return communicate(x, unchanged, _sum, group)
 
 
 def largest_of_group(x: Tensor, group: ParallelGroup) -> Tensor:
@@ -164,23 +191,27 @@ class ParallelLinear(nn.Module):
     """A shard of a linear, by outputs (dim 0) or by inputs (dim 1).
 
     By outputs, each of num_parts equal parts (such as q, k and v) is cut. By inputs, the bias is
-    whole, since it is added after the sum. shards: {parameter name: its shard}. scale: of a weight
-    of 8 bits (extensions/memory/quantized_base.py).
+    whole, since it is added after the sum. splits_rows: outside of the linear a rank has a part of the
+    rows (sequence_parallel.py). shards: {parameter name: its shard}. scale: of a weight of 8 bits
+    (extensions/memory/quantized_base.py).
     """
 
+    dim: int
     scale: Tensor | None
 
     def __init__(
-        self, whole: nn.Linear, group: ParallelGroup, dim: int, num_parts: int = 1
+        self, whole: nn.Linear, group: ParallelGroup, splits_rows: bool = False, num_parts: int = 1
     ) -> None:
         super().__init__()
-        self.group = group
-        self.adds_bias = not isinstance(whole, DeferredBiasLinear)
-        self.shards = {"weight": group.shard(whole.weight.shape, dim, num_parts)}
+        is_deferred = isinstance(whole, DeferredBiasLinear)
+        assert is_deferred or self.dim == 0, "each rank would add the bias"
+        self.group, self.splits_rows = group, splits_rows
+        self.adds_bias = not is_deferred
+        self.shards = {"weight": group.shard(whole.weight.shape, self.dim, num_parts)}
         self.weight: Tensor = take_share(whole.weight, self.shards["weight"])
         self.register_buffer("scale", None, persistent=False)
         self.bias = whole.bias
-        if dim == 0:
+        if self.dim == 0:
             self.shards["bias"] = group.shard(whole.bias.shape, 0, num_parts)
             self.bias = take_share(whole.bias, self.shards["bias"])
 
@@ -194,20 +225,25 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out]."""
+    """Column-parallel linear: replicated [.., in] -> this rank's columns of [.., out].
 
-    def __init__(self, whole: nn.Linear, group: ParallelGroup, num_parts: int = 1) -> None:
-        super().__init__(whole, group, 0, num_parts)
+    splits_rows: this rank's rows [B, S / size, in] -> all rows [B, S, out / size].
+    """
+
+    dim = 0
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter the column-parallel region: identity forward, all-reduce backward."""
+        if self.splits_rows:
+            # Backward sums the gradients, because each rank computes a share.
+            return communicate(x, gather, scatter, self.group)
         return copy_to_group(x, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is not None:
             return self.product(self.enter(x))
         bias = self.bias if self.adds_bias else None
-        return _ColumnLinear.apply(x, self.weight, bias, self.group.name)
+        return _ColumnLinear.apply(x, self.weight, bias, self.group, self.splits_rows)
 
 
 class GatheredLinear(ColumnParallelLinear):
@@ -222,19 +258,24 @@ class GatheredLinear(ColumnParallelLinear):
         self.sums_gradient = sums_gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        return _GatherColumns.apply(super().forward(x), self.group, self.sums_gradient)
+        back = scatter if self.sums_gradient else own_part
+        return communicate(super().forward(x), gather, back, self.group)
 
 
 class RowParallelLinear(ParallelLinear):
-    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias."""
+    """Row-parallel linear: this rank's columns of [.., in] -> replicated [.., out], without the bias.
 
-    def __init__(self, whole: nn.Linear, group: ParallelGroup) -> None:
-        assert isinstance(whole, DeferredBiasLinear), "each rank would add the bias"
-        super().__init__(whole, group, 1)
+    splits_rows: all rows [B, S, in / size] -> this rank's rows [B, S / size, out].
+    """
+
+    dim = 1
 
     def leave(self, product: Tensor) -> Tensor:
         """Leave the row-parallel region: all-reduce the partial products."""
-        return _SumOverGroup.apply(product, self.group.name)
+        if self.splits_rows:
+            return communicate(product, scatter, gather, self.group)
+        # The gradient is replicated already.
+        return communicate(product, _sum, lambda grad, group: grad, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(self.product(x))
@@ -244,7 +285,8 @@ class ParallelLora(LoraLinear):
     """A shard of a linear with LoRA adapters.
 
     Matrices B are cut as the linear's outputs, or matrices A as its inputs; the other matrices are
-    replicated. shards: {name of a cut matrix: its shard}.
+    replicated. There is one all-reduce for linear and adapters: of the input's gradient, or of the
+    products. shards: {name of a cut matrix: its shard}.
     """
 
     def __init__(self, whole: LoraLinear, original: ParallelLinear) -> None:
@@ -252,8 +294,10 @@ class ParallelLora(LoraLinear):
         self.group, self.original = original.group, original
         self.scaling, self.dropout, self.num_parts = whole.scaling, whole.dropout, whole.num_parts
         self.kernels = whole.kernels
-        self.matrix_A, self.matrix_B = whole.matrix_A, whole.matrix_B
         self.shards: dict[str, Shard] = {}
+        a, b, is_column = whole.matrix_A, whole.matrix_B, original.dim == 0
+        self.matrix_A = a if is_column else self._cut("matrix_A", a, 1)
+        self.matrix_B = self._cut("matrix_B", b, 0) if is_column else b
 
     def _cut(self, name: str, matrices: nn.ParameterDict, dim: int) -> nn.ParameterDict:
         shards = {part: self.group.shard(matrix.shape, dim) for part, matrix in matrices.items()}
@@ -261,32 +305,13 @@ class ParallelLora(LoraLinear):
         self.shards |= {f"{name}.{part}": shard for part, shard in shards.items()}
         return nn.ParameterDict({part: take_share(matrices[part], shards[part]) for part in shards})
 
-
-class ColumnParallelLora(ParallelLora):
-    """Column-parallel LoRA linear: one all-reduce of the input's gradient for linear and adapters."""
-
-    def __init__(self, whole: LoraLinear, original: ColumnParallelLinear) -> None:
-        super().__init__(whole, original)
-        self.matrix_B = self._cut("matrix_B", whole.matrix_B, 0)
-
     def forward(self, x: Tensor) -> Tensor:
         original = self.original
-        assert isinstance(original, ColumnParallelLinear), "__init__ sets it"
-        x = original.enter(x)
-        # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
-        a = copy_to_group(self.joined_a(), self.group)
-        return self.adapt(original.product, x, a, list(self.matrix_B.values()))
-
-
-class RowParallelLora(ParallelLora):
-    """Row-parallel LoRA linear: one all-reduce for the products of linear and adapters."""
-
-    def __init__(self, whole: LoraLinear, original: RowParallelLinear) -> None:
-        super().__init__(whole, original)
-        self.matrix_A = self._cut("matrix_A", whole.matrix_A, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        original = self.original
+        if isinstance(original, ColumnParallelLinear):
+            x = original.enter(x)
+            # A is replicated but sees only this rank's columns of the gradient: sum its gradients.
+            a = copy_to_group(self.joined_a(), self.group)
+            return self.adapt(original.product, x, a, list(self.matrix_B.values()))
         assert isinstance(original, RowParallelLinear), "__init__ sets it"
         # B is replicated but sees only this rank's part of A x: sum its gradients.
         b = [copy_to_group(matrix, self.group) for matrix in self.matrix_B.values()]

@@ -8,12 +8,12 @@ use nothing else of DeepSpeed. Only this file and fused_step.py use private name
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,10 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.deepspeed_keys import stage_and_sums
-from cogfast.config.merged_config import to_dict
 from cogfast.distributed.fused_step import (
     BlockGather,
     FusedStep,
@@ -33,6 +29,7 @@ from cogfast.distributed.fused_step import (
     own_weights,
     reason_for_stock_step,
 )
+from cogfast.distributed.keys import EngineKeys
 from cogfast.distributed.process_groups import ModelParallelUnit
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.memory.moment_codes import CodedMoment, largest_key, read_moment
@@ -45,10 +42,11 @@ from cogfast.model.weights.shard import Shard
 logger = logging.getLogger(__name__)
 
 _MOVED = 1 << 24  # elements that move from host memory to the device at a time
+# Micro-batches per step up to which gradients may be summed in bf16. At 32 the error is 7e-3.
+_MOST_BF16_SUMMANDS = 4
 _NEVER = 2**31  # steps between DeepSpeed's log lines
-_NCCL_BLOCKS = (
-    16  # of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
-)
+# Blocks of a collective inside a machine with NVLink, each on a multiprocessor; NCCL_MAX_CTAS
+_NCCL_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,26 @@ def whole_shape(parameter: Tensor) -> list[int]:
     return list(getattr(parameter, "ds_shape", parameter.shape)) or [1]
 
 
-def deepspeed_config(config: Config, args: TrainArguments) -> dict:
-    """Return the `deepspeed` section as DeepSpeed expects it, for an optimizer that cogfast builds.
+def stage_and_sums(section: Mapping, args: EngineKeys) -> tuple[int, str | None]:
+    """Return the ZeRO stage that runs, and the dtype in which micro-batches are summed (None: theirs).
+
+    section: of the configuration, `deepspeed`. The sums of many bf16 micro-batches are float32 unless
+    it says otherwise. In bf16 DeepSpeed has such sums where it partitions gradients, in stages 2 and 3.
+    """
+    dtype = (section.get("data_types") or {}).get("grad_accum_dtype")
+    if dtype is None and args.bf16 and args.gradient_accumulation_steps > _MOST_BF16_SUMMANDS:
+        dtype = "fp32"
+    has_wide_sums = args.bf16 and dtype in ("fp32", "float32", "float")
+    return max(args.zero_stage, 2 if has_wide_sums else 1), dtype
+
+
+def deepspeed_config(given: Mapping[str, Any], args: EngineKeys) -> dict:
+    """Return the section `deepspeed` as DeepSpeed expects it, for an optimizer that cogfast builds.
 
     Stage 0 runs as stage 1: the same update with sharded state. (DeepSpeed's bf16 optimizer of
     stage 0 is a different one and gives different losses.) `stage_and_sums` says which other runs do.
     """
-    section = to_dict(config.deepspeed)
+    section = deepcopy(dict(given))
     for handled_here in ("optimizer", "scheduler", "train_batch_size"):
         section.pop(handled_here, None)
     section["train_micro_batch_size_per_gpu"] = args.batch_size
@@ -170,7 +181,7 @@ def _fit_stage_3_to_checkpointing() -> None:
         def run(*args: Any, **options: Any) -> Any:
             modes = _get_current_dispatch_mode_stack()
             is_watched = any(isinstance(mode, watching) for mode in modes)
-            with _disable_current_modes() if is_watched else contextlib.nullcontext():
+            with _disable_current_modes() if is_watched else nullcontext():
                 return method(*args, **options)
 
         return run
@@ -361,28 +372,24 @@ class ZeroEngine:
         DeepSpeed computes the global norm just before the optimizer's step and returns -1 for a
         non-finite one. In bf16 and fp32 nothing else stops such a step.
         """
-        global_norm = self.zero.scaled_global_norm
+        global_norm, update = self.zero.scaled_global_norm, self.optimizer.step
 
         def scaled_global_norm(norm_type: int = 2) -> Tensor:
             norm = global_norm(norm_type)
-            found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
-            if self._is_fused:
-                self.optimizer.found_inf = found_inf
-            self.found_inf = found_inf
-            self._count_skipped(found_inf)
+            found = self.found_inf = ((norm < 0) | ~torch.isfinite(norm)).float()
+            if self._is_fused:  # it reads found_inf on the device
+                self.optimizer.found_inf = found
+            self._count_skipped(found)
             return norm
-
-        self.zero.scaled_global_norm = scaled_global_norm
-        if self._is_fused:
-            return  # a fused optimizer reads found_inf on the device
-        update = self.optimizer.step
 
         def step(closure: None = None) -> None:
             assert self.found_inf is not None, "the norm is computed before the step"
             if not self.found_inf.item():  # sync: this optimizer cannot skip on the device
                 update()
 
-        self.optimizer.step = step
+        self.zero.scaled_global_norm = scaled_global_norm
+        if not self._is_fused:
+            self.optimizer.step = step
 
     @property
     def _is_fused(self) -> bool:
@@ -530,10 +537,8 @@ class ZeroEngine:
         scaler = getattr(self.zero, "loss_scaler", None)
         if scaler is None or not self.engine.fp16_enabled():
             return {}
-        numbers = {k: v for k, v in vars(scaler).items() if not k.startswith("_")}
-        for key, value in numbers.items():
-            if isinstance(value, Tensor):
-                numbers[key] = value.item()  # sync: only read when a checkpoint is saved
+        plain = lambda x: x.item() if isinstance(x, Tensor) else x  # sync: in a save alone
+        numbers = {k: plain(v) for k, v in vars(scaler).items() if not k.startswith("_")}
         return {k: v for k, v in numbers.items() if isinstance(v, (int, float, bool))}
 
     def load_loss_scaler_state(self, state: dict) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from cogfast.config.json_files import read_json
+from cogfast.core.json_files import read_json
 from cogfast.core.shapes import TokenGrid
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.finetune.schemas import Components
@@ -36,12 +36,10 @@ class Accelerator:
     """This process and its device, under accelerate's names."""
 
     def __init__(self) -> None:
-        rank, local, size = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-        )
+        rank, local = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
         self.device = torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
-        self.process_index, self.num_processes, self.is_main_process = rank, size, rank == 0
+        self.num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        self.process_index, self.is_main_process = rank, rank == 0
         self.unwrap_model = lambda model: model  # no part of self.components is wrapped
 
 
@@ -210,8 +208,7 @@ class RunComponents:
                     "self.components.text_encoder: captions are encoded before training, and it is not "
                     "loaded; use prompt_embedding of the batch, or --latent_cache none"
                 )
-        encoder = self._trainer._encoder()[0]
-        found = encoder.first_stage if name == "first_stage" else encoder.text_encoder
+        found = getattr(self._trainer._encoder()[0], name)
         if not isinstance(found, kind):
             raise ValueError(
                 f"self.components needs a {kind.__name__}, but the configuration has a "

@@ -1,4 +1,4 @@
-"""Methods of upstream's trainer that a user's class may override, and the tensors that they get.
+"""Methods of upstream's trainer that a user's class may override, and what they get and return.
 
 encode_video(video [1, 3, F, H, W] in [-1, 1]) -> scaled latents [1, C, T, h, w]
 encode_text(prompt) -> embedding [1, L, E]
@@ -10,12 +10,17 @@ load_components() -> components, initialize_pipeline() -> pipe, validation_step(
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from cogfast.data.video.writer import to_frames
+from cogfast.diffusion.denoiser import Conditioning
 from cogfast.extensions.cache.entry_keys import hash_text
+from cogfast.extensions.sample.generate import Prompt, VideoMaker
 
 OVERRIDABLE = (
     "encode_video",
@@ -76,11 +81,6 @@ def samples_of(batch: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     ]
 
 
-def reads(function: Callable, name: str) -> bool:
-    """Return whether the code of a method reads the attribute `name`."""
-    return inspect.isfunction(function) and name in function.__code__.co_names
-
-
 def check_collated(what: str, found: Any, samples: list[dict[str, Any]], is_loss_own: bool) -> dict:
     """Return what an overridden collate_fn returned; ValueError for what cogfast's loss cannot take.
 
@@ -103,3 +103,59 @@ def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+class StepVideos(VideoMaker):
+    """Takes the videos of prompts from the validation_step of a trainer of cogfast.finetune.trainer, whose
+    module imports this one, in place of the sampler."""
+
+    def __init__(self, trainer: Any, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._trainer: Any = trainer
+        self._pipe: Any = None
+
+    def condition(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """Build the pipeline, at the first call. After this call the ranks agree on errors."""
+        if self._pipe is None:
+            self._pipe = self._trainer.initialize_pipeline()
+        return Conditioning(text=torch.zeros(len(prompts), 1, 1, device=self.device))
+
+    @torch.no_grad()
+    def latents(self, prompts: Sequence[Prompt], conditioning: Conditioning) -> Any:
+        """Return the frames of each prompt, uint8 [F, H, W, 3]."""
+        # Ranks make different videos, so what they encode may have no collectives.
+        with self.encoder.alone():
+            return [self._video(prompt) for prompt in prompts]
+
+    def frames(self, latents: Any, num_frames: int) -> np.ndarray:
+        return latents
+
+    def _video(self, prompt: Prompt) -> np.ndarray:
+        self._trainer.seed_generators(self._random([prompt]), "validation_step")
+        videos, image, video = self._trainer._videos, prompt.image, None
+        if videos:
+            video = self._trainer.read_video(videos[prompt.index])[0]
+        data = {
+            "prompt": prompt.text,
+            "image": None if image is None else _pictures(image[:, None])[0],
+            "video": None if video is None else _pictures(video),
+        }
+        found = self._trainer.validation_step(data, self._pipe)
+        try:
+            ((_, value),) = found
+            if isinstance(value, Tensor):
+                return to_frames(value * 2 - 1)
+            pictures = value if isinstance(value, list) else [value]
+            return np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{type(self._trainer).__name__}.validation_step: {error}; return one "
+                '("video", frames), the frames as PIL images or as a tensor [3, F, H, W] in [0, 1]'
+            ) from None
+
+
+def _pictures(video: Tensor) -> list[Any]:
+    """Return a video [3, F, H, W] in [-1, 1] as PIL images."""
+    from PIL import Image
+
+    return [Image.fromarray(frame) for frame in to_frames(video)]

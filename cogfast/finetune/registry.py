@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from cogfast.config.values import cut, nearest
+from cogfast.core.values import cut, nearest
 
 # {name: the folder of its classes in upstream's finetune/models}
 BUILT_IN = {

@@ -6,7 +6,6 @@ Imports no torch, so that `cogfast finetune --help` answers at once.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -24,8 +23,9 @@ from pydantic import (
 )
 
 from cogfast.cli.parser import Parser
-from cogfast.config.arguments import DiffusersSchedule, TrainArguments
-from cogfast.config.values import Range, cut, json_schema, problem_of, show
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.values import Range, cut, json_schema, problem_of, show
+from cogfast.train.keys import DiffusersSchedule
 
 Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(0, 10**6)]
@@ -49,21 +49,13 @@ _GROUPS = {
 }
 
 
-def _sizes(value: Any) -> Any:
-    """Split frames x height x width. Callers from Python pass three numbers."""
-    return value.split("x") if isinstance(value, str) else value
-
-
 _Side = Annotated[int, Range(1, 2**16 - 1)]
 _Resolution = Annotated[
     tuple[_Side, _Side, _Side],
-    BeforeValidator(_sizes),
+    # Callers from Python pass three numbers.
+    BeforeValidator(lambda value: value.split("x") if isinstance(value, str) else value),
     WithJsonSchema({"format": "frames x height x width in whole numbers, such as 49x480x720"}),
 ]
-
-
-def _dated_folder() -> Path:
-    return Path(f"train_results/{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
 class Components(BaseModel):
@@ -94,7 +86,9 @@ class Args(BaseModel):
     """i2v (image-to-video) or t2v (text-to-video)"""
     training_type: Literal["lora", "sft"] = "lora"
     """lora (adapters) or sft (all weights)"""
-    output_dir: Path = Field(default_factory=_dated_folder)
+    output_dir: Path = Field(
+        default_factory=lambda: Path(f"train_results/{datetime.now():%Y-%m-%d-%H-%M-%S}")
+    )
     """folder of the run"""
     report_to: Literal["tensorboard", "wandb", "all"] | None = None
     """tensorboard, wandb or all; TensorBoard files are always written"""
@@ -224,56 +218,41 @@ class Args(BaseModel):
         found["overrides"] += [word for word in modules if "=" in word]
         if modules:
             found["target_modules"] = [word for word in modules if "=" not in word]
-        missing = [
-            f"--{name}"
-            for name in cls.model_fields
-            if _is_required(cls, name) and name not in found
-        ]
-        if missing:
+        if missing := [f"--{name}" for name in _required(cls) if name not in found]:
             text = f"cogfast finetune needs {', '.join(missing)}; --help lists all options"
             raise ValueError(text)
         return cls(**found)
 
     @model_validator(mode="after")
     def _check(self) -> Args:
-        _check_combinations(self)
+        """Raise ValueError for options that need or exclude others, and for words without "="."""
+        # argparse collects every word that is no option in `overrides`.
+        for word in self.overrides:
+            if "=" not in word:
+                raise ValueError(
+                    f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin "
+                    "with --"
+                )
+        # Names that users registered may end in anything; those with upstream's endings must agree.
+        kind = self.model_name[-3:]
+        if self.model_name.endswith(("-t2v", "-i2v")) and self.model_type != kind:
+            raise ValueError(
+                f"--model_type {self.model_type} with --model_name {self.model_name}: the name is one of "
+                f"a {kind} model; change one of them"
+            )
+        needed = ["validation_steps", "validation_dir", "validation_prompts"]
+        needed += ["validation_images"] * (self.model_type == "i2v")
+        for name in needed if self.do_validation else ():
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"--do_validation true needs --{name}; set it, or leave --do_validation out"
+                )
         return self
 
 
-def _is_required(cls: type[Args], name: str) -> bool:
-    return name in _REQUIRED_IN_SHELL or cls.model_fields[name].is_required()
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, list):
-        return " ".join(default)
-    return "not set" if default is None else show(default).strip("'")
-
-
-def _check_combinations(args: Args) -> None:
-    """Raise ValueError for options that need or exclude others, and for words without "="."""
-    # argparse collects every word that is no option in `overrides`.
-    for word in args.overrides:
-        if "=" not in word:
-            raise ValueError(
-                f"cogfast finetune: {cut(word)!r} is neither an option nor key=value; options begin "
-                "with --"
-            )
-    # Names that users registered may end in anything; those with upstream's endings must agree.
-    if args.model_name.endswith(("-t2v", "-i2v")) and args.model_type != args.model_name[-3:]:
-        raise ValueError(
-            f"--model_type {args.model_type} with --model_name {args.model_name}: the name is one of "
-            f"a {args.model_name[-3:]} model; change one of them"
-        )
-    if not args.do_validation:
-        return
-    needed = ["validation_steps", "validation_dir", "validation_prompts"]
-    needed += ["validation_images"] * (args.model_type == "i2v")
-    for name in needed:
-        if getattr(args, name) is None:
-            raise ValueError(
-                f"--do_validation true needs --{name}; set it, or leave --do_validation out"
-            )
+def _required(cls: type[Args]) -> list[str]:
+    fields = cls.model_fields.items()
+    return [name for name, field in fields if name in _REQUIRED_IN_SHELL or field.is_required()]
 
 
 class _Parser(Parser):
@@ -281,7 +260,7 @@ class _Parser(Parser):
         # argparse says "unrecognized arguments: --name=value ..."; other errors have no name.
         name = message.split()[2].partition("=")[0] if message.startswith("unrecog") else ""
         plain = name.lstrip("-").replace("-", "_")
-        if plain in {field.name for field in dataclasses.fields(TrainArguments)}:
+        if plain in TrainArguments.model_fields:
             raise ValueError(f"{self.prog} has no option {name}; args.{plain}=VALUE sets it")
         if plain == "trust_cache":
             raise ValueError(f"{name} was removed: caches of CogVideo's trainer are encoded again")
@@ -298,14 +277,14 @@ def _parser(cls: type[Args]) -> _Parser:
         # Defaults are those of Args.
         argument_default=argparse.SUPPRESS,
     )
+    added = [name for name in cls.model_fields if name not in Args.model_fields]
+    headings = _GROUPS | dict.fromkeys(added[:1], f"Of {cls.__name__}")
+    required = _required(cls)
     group: Any = None
-    is_own = False
-    is_of_subclass = False
+    is_own = False  # from the first option that upstream does not have
     for name, field in cls.model_fields.items():
-        if name in _GROUPS:
-            group, is_own = parser.add_argument_group(_GROUPS[name]), name == "fps"
-        if name not in Args.model_fields and not is_of_subclass:
-            group, is_of_subclass = parser.add_argument_group(f"Of {cls.__name__}"), True
+        if name in headings:
+            group, is_own = parser.add_argument_group(headings[name]), is_own or name == "fps"
         kind, text = field.annotation, (field.description or "").replace("\n", " ")
         if name == "overrides":
             group.add_argument(name, nargs="*", default=[], metavar="key=value", help=text)
@@ -317,10 +296,14 @@ def _parser(cls: type[Args]) -> _Parser:
         elif get_origin(kind) is list:
             options = {"nargs": "+", "metavar": ("NAME", "NAME")}
         default = field.get_default(call_default_factory=True)
-        shown = "required" if _is_required(cls, name) else _shown(default)
-        flags = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
+        if name in required:
+            shown = "required"
+        elif isinstance(default, list):
+            shown = " ".join(default)
+        else:
+            shown = "not set" if default is None else show(default).strip("'")
         # Only our own options have both spellings, as in `cogfast train`.
-        spellings = list(flags) if is_own else [f"--{name}"]
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-') if is_own else name}"])
         # argparse formats help texts with %.
         group.add_argument(*spellings, help=f"{text} [{shown}]".replace("%", "%%"), **options)
     return parser

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
+from inspect import isfunction, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from cogfast.cli.launchers import check_ranks
 from cogfast.cli.streams import start_logging
 from cogfast.config import Config
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import read_json
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import cut
 from cogfast.core.addresses import shown
 from cogfast.core.files import write_text
+from cogfast.core.json_files import read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TokenGrid, num_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import cut
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range, to_device
 from cogfast.data.video.clip import read_clip
@@ -36,16 +37,15 @@ from cogfast.finetune.components import SHARED_MODEL, Accelerator, RunComponents
 from cogfast.finetune.overrides import (
     OVERRIDABLE,
     SAMPLE_KEYS,
+    StepVideos,
     check_collated,
     check_encoded,
     identity,
     overridden,
-    reads,
     samples_of,
 )
 from cogfast.finetune.schemas import Args
 from cogfast.finetune.translate import notices, translate
-from cogfast.finetune.validation import StepVideos
 from cogfast.model.config import TransformerConfig
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import EncodeOverrides
@@ -62,21 +62,17 @@ _VALIDATION = (
     "cogfast reads --validation_prompts, --validation_images and --validation_videos and calls "
     "validation_step for each; override that"
 )
+_DATA = (
+    "cogfast reads the data; collate_fn gets the path of each sample, and self.read_video reads "
+    "what lies beside it"
+)
+_UNUSED = (
+    "check_setting prepare_models prepare_dataset prepare_trainable_parameters prepare_optimizer "
+    "prepare_for_training prepare_for_validation prepare_trackers validate"
+)
 # Methods of upstream's Trainer that nothing calls here -> the reason
-_NOT_CALLED = {
-    "check_setting": _PREPARATION,
-    "prepare_models": _PREPARATION,
-    "prepare_dataset": (
-        "cogfast reads the data; collate_fn gets the path of each sample, and self.read_video reads "
-        "what lies beside it"
-    ),
-    "prepare_trainable_parameters": _PREPARATION,
-    "prepare_optimizer": _PREPARATION,
-    "prepare_for_training": _PREPARATION,
-    "prepare_for_validation": _VALIDATION,
-    "prepare_trackers": _PREPARATION,
-    "validate": _VALIDATION,
-}
+_NOT_CALLED = dict.fromkeys(_UNUSED.split(), _PREPARATION) | {"prepare_dataset": _DATA}
+_NOT_CALLED |= {"prepare_for_validation": _VALIDATION, "validate": _VALIDATION}
 
 
 class _Facts(dict):
@@ -112,17 +108,6 @@ class State:
     generator: torch.Generator | None = None
 
 
-class LearningRate:
-    """The run's learning rate, under the name that PyTorch's schedulers have."""
-
-    def __init__(self, run: cogfast.train.trainer.Trainer) -> None:
-        self._run = run
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rate of the current step; between two steps, that of the next step."""
-        return [self._run.learning_rate(self._run.step)]
-
-
 class _Run(cogfast.train.trainer.Trainer):
     """The run. Its loss, batches and encoders are those of `owner`, which users may have overridden."""
 
@@ -148,9 +133,6 @@ class _Run(cogfast.train.trainer.Trainer):
             f"{type(self.owner).__name__}.compute_loss returned a {what}; return the loss "
             "alone, a tensor of one number"
         )
-
-    def _own_loss(self, batch: dict) -> Tensor:
-        return super().compute_loss(batch)
 
     def _of_upstream(self, batch: dict, rng: SlotRandom) -> dict:
         """Return a batch with upstream's keys, collated. If collate_fn cannot read what belongs to a sample,
@@ -206,17 +188,11 @@ class Trainer:
         self.config = translate(args)
         for line in notices(args):
             logger.warning("%s", line)
-        frames, height, width = args.train_resolution
-        self.state = State(
-            frames,
-            height,
-            width,
-            _DTYPES[args.mixed_precision],
-            _Facts(read_json(Path(self.config.args.load, "transformer", "config.json"))),
-        )
+        facts = _Facts(read_json(Path(self.config.args.load, "transformer", "config.json")))
+        self.state = State(*args.train_resolution, _DTYPES[args.mixed_precision], facts)
         self.dataset: Any = None
         self.optimizer: Any = None
-        self.lr_scheduler: LearningRate | None = None
+        self.lr_scheduler: Any = None
         self._run: _Run | None = None
         self._encoding: tuple[Encoder, SlotRandom] | None = None  # of the sample that is encoded
         self.accelerator = Accelerator()
@@ -236,10 +212,11 @@ class Trainer:
         methods, train = overridden(type(self), Trainer), TrainArguments.from_config(self.config)
         if train.model_parallel_size * train.context_parallel_size > 1:
             for name, functions in methods.items():
-                if any(reads(function, "components") for function in functions):
+                own = [function for function in functions if isfunction(function)]
+                if any("components" in function.__code__.co_names for function in own):
                     what = f"{type(self).__name__}.{name} reads self.components, which"
                     raise ValueError(f"{what} {SHARED_MODEL}")
-        self._videos: list[Path] = []
+        self._videos: list[Path] = []  # of the lines of --validation_videos
         videos = self.args.validation_videos
         if videos is None:
             return
@@ -268,13 +245,8 @@ class Trainer:
     def initialize_pipeline(self) -> Any:
         """Return the pipeline that validation_step gets."""
         parts = self.components
-        pipe = parts.pipeline_cls(
-            tokenizer=parts.tokenizer,
-            text_encoder=parts.text_encoder,
-            vae=parts.vae,
-            transformer=parts.transformer,
-            scheduler=parts.scheduler,
-        )
+        names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+        pipe = parts.pipeline_cls(**{name: getattr(parts, name) for name in names})
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -351,7 +323,7 @@ class Trainer:
         batch: {"encoded_videos": [B, C, T, h, w], "prompt_embedding": [B, L, E]} and, for
         image-to-video, "images": [B, 3, H, W] in [-1, 1].
         """
-        return self._prepare()._own_loss(batch)
+        return cogfast.train.trainer.Trainer.compute_loss(self._prepare(), batch)
 
     def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack samples to the batch of `compute_loss`.
@@ -422,7 +394,9 @@ class Trainer:
             _ = self.components  # a mistake in load_components ends the run here
             run = self._run = _Run(self.config, self)
             self.dataset, self.optimizer = run.datasets.train, run.engine.optimizer
-            self.lr_scheduler = LearningRate(run)
+            # A method of PyTorch's schedulers; between two steps, the rate is that of the next step.
+            rate = lambda: [run.learning_rate(run.step)]
+            self.lr_scheduler = SimpleNamespace(get_last_lr=rate)
             self.state.num_trainable_parameters = run.parts.num_trained
             self.state.total_batch_size_count = run.parts.global_batch
             # For the user: nothing reads this file.

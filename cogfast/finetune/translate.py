@@ -1,32 +1,45 @@
 """Translates the arguments of CogVideo's diffusers trainer into an ordinary configuration.
 
 Every value has the option that set it as its origin, so that `--dry-run` and error messages name it.
+
+`accelerate launch --config_file F -m cogfast finetune ...` starts the ranks as torchrun does. F may also
+name a DeepSpeed file, or describe ZeRO itself; accelerate's own trainer reads both from variables.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config, load_config
+from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.values import cut, nearest
+from cogfast.config.yaml_files import read_yaml
+from cogfast.core.files import read_limited
+from cogfast.core.keys import DEFAULT
+from cogfast.core.values import cut, nearest, select, show
 from cogfast.extensions.pipeline_folder.pipeline_folder import (
     fill_from_pipeline,
     find_config,
     hub_folder,
     is_hub_id,
 )
-from cogfast.finetune.deepspeed_file import deepspeed_settings
 from cogfast.finetune.registry import BUILT_IN, check_name
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.model.config import COGVIDEOX_2B, Family
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.open import open_source
 
+logger = logging.getLogger(__name__)
+
 Settings = dict[str, tuple[Any, str]]  # dotted key -> (value, origin)
 TRAINER = "CogVideo's trainer"  # origin of values that it does not let users choose
 _SAMPLING = "sgm.modules.diffusionmodules"
+_GUIDER = {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}}
 _LORA = f"{NETWORK_KEY}.modules.lora_config"
 # Types of deepspeed.optimizer, and the parameters that make them what CogVideo's trainer builds
 _OPTIMIZERS = {
@@ -36,6 +49,21 @@ _OPTIMIZERS = {
 }
 # Elements per reduction: adapters have about 0.1 billion weights, a 5B model 5.6 billion.
 _BUCKET = {"lora": 50_000_000, "sft": 500_000_000}
+_MOST_BYTES = 2**19  # of a DeepSpeed file
+_LAUNCH = Path("accelerate launch")  # named in messages in place of a file
+_FIX = "give a DeepSpeed configuration in JSON or YAML"
+# Key of the file -> the option that sets the same
+_SAME = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+_PREFIX = "ACCELERATE_"
+# Parallelism that cogfast does not have, since DeepSpeed's ZeRO shards
+_REFUSED = ("USE_FSDP", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG")
 
 
 def translate(args: Args) -> Config:
@@ -43,8 +71,9 @@ def translate(args: Args) -> Config:
     base, settings = _model_settings(args)
     # The file of --deepspeed_config comes last: it replaces the zero_optimization that is set here.
     settings |= _data_settings(args) | _training_settings(args) | _run_settings(args)
-    settings |= _validation_settings(args) | deepspeed_settings(args)
-    return fill_from_pipeline(load_config([base], args.overrides, settings=settings))
+    return fill_from_pipeline(
+        load_config([base], args.overrides, settings=settings | deepspeed_settings(args))
+    )
 
 
 def _model_settings(args: Args) -> tuple[Path, Settings]:
@@ -64,6 +93,7 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
     # Their trainer gives every size integer positions, and precision is an option.
     for key in (f"{POSITION_KEY}.positions", "deepspeed.bf16.enabled", "deepspeed.fp16.enabled"):
         settings.pop(key, None)
+    chunks, number = "auto" if args.enable_tiling else "frames", 1 if args.enable_slicing else None
     settings |= {
         "args.mode": ("finetune", TRAINER),
         "args.load": (str(folder), "--model_path"),
@@ -71,18 +101,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         "model.conditioner_config.params.emb_models[0].ucg_rate": (0.0, TRAINER),
         "model.sampler_config.target": (f"{_SAMPLING}.sampling.VPSDEDPMPP2MSampler", TRAINER),
         "model.sampler_config.params.num_steps": (50, TRAINER),
-        "model.sampler_config.params.guider_config": (
-            {"target": f"{_SAMPLING}.guiders.VanillaCFG", "params": {"scale": 6.0}},
-            TRAINER,
-        ),
-        "model.first_stage_config.params.encode_chunks": (
-            "auto" if args.enable_tiling else "frames",
-            "--enable_tiling",
-        ),
-        "model.en_and_decode_n_samples_a_time": (
-            1 if args.enable_slicing else None,
-            "--enable_slicing",
-        ),
+        "model.sampler_config.params.guider_config": (_GUIDER, TRAINER),
+        "model.first_stage_config.params.encode_chunks": (chunks, "--enable_tiling"),
+        "model.en_and_decode_n_samples_a_time": (number, "--enable_slicing"),
     }
     if args.model_type == "i2v":
         settings["model.noised_image_dropout"] = (0.0, TRAINER)
@@ -91,9 +112,9 @@ def _model_settings(args: Args) -> tuple[Path, Settings]:
         settings |= {
             "model.not_trainable_prefixes": (["all"], "--training_type"),
             f"{_LORA}.target": ("sat.model.finetune.lora2.LoraMixin", "--training_type"),
-            f"{_LORA}.params.r": (args.rank, "--rank"),
+            f"{_LORA}.params.r": _given(args, "rank"),
             f"{_LORA}.params.lora_alpha": (args.lora_alpha, "--lora_alpha"),
-            f"{_LORA}.params.target_modules": (args.target_modules, "--target_modules"),
+            f"{_LORA}.params.target_modules": _given(args, "target_modules"),
         }
     return base, settings
 
@@ -122,18 +143,16 @@ def _data_settings(args: Args) -> Settings:
     frames, *size = args.train_resolution
     # If no rate is given, frames are spread and short clips are padded, as in their trainer.
     selection = args.frame_selection or ("uniform" if args.fps is None else "timestamp")
+    short = "pad" if selection == "uniform" else "skip"
     captions, videos = str(args.caption_column), str(args.video_column)
     settings: Settings = {
         "data.params.video_size": (size, "--train_resolution"),
         "data.params.max_num_frames": (frames, "--train_resolution (frames x rows x columns)"),
         "data.params.frame_selection": (selection, "--frame_selection"),
-        "data.params.short_clips": (
-            "pad" if selection == "uniform" else "skip",
-            "--frame_selection",
-        ),
-        "data.params.resize": (args.resize, "--resize"),
-        "args.num_workers": (args.num_workers, "--num_workers"),
-        "args.collective_timeout": (args.nccl_timeout, "--nccl_timeout"),
+        "data.params.short_clips": (short, "--frame_selection"),
+        "data.params.resize": _given(args, "resize"),
+        "args.num_workers": _given(args, "num_workers"),
+        "args.collective_timeout": _given(args, "nccl_timeout"),
     }
     # One name for both is a file of metadata, or the folder of one.
     if captions == videos:
@@ -153,7 +172,7 @@ def _data_settings(args: Args) -> Settings:
         settings["args.latent_cache"] = (str(cache), "--latent_cache")
         settings["args.encode_first"] = (True, "--latent_cache")
     if args.fps is not None:
-        settings["data.params.fps"] = (args.fps, "--fps")
+        settings["data.params.fps"] = _given(args, "fps")
     if args.image_column is not None and args.model_type == "i2v":
         settings["data.params.image_column"] = (str(args.image_column), "--image_column")
     return settings
@@ -167,52 +186,39 @@ def _training_settings(args: Args) -> Settings:
             f"matrices, which ZeRO splits){nearest(name, _OPTIMIZERS)}"
         )
     kind, params = _OPTIMIZERS[name]
+    optimizer: Settings = {key: (value, "--optimizer") for key, value in params.items()}
     if kind == "Prodigy":
-        params = {**params, "beta3": args.beta3}
+        optimizer["beta3"] = _given(args, "beta3")
+    optimizer |= {"betas": ([args.beta1, args.beta2], "--beta1"), "eps": _given(args, "epsilon")}
     # A number of steps replaces the number of epochs, as it does upstream.
-    amount: Settings = {"args.epochs": (args.train_epochs, "--train_epochs")}
+    amount: Settings = {"args.epochs": _given(args, "train_epochs")}
     if args.train_steps is not None:
-        amount = {"args.train_iters": (args.train_steps, "--train_steps")}
+        amount = {"args.train_iters": _given(args, "train_steps")}
     if args.seed is not None:
-        amount["args.seed"] = (args.seed, "--seed")
-    precision = args.mixed_precision
+        amount["args.seed"] = _given(args, "seed")
+    recomputing = "auto" if args.gradient_checkpointing else "none"
+    bucket = _BUCKET[args.training_type]
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": bucket}
     return {
         **amount,
-        "args.batch_size": (args.batch_size, "--batch_size"),
-        "args.gradient_accumulation_steps": (
-            args.gradient_accumulation_steps,
-            "--gradient_accumulation_steps",
-        ),
-        "args.lr": (args.learning_rate, "--learning_rate"),
-        "args.weight_decay": (args.weight_decay, "--weight_decay"),
-        "args.lr_schedule": (args.lr_scheduler, "--lr_scheduler"),
-        "args.warmup_steps": (args.lr_warmup_steps, "--lr_warmup_steps"),
+        "args.batch_size": _given(args, "batch_size"),
+        "args.gradient_accumulation_steps": _given(args, "gradient_accumulation_steps"),
+        "args.lr": _given(args, "learning_rate"),
+        "args.weight_decay": _given(args, "weight_decay"),
+        "args.lr_schedule": _given(args, "lr_scheduler"),
+        "args.warmup_steps": _given(args, "lr_warmup_steps"),
         # The option is a whole number, the key may be a fraction.
         "args.lr_num_cycles": (float(args.lr_num_cycles), "--lr_num_cycles"),
-        "args.lr_power": (args.lr_power, "--lr_power"),
+        "args.lr_power": _given(args, "lr_power"),
         # PyTorch's schedulers start at 0: the first step of a warm-up has learning rate 0.
         "args.lr_first_step": (0, TRAINER),
-        "args.activation_checkpointing": (
-            "auto" if args.gradient_checkpointing else "none",
-            "--gradient_checkpointing",
-        ),
-        "deepspeed.bf16.enabled": (precision == "bf16", "--mixed_precision"),
-        "deepspeed.fp16.enabled": (precision == "fp16", "--mixed_precision"),
-        "deepspeed.gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
+        "args.activation_checkpointing": (recomputing, "--gradient_checkpointing"),
+        "deepspeed.bf16.enabled": (args.mixed_precision == "bf16", "--mixed_precision"),
+        "deepspeed.fp16.enabled": (args.mixed_precision == "fp16", "--mixed_precision"),
+        "deepspeed.gradient_clipping": _given(args, "max_grad_norm"),
         "deepspeed.optimizer.type": (kind, "--optimizer"),
-        **{
-            f"deepspeed.optimizer.params.{key}": (
-                value,
-                f"--{key}" if key == "beta3" else "--optimizer",
-            )
-            for key, value in params.items()
-        },
-        "deepspeed.optimizer.params.betas": ([args.beta1, args.beta2], "--beta1"),
-        "deepspeed.optimizer.params.eps": (args.epsilon, "--epsilon"),
-        "deepspeed.zero_optimization": (
-            {"stage": 2, "overlap_comm": True, "reduce_bucket_size": _BUCKET[args.training_type]},
-            "default",
-        ),
+        **{f"deepspeed.optimizer.params.{key}": given for key, given in optimizer.items()},
+        "deepspeed.zero_optimization": (zero, DEFAULT),
     }
 
 
@@ -223,32 +229,28 @@ def _run_settings(args: Args) -> Settings:
         "args.folder_layout": ("finetune", TRAINER),
         # A file of adapters is small; a model of 5B takes 11 GB in every checkpoint.
         "args.export": ("all" if args.training_type == "lora" else "last", "--training_type"),
-        "args.save_interval": (args.checkpointing_steps, "--checkpointing_steps"),
-        "args.keep_last": (args.checkpointing_limit, "--checkpointing_limit"),
-        "args.log_interval": (10, "default"),
+        "args.save_interval": _given(args, "checkpointing_steps"),
+        "args.keep_last": _given(args, "checkpointing_limit"),
+        "args.log_interval": (10, DEFAULT),
         "args.wandb": (args.report_to in ("wandb", "all"), "--report_to"),
-        "args.wandb_project_name": (args.tracker_name, "--tracker_name"),
+        "args.wandb_project_name": _given(args, "tracker_name"),
     }
     if args.export_interval is not None and args.training_type == "sft":
-        settings["args.export_interval"] = (args.export_interval, "--export_interval")
+        settings["args.export_interval"] = _given(args, "export_interval")
     resume = args.resume_from_checkpoint
     if resume is not None and str(resume) != PLACEHOLDER:
         settings["args.resume"] = (str(resume), "--resume_from_checkpoint")
-    return settings
-
-
-def _validation_settings(args: Args) -> Settings:
     if not args.do_validation:
-        return {}
+        return settings
     # Checked by Args.
     assert args.validation_dir is not None and args.validation_prompts is not None
     prompts = args.validation_dir / args.validation_prompts
-    settings: Settings = {
-        "args.eval_interval": (args.validation_steps, "--validation_steps"),
+    settings |= {
+        "args.eval_interval": _given(args, "validation_steps"),
         "args.eval_prompt_file": (str(prompts), "--validation_prompts"),
         "args.eval_at_end": (True, TRAINER),
         "args.eval_with_ema": (False, TRAINER),  # as the exported weights
-        "args.sampling_fps": (args.gen_fps, "--gen_fps"),
+        "args.sampling_fps": _given(args, "gen_fps"),
         "args.negative_prompt": ("", TRAINER),  # the pipelines' default
     }
     if args.validation_images is not None and args.model_type == "i2v":
@@ -257,9 +259,146 @@ def _validation_settings(args: Args) -> Settings:
     return settings
 
 
+def _given(args: Args, option: str) -> tuple[Any, str]:
+    """Return the value of an option, for a key that has the same value, and its origin."""
+    return getattr(args, option), f"--{option}"
+
+
+def read_launch(
+    environment: Mapping[str, str],
+) -> tuple[Path | None, dict[str, Any], str | None]:
+    """Return what the variables of `accelerate launch` set: the file of DeepSpeed's configuration, without
+    one the deepspeed section that the launch describes itself ({} without ZeRO), and the precision (None if
+    accelerate's own default applies, which the trainer's option replaces).
+
+    Raises ValueError for a kind of parallelism that cogfast does not have.
+    """
+    given = {
+        name.removeprefix(_PREFIX): text
+        for name, text in environment.items()
+        # accelerate writes "none" for settings that its file leaves out.
+        if name.startswith(_PREFIX) and text.lower() not in ("", "none")
+    }
+    for name in _REFUSED:
+        if _is_true(given.get(name, "")):
+            raise ValueError(
+                f"{_PREFIX}{name}={given[name]} is not supported, since cogfast shards with DeepSpeed's "
+                "ZeRO; change the file of accelerate launch --config_file: distributed_type DEEPSPEED or "
+                "MULTI_GPU"
+            )
+    # "no" is also accelerate's default, so it does not contradict --mixed_precision.
+    precision = given.get("MIXED_PRECISION", "no").lower()
+    asked = None if precision == "no" else precision
+    if "DEEPSPEED_CONFIG_FILE" in given:
+        return Path(given["DEEPSPEED_CONFIG_FILE"]), {}, asked
+    if not _is_true(given.get("USE_DEEPSPEED", "")):
+        return None, {}, asked
+    # 2 is accelerate's default stage.
+    zero: dict[str, Any] = {"stage": _number(given, "DEEPSPEED_ZERO_STAGE", int) or 2}
+    for part in ("optimizer", "param"):
+        name = f"DEEPSPEED_OFFLOAD_{part.upper()}"
+        if f"{name}_DEVICE" in given:
+            zero[f"offload_{part}"] = {"device": given[f"{name}_DEVICE"].lower()}
+            if f"{name}_NVME_PATH" in given:
+                zero[f"offload_{part}"]["nvme_path"] = given[f"{name}_NVME_PATH"]
+    section: dict[str, Any] = {"zero_optimization": zero}
+    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        value = _number(given, key.upper(), kind)
+        section |= {} if value is None else {key: value}
+    return None, section, asked
+
+
+def _number(given: Mapping[str, str], name: str, kind: type[int] | type[float]) -> Any:
+    text = given.get(name, "auto")
+    if text == "auto":  # the trainer's option has the value
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"{_PREFIX}{name}={text} must be a number; change the file of accelerate launch "
+            "--config_file"
+        ) from None
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "y", "t", "on")
+
+
+def deepspeed_settings(args: Args) -> Settings:
+    """Return {key of the deepspeed section: (value, the file)}.
+
+    Without a file, they come from the variables of `accelerate launch`; {} if there are none.
+
+    "auto" where an option has the value is left out. Raises ValueError where the file contradicts
+    an option: which of them wins would be a guess.
+    """
+    given, section, precision = read_launch(os.environ)
+    if precision not in (None, args.mixed_precision):
+        _refuse(args, "mixed_precision", f"{_LAUNCH} --config_file", "mixed_precision", precision)
+    # A file is complete: it replaces what the launch says about ZeRO.
+    if file := args.deepspeed_config or given:
+        section = _read(file)
+    file = file or _LAUNCH
+    if section.pop("scheduler", None) is not None:
+        logger.info("%s: its scheduler is not used; --lr_scheduler sets the learning rate", file)
+    for key, name in _SAME.items():
+        found = select(section, key)
+        if found not in (None, "auto", getattr(args, name)):
+            _refuse(args, name, file, key, found)
+    optimizer = _mapping(file, section.pop("optimizer", None), "optimizer")
+    params = _mapping(file, optimizer.get("params"), "optimizer.params")
+    kind = str(optimizer.get("type", args.optimizer))
+    if kind.lower() != args.optimizer.lower():
+        _refuse(args, "optimizer", file, "optimizer.type", kind)
+    # Two options for one key, so _SAME cannot list it.
+    betas = params.get("betas")
+    if betas not in (None, "auto", [args.beta1, args.beta2]):
+        _refuse(args, "beta1", file, "optimizer.params.betas", betas)
+    # Both sections must agree with the one option: a file may switch on one and leave out the other.
+    for name in ("bf16", "fp16"):
+        is_on = select(section, f"{name}.enabled")
+        if isinstance(is_on, bool) and is_on != (args.mixed_precision == name):
+            _refuse(args, "mixed_precision", file, f"{name}.enabled", is_on)
+    settings = {f"deepspeed.optimizer.params.{key}": value for key, value in params.items()}
+    if "type" in optimizer:
+        settings["deepspeed.optimizer.type"] = kind
+    for key, value in section.items():
+        # Key by key: the whole section would replace what --mixed_precision has set in it.
+        if isinstance(value, dict) and key in ("bf16", "fp16"):
+            settings |= {f"deepspeed.{key}.{name}": inner for name, inner in value.items()}
+        else:
+            settings[f"deepspeed.{key}"] = value
+    return {key: (value, file.name) for key, value in settings.items() if value != "auto"}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    text = read_limited(file, _MOST_BYTES, _FIX)
+    try:
+        # Upstream's files are JSON named .yaml. Two of them have a key twice, which YAML refuses, first
+        # as "auto": JSON takes the last.
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return to_dict(read_yaml(file, str(file), is_plain=True))
+    return _mapping(file, found, "the file")
+
+
+def _mapping(file: Path, found: object, key: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping | None):
+        raise ValueError(f"{file}: {key}={show(found)} must be a mapping; correct it")
+    return dict(found or {})
+
+
+def _refuse(args: Args, option: str, file: Path | str, key: str, value: object) -> None:
+    given = show(getattr(args, option)).strip("'")
+    raise ValueError(
+        f"--{option} {given}, but {file} has {key}={show(value)}; change one of "
+        "them, or set it to auto"
+    )
+
+
 def notices(args: Args) -> list[str]:
     """Return a line for each option that has no effect in this run."""
-    default = {name: field.default for name, field in Args.model_fields.items()}
     is_lora = args.training_type == "lora"
     is_placeholder = str(args.resume_from_checkpoint) == PLACEHOLDER
     # (option, whether it has no effect, the reason)
@@ -275,5 +414,5 @@ def notices(args: Args) -> list[str]:
     return [
         f"--{name} {getattr(args, name)} has no effect: {reason}"
         for name, is_unused, reason in unused
-        if is_unused and getattr(args, name) != default[name]
+        if is_unused and getattr(args, name) != Args.model_fields[name].default
     ]

@@ -110,10 +110,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None)
     else:
         kernel = BACKENDS[backend].kernel
         if kernel is None:
-            text = (
-                f"{_OP}: backend={backend!r} is not loaded; call flash_attn.load on a GPU with it"
-            )
-            raise ValueError(f"{text}, or leave backend out")
+            text = f"{_OP}: backend={backend!r} is not loaded; call flash_attn.load on a GPU"
+            raise ValueError(f"{text} with it, or leave backend out")
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2)
@@ -214,10 +212,9 @@ def reason_unavailable(
         return "the C++ kernels are not compiled; cogfast doctor says why"
     if is_cpu and name != "cogfast":
         return None
-    short = str(dtype).removeprefix("torch.")
     if backend.dtypes is not None and dtype not in backend.dtypes:
-        takes = ", ".join(str(x).removeprefix("torch.") for x in backend.dtypes)
-        return f"it takes {takes}, not {short}"
+        *takes, given = (str(x).removeprefix("torch.") for x in (*backend.dtypes, dtype))
+        return f"it takes {', '.join(takes)}, not {given}"
     if (width % 8 and name not in ("cogfast", "math")) or width > (backend.max_width or width):
         most = "" if backend.max_width is None else f" up to {backend.max_width}"
         return f"it takes head widths that are multiples of 8{most}, not {width}"

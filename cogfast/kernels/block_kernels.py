@@ -14,10 +14,7 @@ from cogfast.kernels import adaptive_layernorm as norm
 from cogfast.kernels import add_low_rank as lora
 from cogfast.kernels import gelu as activation
 from cogfast.kernels import qk_norm_rope3d as qk
-from cogfast.kernels.attention_backends import (
-    fastest_of_pytorch,
-    flash_attention,
-)
+from cogfast.kernels.attention_backends import fastest_of_pytorch, flash_attention
 from cogfast.kernels.gpu import flash_attn
 
 KernelChoice = Literal["triton", "torch"]

@@ -126,12 +126,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    is_on_cpu = all(x.is_cpu for x in tensors)
-    has_kernel = is_on_cpu and torch_library.HAS_CPU_KERNELS
-    if has_kernel and all(x.dtype in CPU_DTYPES for x in tensors):
+    if all(x.is_cpu and torch_library.has_kernel(x) for x in tensors):
         return _sum_of_squares(tensors)
     # A CPU sums element by element, which would lose digits in float32.
-    dtype = torch.float64 if is_on_cpu else torch.float32
+    dtype = torch.float64 if all(x.is_cpu for x in tensors) else torch.float32
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square().sum()
 
 
@@ -245,7 +243,7 @@ class FusedEmaAdam(torch.optim.Optimizer):
         self.has_8bit_moments = False
         self.other_ema: EmaElsewhere | None = None
         self._is_lent = False  # within `averaged`
-        self._tables: dict[tuple, Any] = {}  # TensorTable of each launch
+        self._tables: dict[tuple, Any] = defaultdict(_new_table)  # TensorTable of each launch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned, in its own dtypes."""
@@ -447,12 +445,10 @@ class FusedEmaAdam(torch.optim.Optimizer):
             launches[streams.dtypes].append(streams)
         for dtypes, streams in launches.items():
             # DeepSpeed steps one group at a time: a group's first parameter identifies its table.
-            key = (id(group["params"][0]), dtypes)
-            if key not in self._tables:
-                self._tables[key] = _new_table()
-            self._tables[key].hold(streams)
+            table = self._tables[id(group["params"][0]), dtypes]
+            table.hold(streams)
             _launch_ema_adam(
-                self._tables[key],
+                table,
                 lr=group["lr"],
                 betas=group["betas"],
                 **self._options(group),

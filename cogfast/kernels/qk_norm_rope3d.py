@@ -63,12 +63,6 @@ class Rotation:
         return torch.cat([video.new_ones(num_text, video.shape[1]), video])
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate x [B, S, H, D] float32 by angles [S, D/2] complex (cos + i sin)."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
-    return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
-
-
 def qk_norm_rope3d_reference(
     qkv: Tensor,
     query_norm: Affine | None,
@@ -83,7 +77,7 @@ def qk_norm_rope3d_reference(
     """
     # v is returned so that backward writes the gradient of qkv once.
     q, k, v = qkv.unbind(2)
-    angles = None if rotation is None else rotation.per_row(num_text)
+    angles = None if rotation is None else rotation.per_row(num_text)  # [S, D/2]
     results = []
     for x, norm in ((q, query_norm), (k, key_norm)):
         # Rotate in float32, as diffusers does. A norm alone stays in the dtype of qkv, but on a CPU
@@ -95,7 +89,8 @@ def qk_norm_rope3d_reference(
             weight, bias = (None if p is None else p.to(x.dtype) for p in norm)
             x = F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
         if angles is not None:
-            x = _rotate(x, angles)
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
+            x = torch.view_as_real(pairs * angles[:, None]).flatten(-2)
         results.append(x.to(qkv.dtype))
     return results[0], results[1], v
 
@@ -103,30 +98,21 @@ def qk_norm_rope3d_reference(
 _ARGUMENTS = "Tensor? table, Tensor? order, SymInt num_text, SymInt t, SymInt h, SymInt w, bool has_norm, float eps"
 
 
-def _forward_fake(qkv: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    b, s, _, num_heads, width = qkv.shape
-    q, k = (qkv.new_empty(b, s, num_heads, width) for _ in range(2))
-    return q, k
-
-
-def _backward_fake(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *arguments
-) -> tuple[Tensor, Tensor]:
-    rows, width = 4 if arguments[-1] else 0, qkv.shape[-1]
-    return qkv.new_empty(qkv.shape), qkv.new_empty(rows, width, dtype=torch.float32)
-
-
 _qk_norm_rope3d = register_op(
     "qk_norm_rope3d(Tensor qkv, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight,"
     f" Tensor? k_bias, {_ARGUMENTS}) -> (Tensor, Tensor)",
     gpu=from_gpu(_OP, "launch_forward"),
-    fake=_forward_fake,
+    fake=lambda qkv, *_: tuple(qkv.new_empty(qkv.shape[:2] + qkv.shape[3:]) for _ in range(2)),
 )
 _qk_norm_rope3d_backward = register_op(
     "qk_norm_rope3d_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_weight,"
     f" Tensor? k_weight, {_ARGUMENTS}, bool needs_sums) -> (Tensor, Tensor)",
     gpu=from_gpu(_OP, "launch_backward"),
-    fake=_backward_fake,
+    # Its last input is needs_sums.
+    fake=lambda dq, dk, dv, qkv, *inputs: (
+        qkv.new_empty(qkv.shape),
+        qkv.new_empty(4 if inputs[-1] else 0, qkv.shape[-1], dtype=torch.float32),
+    ),
 )
 
 
@@ -219,8 +205,7 @@ def _check(
         return
     table, t, h, w = rotation.table, rotation.t, rotation.h, rotation.w
     if num_text + t * h * w != num_tokens:
-        rule = f"{num_text} text rows and {t}x{h}x{w} video rows must be its S"
-        refuse(_OP, "qkv", qkv, rule)
+        refuse(_OP, "qkv", qkv, f"{num_text} text rows and {t}x{h}x{w} video rows must be its S")
     # Time takes D/8 pairs, row and column 3D/16 each.
     if width % 16:
         refuse(_OP, "qkv", qkv, "D, its last dim, must be a multiple of 16 to be rotated")

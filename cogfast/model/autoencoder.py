@@ -142,8 +142,7 @@ class VideoAutoencoder(nn.Module):
                 f"first_stage_config.params.path={path}: give the vae folder of a diffusers "
                 "CogVideoX model (SAT's 3d-vae.pt goes with encoder_config and decoder_config)"
             )
-        if inner is None:
-            assert path is not None, "either path or inner is given"
+        if path is not None:
             inner = _read_folder(Path(path), dtype)
         # diffusers is imported late, so `inner` is annotated as a module and only named here.
         self.inner = cast("AutoencoderKLCogVideoX", inner)
@@ -292,10 +291,8 @@ def video_autoencoder_from_sat(
             inner = AutoencoderKLCogVideoX(**sizes, **blocks)
         stored = read_sat_vae(ckpt_path, ignore_keys)
         names = to_diffusers(stored, num_levels, sizes["layers_per_block"])
-        fix = (
-            "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
-            "out in ignore_keys"
-        )
+        fix = "give a 3d-vae.pt that matches ch, ch_mult and num_res_blocks, or list the tensors to leave "
+        fix += "out in ignore_keys"
         load_state(inner, names, f"ckpt_path={ckpt_path}", fix, dtype)
     return VideoAutoencoder(
         inner=inner, encode_chunks=encode_chunks, use_slicing=use_slicing, use_tiling=use_tiling
@@ -325,12 +322,7 @@ def _read_folder(path: Path, dtype: torch.dtype) -> nn.Module:
 ENCODE_MODES: tuple[EncodeMode, ...] = get_args(EncodeMode)
 # "auto" takes the first of these that fits. Only whole clips are also encoded in batches: the last
 # bits of a batch differ from those of single clips, and latents should not depend on the memory.
-_WAYS: tuple[EncodeWay, ...] = (
-    ("whole", False),
-    ("whole", True),
-    ("frames", True),
-    ("tiles", True),
-)
+_WAYS: tuple[EncodeWay, ...] = (("whole", False), *((mode, True) for mode in ENCODE_MODES))
 # Fractions of rows and columns by which diffusers' tiles overlap.
 TILE_OVERLAP = (1 / 6, 1 / 5)
 # Tiles for decoding. The second are diffusers' own; below the last, seams cover most of the picture.
@@ -341,20 +333,24 @@ _INSIDE_CONVOLUTIONS = 1.4  # allowance for the workspace of convolutions
 _VIDEOS_OF_TILES = 3.5
 
 
+def _copy_for_dry_run(vae: AutoencoderKLCogVideoX) -> AutoencoderKLCogVideoX:
+    """Return an autoencoder of this config: a dry run on the meta device follows diffusers' code, whatever
+    the version."""
+    copy = type(vae).from_config(vae.config)
+    assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
+    return copy.eval()
+
+
 def bytes_per_pixel(vae: AutoencoderKLCogVideoX, num_latents: int) -> float:
     """Return the peak bytes of diffusers' decoder per pixel of a frame, in the dtype of `vae` and
     with its chunk size, for `num_latents` latent frames. Workspace of convolutions is included."""
-    # A dry run on the meta device: it follows diffusers' code, whatever the version.
     with torch.device("meta"):
-        copy = type(vae).from_config(vae.config)
-        assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
-        copy.eval()
+        copy = _copy_for_dry_run(vae)
         chunk = copy.num_latent_frames_batch_size = vae.num_latent_frames_batch_size
         # The second of the serial calls needs most memory: it has the caches of the first.
         frames = min(num_latents, 2 * chunk + 1)
         latents = torch.empty(1, vae.config["latent_channels"], frames, 2, 2)
-    counter = LiveBytes()
-    with torch.no_grad(), counter:
+    with torch.no_grad(), LiveBytes() as counter:
         video = copy.decode(latents, return_dict=False)[0]
     # The dry run counted numbers of its own dtype; scale them to the decoder's.
     per_number = next(vae.parameters()).element_size() / latents.element_size()
@@ -373,18 +369,16 @@ def encode_bytes(
     dtype = next(vae.parameters()).dtype
     rows, columns = (height, width) if tile is None else (min(tile[0], height), min(tile[1], width))
     with torch.device("meta"):
-        copy = type(vae).from_config(vae.config)
-        assert not isinstance(copy, tuple), "from_config without return_unused_kwargs"
+        copy = _copy_for_dry_run(vae)
         # nn.Module's method: diffusers' own logs a warning.
-        nn.Module.to(copy.eval(), dtype)
+        nn.Module.to(copy, dtype)
         copy.num_sample_frames_batch_size = num_frames if mode == "whole" else _DIFFUSERS_FRAMES
         # The second call needs most memory: it has the caches of the first. Later ones are like it.
         least = 2 * _DIFFUSERS_FRAMES
         is_long = mode != "whole" and num_frames > least
         counted = least + num_frames % _DIFFUSERS_FRAMES if is_long else num_frames
         clip = torch.empty(batch, 3, counted, rows, columns, dtype=dtype)
-    counter = LiveBytes()
-    with torch.no_grad(), counter:
+    with torch.no_grad(), LiveBytes() as counter:
         copy.encode(clip, return_dict=False)
     # A clip on the device: uint8, float32, and in the encoder's dtype before and after its transpose.
     pixels = 3 * batch * num_frames * height * width * (1 + 4 + 2 * dtype.itemsize)

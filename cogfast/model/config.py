@@ -138,7 +138,6 @@ class Member:
     """
 
     name: str
-    config_file: str
     patch: PatchSize
     is_rotary: bool = True
     has_image: bool = False
@@ -150,6 +149,10 @@ class Member:
     scale_factor: float  # latents = scale_factor * output of the VAE
 
     @property
+    def config_file(self) -> str:
+        return f"configs/{self.name.lower().replace('-', '_')}.yaml"
+
+    @property
     def diffusers_trainer_name(self) -> str:
         """The --model_name of CogVideo's diffusers trainer. 2B and 5B share one."""
         version = "1.5" if self.patch.joins_frames else ""
@@ -158,7 +161,6 @@ class Member:
 
 COGVIDEOX_2B = Member(
     name="CogVideoX-2B",
-    config_file="configs/cogvideox_2b.yaml",
     patch=PatchSize(1, 2, 2),
     is_rotary=False,
     num_frames=49,
@@ -168,22 +170,10 @@ COGVIDEOX_2B = Member(
     text_length=226,
     scale_factor=1.15258426,
 )
-COGVIDEOX_5B = replace(
-    COGVIDEOX_2B,
-    name="CogVideoX-5B",
-    config_file="configs/cogvideox_5b.yaml",
-    is_rotary=True,
-    scale_factor=0.7,
-)
-COGVIDEOX_5B_I2V = replace(
-    COGVIDEOX_5B,
-    name="CogVideoX-5B-I2V",
-    config_file="configs/cogvideox_5b_i2v.yaml",
-    has_image=True,
-)
+COGVIDEOX_5B = replace(COGVIDEOX_2B, name="CogVideoX-5B", is_rotary=True, scale_factor=0.7)
+COGVIDEOX_5B_I2V = replace(COGVIDEOX_5B, name="CogVideoX-5B-I2V", has_image=True)
 COGVIDEOX_15_5B = Member(
     name="CogVideoX1.5-5B",
-    config_file="configs/cogvideox1.5_5b.yaml",
     patch=PatchSize(2, 2, 2),
     num_frames=81,
     fps=16,
@@ -194,12 +184,7 @@ COGVIDEOX_15_5B = Member(
     text_length=224,
     scale_factor=0.7,
 )
-COGVIDEOX_15_5B_I2V = replace(
-    COGVIDEOX_15_5B,
-    name="CogVideoX1.5-5B-I2V",
-    config_file="configs/cogvideox1.5_5b_i2v.yaml",
-    has_image=True,
-)
+COGVIDEOX_15_5B_I2V = replace(COGVIDEOX_15_5B, name="CogVideoX1.5-5B-I2V", has_image=True)
 MEMBERS = (COGVIDEOX_2B, COGVIDEOX_5B, COGVIDEOX_5B_I2V, COGVIDEOX_15_5B, COGVIDEOX_15_5B_I2V)
 
 
@@ -222,16 +207,12 @@ def inpainting_channels(channels: int) -> int:
 
 def derived_models(in_channels: int, out_channels: int) -> str:
     """Name the released models, derived from CogVideoX, that have such inputs; "" if there are none."""
-    found = {
-        # 16 noised, 1 of the mask, 16 of the masked video
-        inpainting_channels(
-            out_channels
-        ): "CogVideoX-Fun's inpainting models (InP) have a mask and a masked "
-        "video: [mask, masked_video]",
-        # 16 noised, 16 of the image, 16 of the pose
-        3 * out_channels: "SkyReels-A1 has an image and a pose: [image, control]",
-    }
-    return found.get(in_channels, "")
+    # 16 noised, 16 of the image, 16 of the pose
+    if in_channels == 3 * out_channels:
+        return "SkyReels-A1 has an image and a pose: [image, control]"
+    # 16 noised, 1 of the mask, 16 of the masked video
+    text = "CogVideoX-Fun's inpainting models (InP) have a mask and a masked video: [mask, masked_video]"
+    return text if in_channels == inpainting_channels(out_channels) else ""
 
 
 @dataclass(frozen=True, slots=True)

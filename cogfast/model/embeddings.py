@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,11 +88,9 @@ def sincos_table(
 
     interpolation (t, h, w) divides the positions, which stretches the table over a larger grid.
     """
-    t, h, w = (
-        np.arange(n, dtype=np.float32) / scale
-        for n, scale in zip((grid.t, grid.h, grid.w), interpolation, strict=True)
-    )
     shape = (grid.t, grid.h, grid.w)
+    scaled = zip(shape, interpolation, strict=True)
+    t, h, w = (np.arange(n, dtype=np.float32) / scale for n, scale in scaled)
     # Columns precede rows, as in both upstreams, whose meshgrid has w first.
     time = sincos_axis(width // 4, t)[:, None, None]
     column = sincos_axis(width // 8 * 3, w)[None, None]
@@ -211,7 +210,8 @@ class RotaryPositions(nn.Module):
 
     def positions(self, grid: TokenGrid) -> tuple[Tensor, Tensor, Tensor]:
         """Return the positions of the frames, rows and columns of `grid`, float32."""
-        count = partial(torch.arange, dtype=torch.float32, device=self.frequencies_t.device)
+        given: Any = {"dtype": torch.float32, "device": self.frequencies_t.device}
+        count = partial(torch.arange, **given)
         if not self.is_rescaled:
             _check_grid(grid, self.grid, is_exact=False)
             return count(grid.t), count(grid.h), count(grid.w)
@@ -220,9 +220,7 @@ class RotaryPositions(nn.Module):
         axes = pipeline_ranges(grid, self.grid)
         rows, columns = (
             # Written as in diffusers, so that the results agree bit for bit.
-            torch.linspace(
-                start, stop * (n - 1) / n, n, dtype=torch.float32, device=self.frequencies_t.device
-            )
+            torch.linspace(start, stop * (n - 1) / n, n, **given)
             for (start, stop), n in zip(axes, (grid.h, grid.w), strict=True)
         )
         return count(grid.t), rows, columns

@@ -60,12 +60,11 @@ def initialize(
 def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     module, _, kind = name.rpartition(".")
     owner = module.rpartition(".")[2]
-    if kind == "bias":
+    is_last = ".modulation." in name or owner in ("output_modulation", "output")
+    if kind == "bias" or is_last:
         parameter.zero_()
     elif owner.endswith("norm"):
         parameter.fill_(1.0)
-    elif ".modulation." in name or owner in ("output_modulation", "output"):
-        parameter.zero_()
     # Xavier over the flattened kernel, as SAT initializes its convolution.
     elif owner == "patch_embedding":
         nn.init.xavier_uniform_(parameter, generator=generator)

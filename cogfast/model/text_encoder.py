@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.config.json_files import brief, read_json
-from cogfast.config.values import Range
+from cogfast.core.json_files import brief, read_json
+from cogfast.core.values import Range
 from cogfast.model.weights.source import load_state
 from cogfast.model.weights.tensor_files import SafetensorsFiles, only_tensors, read_torch_file
 

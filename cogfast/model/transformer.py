@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cogfast.config.components import import_target
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import KeyProblem, nearest
 from cogfast.core.shapes import PatchSize, TokenGrid
 from cogfast.core.slot_random import random_bits
+from cogfast.core.values import KeyProblem, nearest
 from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.kernels.block_kernels import BlockKernels, choose_kernels
 from cogfast.kernels.qk_norm_rope3d import Rotation
@@ -33,6 +33,7 @@ from cogfast.model.embeddings import (
     unpatchify,
 )
 from cogfast.model.initialization import initialize
+from cogfast.model.keys import DEFAULT_FROZEN_PREFIXES, ModelKeys
 from cogfast.model.lora import LoraLinear, add_lora, is_lora_parameter
 
 BlockCall = Callable[..., Tensor]  # as Block.forward, with the block_arguments of a subclass behind
@@ -65,7 +66,6 @@ class BlockSource(Protocol):
 
 
 OUTPUT_NORM_EPS = 1e-6  # as SAT; diffusers has 1e-5 here, which changes outputs by 2e-5
-DEFAULT_FROZEN_PREFIXES = ("first_stage_model", "conditioner")
 
 
 class DiffusionTransformer(nn.Module):
@@ -322,6 +322,27 @@ def _make_positions(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
     return table, rotary
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network as model.network_config describes it."""
+
+    kind: type[DiffusionTransformer]
+    config: TransformerConfig
+    target: str  # the name that the configuration has for `kind`
+    model: ModelKeys  # what of it is trained
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the class is a user's own."""
+        return self.kind is not DiffusionTransformer
+
+    def build(self, seed: int = 0) -> DiffusionTransformer:
+        """Build the transformer, with LoRA, and set requires_grad."""
+        transformer, keys = assemble_transformer(self.config, seed, self.kind), self.model
+        freeze(transformer, keys.not_trainable_prefixes, keys.lora_train, keys.trainable_modules)
+        return transformer
+
+
 def build_transformer(
     model_section: Mapping[str, Any], seed: int = 0, allow_import: Sequence[str] = ()
 ) -> DiffusionTransformer:
@@ -367,18 +388,10 @@ def assemble_transformer(
                 text = f"{kind.__name__}: {found[0]} is complex, and training would drop its imaginary part; "
                 raise ValueError(f"{text}register torch.view_as_real of it")
         if config.lora_rank is not None:
-            everywhere = tuple(range(config.num_layers))
-            for i in everywhere if config.lora_layers is None else config.lora_layers:
-                block = transformer.blocks[i]
-                assert isinstance(block, Block), f"{type(block).__name__} among the blocks"
-                add_lora(
-                    block,
-                    config.lora_rank,
-                    config.lora_alpha,
-                    config.lora_dropout,
-                    config.lora_targets,
-                    kernels=block.kernels,
-                )
+            rank, layers = config.lora_rank, config.lora_layers
+            others = (config.lora_alpha, config.lora_dropout, config.lora_targets)
+            for i in range(config.num_layers) if layers is None else layers:
+                add_lora(transformer.blocks[i], rank, *others, kernels=transformer.kernels)
     # On meta the caller allocates the weights, for example after it has split them.
     if device.type != "meta":
         transformer.to_empty(device=device)

@@ -175,18 +175,19 @@ def _compiled_contexts(keeps: Keeps) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(choose)
 
 
-def _options(keep_rng: bool) -> dict[str, Any]:
+def _options(policy: Policy, keep_rng: bool, contexts: Callable, *packing: Any) -> dict[str, Any]:
+    """Return the options of a checkpoint. contexts: makes its contexts of what is kept, and packing."""
     # Only the non-reentrant version accepts a context_fn.
-    return {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_rng}
+    if policy in _KEEPS:
+        options["context_fn"] = partial(contexts, _KEEPS[policy], *packing)
+    return options
 
 
 @cache
 def _runner(policy: Policy, keep_rng: bool, is_compiled: bool) -> Callable[..., Tensor]:
     """Return a function of a block and its inputs. Blocks with one policy share it and its graphs."""
-    options = _options(keep_rng)
-    if policy in _KEEPS:
-        make = _compiled_contexts if is_compiled else _contexts
-        options["context_fn"] = partial(make, _KEEPS[policy])
+    options = _options(policy, keep_rng, _compiled_contexts if is_compiled else _contexts)
     if not is_compiled or policy == "full":
         # full needs no graph of its own: it calls the compiled block twice.
         return partial(checkpoint, **options)
@@ -211,9 +212,7 @@ def _offloading_call(
 
     def call(hidden: Tensor, *others: Any) -> Tensor:
         kept = offload.begin_block(number, hidden.shape[:2].numel())
-        options = _options(keep_rng)
-        if policy in _KEEPS:
-            options["context_fn"] = partial(_contexts, _KEEPS[policy], kept.pack, kept.unpack)
+        options = _options(policy, keep_rng, _contexts, kept.pack, kept.unpack)
         with kept.hooks():  # the checkpoint saves the block's inputs by them
             return checkpoint(block, hidden, *others, **options)
 

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from cogfast.config import Config, data_arguments, instantiate, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments, select, sparse_share
-from cogfast.config.components import is_none
-from cogfast.config.merged_config import refuse
-from cogfast.config.values import counted
+from cogfast.core.component import Component
+from cogfast.core.values import KeyProblem, counted
 from cogfast.data.batches import BatchLoader
 from cogfast.data.datasets import CaptionedVideos, ListedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder, shuffled
@@ -41,10 +38,12 @@ from cogfast.extensions.stores.mirror import url_of
 from cogfast.model.autoencoder import FirstStage
 from cogfast.model.initialization import initialize
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import DiffusionTransformer, build_transformer
+from cogfast.model.transformer import DiffusionTransformer, Network
 from cogfast.model.weights.load import LoadReport, load_adapters, load_transformer
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.keys import TrainKeys
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +65,28 @@ class Diffusion:
     sampler: VideoDDIMSampler | None
 
 
-def assemble_diffusion(config: Config) -> Diffusion:
-    return Diffusion(
-        denoiser=_optional("denoiser_config", config),
-        loss=_optional("loss_fn_config", config),
-        sampler=_optional("sampler_config", config),
-    )
+def assemble_diffusion(
+    denoiser: Component | None, loss: Component | None, sampler: Component | None
+) -> Diffusion:
+    assert denoiser is not None, "preflight asks for one"
+    build = lambda part: None if part is None else part.build()
+    return Diffusion(denoiser=denoiser.build(), loss=build(loss), sampler=build(sampler))
 
 
 def build_on_meta(
-    config: Config, args: TrainArguments, tensor: ParallelGroup | None
+    network: Network, args: TrainKeys, tensor: ParallelGroup | None
 ) -> DiffusionTransformer:
     """Build a rank's shard of the transformer, which takes no memory until `allocate`.
 
     tensor: the tensor-parallel group.
     """
     with torch.device("meta"):
-        transformer = build_transformer(config.model, allow_import=config.allow_import)
+        transformer = network.build()
     # A trainable parameter without a gradient would end the run after its first step.
     for name in transformer.unused_parameter_names():
         transformer.get_parameter(name).requires_grad_(False)
     transformer.to(DTYPES[args.precision])
-    transformer.use_sparse_attention(sparse_share(args.attention or "dense"))
+    transformer.use_sparse_attention(args.sparse_share)
     if tensor is not None:
         parallelize(transformer, tensor, args.sequence_parallel)
     hold_base(transformer, args.quantize_base, args.offload_blocks)
@@ -95,8 +94,8 @@ def build_on_meta(
 
 
 def assemble_transformer(
-    config: Config,
-    args: TrainArguments,
+    network: Network,
+    args: TrainKeys,
     groups: ProcessGroups,
     weights: str | None = None,
     ema: bool | None = False,
@@ -111,7 +110,7 @@ def assemble_transformer(
     (a LoRA run), args.load supplies the rest. ema: read the averaged copy of `weights`.
     allow_missing: accept an `args.load` that lacks tensors; these are initialized.
     """
-    transformer = build_on_meta(config, args, groups.tensor)
+    transformer = build_on_meta(network, args, groups.tensor)
     if groups.context is not None:
         split_context(transformer, groups.context)
     allocate(transformer, groups.device)
@@ -134,7 +133,7 @@ def assemble_transformer(
     # `weights` are loaded first to see whether they are complete, and again on top of the base.
     report = None if weights is None else load(weights, ema=ema)
     if args.load and (report is None or report.missing):
-        model = ModelArguments.from_config(config)
+        model = network.model
         is_new, positions = model.new_channels is not None, model.learned_positions
         base = load(
             args.load,
@@ -183,46 +182,44 @@ def _refuse_part(what: str, report: LoadReport) -> NoReturn:
 
 
 def assemble_encoder(
-    config: Config,
-    args: TrainArguments,
+    run: Run,
+    args: TrainKeys,
     transformer: DiffusionTransformer,
     groups: ProcessGroups,
     before_clips: Callable[[FirstStage, Tensor], None] = lambda stage, clips: None,
     overrides: EncodeOverrides = NO_OVERRIDES,
 ) -> Encoder:
-    model = ModelArguments.from_config(config)
+    model = run.model
     device, dtype = groups.device, DTYPES[args.precision]
-    text_node, text_dropout = text_entry(config)
 
     # Returns a FirstStage, a TextEncoder or None.
-    def build_frozen(node: dict | None, where: str) -> Any:
-        if node is None or is_none(node):
+    def build_frozen(part: Component | None) -> Any:
+        if part is None:
             return None
-        target, _ = resolve(node, config.allow_import)
         # Large modules take a dtype, so that they are never in memory in float32. They may keep some
         # weights in float32: in fp16, T5 overflows in its second feed-forward matrix.
-        if "dtype" in inspect.signature(target).parameters:
-            module = instantiate(node, config.allow_import, where, dtype=dtype).to(device)
+        if "dtype" in inspect.signature(part.kind).parameters:
+            module = part.build(dtype=dtype).to(device)
         else:
-            module = instantiate(node, config.allow_import, where).to(device, dtype)
+            module = part.build().to(device, dtype)
         return module.eval().requires_grad_(False)
 
     return Encoder(
-        partial(build_frozen, config.model.get("first_stage_config"), "model.first_stage_config"),
-        partial(build_frozen, text_node, "model.conditioner_config.params.emb_models[0]"),
+        partial(build_frozen, run.first_stage),
+        partial(build_frozen, run.text_encoder),
         broadcast_within_model=groups.broadcast_tensor_in_model,
         scale_factor=model.scale_factor,
         image_scale=scale_of(model.image_latent_scale, model.scale_factor),
         patch=transformer.patch_size,
         latent_input=model.latent_input,
         conditions=model.inputs,
-        tensors=tuple(data_arguments(config).get("tensors") or ()),
+        tensors=tuple(run.data_arguments.get("tensors") or ()),
         image_on_all_frames=model.noised_image_all_concat,
         given_frames=GivenFrames.parse(model.given_frames),
         masked_video_noise=model.masked_video_noise,
         image_dropout=model.noised_image_dropout,
         condition_dropout=model.condition_dropout,
-        text_dropout=text_dropout,
+        text_dropout=run.text_dropout,
         samples_at_a_time=model.en_and_decode_n_samples_a_time,
         before_clips=before_clips,
         overrides=overrides,
@@ -231,28 +228,12 @@ def assemble_encoder(
     )
 
 
-def video_data(config: Config) -> type[ListedVideos] | None:
+def video_data(data: Component | None) -> type[ListedVideos] | None:
     """Return the class of the data set if it reads pixels of video files, else None."""
-    target, _ = resolve(config.data, config.allow_import)
+    target = None if data is None else data.kind
     if isinstance(target, type) and issubclass(target, ListedVideos) and target.reads_pixels:
         return target
     return None
-
-
-def text_entry(config: Config) -> tuple[dict | None, float]:
-    """Return the node of the text encoder and the fraction of captions to drop."""
-    conditioner = config.model.get("conditioner_config")
-    for entry in [] if conditioner is None else (conditioner.params.get("emb_models") or []):
-        if entry.get("input_key", "txt") == "txt":
-            node = {"target": entry.target, "params": entry.get("params")}
-            return node, float(entry.get("ucg_rate", 0.0))
-    return None, 0.0
-
-
-def _optional(name: str, config: Config) -> Any:
-    """Build a component of the model section; None if the configuration leaves it out."""
-    node = config.model.get(name)
-    return None if is_none(node) else instantiate(node, config.allow_import, f"model.{name}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,16 +243,21 @@ class Datasets:
 
 
 def assemble_datasets(
-    config: Config, args: TrainArguments, groups: ProcessGroups | None = None
+    data: Component | None,
+    args: TrainKeys,
+    inputs: Sequence[str] = (),
+    is_masked: bool = False,
+    groups: ProcessGroups | None = None,
 ) -> Datasets:
     """Build the training and validation data sets, of videos.
 
-    Rank 0 of `groups` lists their files for all; data sets with a `find` of a user's own list them on
+    inputs: the conditions of the model. is_masked: the loss takes masks. Rank 0 of `groups` lists their files for all; data sets with a `find` of a user's own list them on
     each rank. Without args.valid_data, validation uses the manifest rows of split `valid`, or else a fraction of
     the training data (args.split).
     """
     find_once = (lambda find: find()) if groups is None else groups.on_main
-    whole = _dataset(config, "args.train_data", args.train_data, find_once)
+    build = partial(_dataset, data, find_once=find_once, inputs=inputs, is_masked=is_masked)
+    whole = build("args.train_data", args.train_data)
     if args.train_data_weights is not None:
         whole = _weighed(whole, args.train_data_weights)
     train, valid = whole, None
@@ -283,7 +269,7 @@ def assemble_datasets(
                 "args.train_data: no row has split train; change column split of the manifest"
             )
     if args.valid_data:
-        valid = _dataset(config, "args.valid_data", args.valid_data, find_once)
+        valid = build("args.valid_data", args.valid_data)
         if isinstance(valid, CaptionedVideos) and valid.clips.splits is not None:
             valid = valid.with_clips(valid.clips.in_split("valid"))
     # A manifest without rows of split `valid` uses args.split.
@@ -299,7 +285,7 @@ def assemble_datasets(
     return Datasets(_part(train, rest), _each_once(_part(train, held_out), args))
 
 
-def _each_once(dataset: SizedDataset, args: TrainArguments) -> SizedDataset:
+def _each_once(dataset: SizedDataset, args: TrainKeys) -> SizedDataset:
     """Return held-out data, for args.strict_eval without weights other than 0 and 1."""
     if not (args.strict_eval and isinstance(dataset, CaptionedVideos)):
         return dataset
@@ -309,30 +295,34 @@ def _each_once(dataset: SizedDataset, args: TrainArguments) -> SizedDataset:
     return dataset.with_clips(dataclasses.replace(dataset.clips, weights=weights))
 
 
-def _dataset(config: Config, key: str, sources: Sequence[str], find_once: FindOnce) -> SizedDataset:
+def _dataset(
+    data: Component | None,
+    key: str,
+    sources: Sequence[str],
+    find_once: FindOnce,
+    inputs: Sequence[str],
+    is_masked: bool,
+) -> SizedDataset:
     """Build the data set of the sources that `key` lists."""
-    if not config.data:
+    if data is None:
         raise ValueError("the data section is missing; set data.target, as sft.yaml does")
     if not sources:
         raise ValueError(f"{key} is empty; set it to the folders of your videos")
     twice = next((source for source in sources if sources.count(source) > 1), None)
     if twice is not None:
         logger.warning("%s lists %s more than once; its samples are repeated", key, twice)
-    target, _ = resolve(config.data, config.allow_import)
     # A `find` of a user's own may build data sets of cogfast's, or keep values in its own.
-    is_own = getattr(getattr(target, "find", None), "__module__", "") == ListedVideos.__module__
+    is_own = getattr(getattr(data.kind, "find", None), "__module__", "") == ListedVideos.__module__
     before = FIND.set(find_once if is_own else lambda find: find())
     try:
-        made = instantiate(config.data, config.allow_import, "data", data_dir=list(sources))
-        inputs = ModelArguments.from_config(config).inputs
-        is_masked = select(config.model, "loss_fn_config.params.masked") is not None
+        made = data.build(data_dir=list(sources))
         return _with_others(made, key, inputs, is_masked)
     except ValueError as error:
         # Data sets do not know their sources' key. instantiate may have put the error into its own.
         cause = error.__cause__ or error
         if isinstance(cause, SourceError):
-            refuse(config, key, f"{key}={cause}")
-        raise
+            raise KeyProblem(key, f"{key}={cause}") from None
+        raise ValueError(str(error)) from error  # of a user's own class, whose file is not to blame
     finally:
         FIND.reset(before)
 
@@ -367,7 +357,9 @@ def _with_others(
     return dataset
 
 
-def check_prior(config: Config, args: TrainArguments, dataset: SizedDataset) -> None:
+def check_prior(
+    loss: Component | None, network: Network, args: TrainKeys, dataset: SizedDataset
+) -> None:
     """Raise ValueError if samples have the base model as target, but adapters are not all that is trained;
     if all have it; and if none has it, but the key of its weight is set."""
     if not isinstance(dataset, CaptionedVideos):
@@ -375,14 +367,14 @@ def check_prior(config: Config, args: TrainArguments, dataset: SizedDataset) -> 
     key = "loss_fn_config.params.prior_weight"
     num_prior = 0 if dataset.clips.prior is None else int(dataset.clips.prior.sum())
     if not num_prior:
-        if select(config.model, key) is not None:
+        if loss is not None and loss.params.get("prior_weight") is not None:
             text = f"args.train_data: no sample has prior: true, but {key} is set"
             raise ValueError(f"{text}; set prior in rows of a manifest, or remove the key")
         return
     if num_prior == len(dataset):
         text = "args.train_data: all samples have prior: true, so that nothing is learned"
         raise ValueError(f"{text}; add samples without it")
-    names = (n for n, p in build_on_meta(config, args, None).named_parameters() if p.requires_grad)
+    names = (n for n, p in build_on_meta(network, args, None).named_parameters() if p.requires_grad)
     if all(map(is_lora_parameter, names)):
         return
     having = counted(num_prior, "sample has", "samples have")
@@ -417,7 +409,7 @@ def assemble_order(dataset: SizedDataset, seed: int, global_batch: int) -> Globa
 
 def assemble_batches(
     dataset: SizedDataset,
-    args: TrainArguments,
+    args: TrainKeys,
     groups: ProcessGroups,
     folder: Path,
     start_step: int = 0,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import Condition
 from cogfast.core.shapes import PatchSize, num_latent_frames, num_pixel_frames, pad_latent_frames
 from cogfast.core.slot_random import SlotRandom, random_bits
 from cogfast.data.batches import in_unit_range
@@ -29,6 +28,7 @@ from cogfast.extensions.conditions.inpainting import (
     random_masks,
 )
 from cogfast.model.autoencoder import FirstStage, Moments
+from cogfast.model.keys import Condition
 from cogfast.model.text_encoder import TextEncoder
 from cogfast.train.frozen_encoders import FrozenEncoders, join_moments
 
@@ -112,6 +112,12 @@ class Encoder(FrozenEncoders):
         # The first clips choose how they are encoded by the memory that the text encoder leaves free.
         text = self._text(batch, rng)
         pixels, latents = self._latents(batch, rng)
+        # They return scaled latents [B, C', T, h, w], without padding.
+        encode = {
+            "control": self._control_latents,
+            "frames": self._given_latents,
+            "masked_video": self._masked_video,
+        }
         found = []
         for name in self.conditions:
             if name == "mask":
@@ -122,7 +128,7 @@ class Encoder(FrozenEncoders):
             elif name == "image":
                 values = self._image_latents(batch, pixels, latents, rng)
             else:
-                values = pad_latent_frames(self._encode[name](batch, pixels, rng), self.patch)
+                values = pad_latent_frames(encode[name](batch, pixels, rng), self.patch)
             if has_dropout and self.dropouts[name] > 0:
                 values = _dropped(values, rng.uniform(f"{name}_dropout") < self.dropouts[name])
             found.append(values)
@@ -238,15 +244,6 @@ class Encoder(FrozenEncoders):
             image = self.encode_image(add_first_frame_noise(frame.float(), rng), rng)
         return self.pad_to_frames(image, latents.shape[2])
 
-    @property
-    def _encode(self) -> dict[str, Callable[[dict, Tensor | None, SlotRandom], Tensor]]:
-        """The functions that encode conditions to scaled latents [B, C', T, h, w], without padding."""
-        return {
-            "control": self._control_latents,
-            "frames": self._given_latents,
-            "masked_video": self._masked_video,
-        }
-
     def _control_latents(self, batch: dict, pixels: Tensor | None, rng: SlotRandom) -> Tensor:
         """Return the scaled latents of the control video [B, C, T, h, w], without padding."""
         if "control_latents" in batch:
@@ -315,14 +312,12 @@ class Encoder(FrozenEncoders):
         if "masked_video_latents" in batch:
             return batch["masked_video_latents"].float()
         if pixels is None:
-            text = (
-                "model.conditions has masked_video, but the batch has latents; use a data set that "
-            )
-            raise ValueError(text + "returns pixels, without a latent cache")
-        masks = batch["mask"].transpose(1, 2) if "mask" in batch else None
-        if masks is None:
-            frames, height, width = pixels.shape[2:]
-            masks = random_masks(frames, height, width, rng)
+            text = "model.conditions has masked_video, but the batch has latents; use a data set"
+            raise ValueError(f"{text} that returns pixels, without a latent cache")
+        if "mask" in batch:
+            masks = batch["mask"].transpose(1, 2)
+        else:
+            masks = random_masks(*pixels.shape[2:], rng=rng)
         masked = masked_pixels(pixels, masks)
         if self.masked_video_noise:
             masked = noised_masked_pixels(masked, rng)

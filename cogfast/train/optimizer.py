@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cogfast.config import instantiate
-from cogfast.config.arguments import EmaDevice, Moments, Schedule, TrainArguments
 from cogfast.config.components import OWN_OPTIMIZERS, own_optimizer
 from cogfast.config.merged_config import to_dict
 from cogfast.distributed.parallelize import find_shards
 from cogfast.extensions.memory.host_ema import HostEma
 from cogfast.kernels.block_kernels import KernelChoice
 from cogfast.kernels.fused_ema_adam import FusedEmaAdam
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def muon_matrices(module: nn.Module) -> dict[nn.Parameter, int]:
 def parameter_groups(
     module: nn.Module,
     weight_decay: float | None = None,
-    moments: Moments = "fp32",
+    moments: str = "fp32",
     is_for_muon: bool = False,
 ) -> list[dict]:
     """Split the trainable parameters into a group with weight decay and one without, as SAT does.
@@ -50,17 +50,15 @@ def parameter_groups(
     of tensor-parallel ranks and replicated parameters are in groups of their own. is_for_muon: so are
     its matrices, which all decay.
     """
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    seen: set[nn.Parameter] = set()
+    decays: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
         is_norm = isinstance(owner, _UNDECAYED_MODULES)
         for name, parameter in owner.named_parameters(recurse=False):
-            # A parameter that two modules share is updated once.
-            if not parameter.requires_grad or parameter in seen:
-                continue
-            seen.add(parameter)
-            (undecayed if is_norm or name == "bias" else decayed).append(parameter)
+            if parameter.requires_grad:
+                # A parameter that two modules share is in the group that the first one asks for.
+                decays.setdefault(parameter, not (is_norm or name == "bias"))
+    decayed = [p for p, has_decay in decays.items() if has_decay]
+    undecayed = [p for p, has_decay in decays.items() if not has_decay]
     # An absent key lets the optimizer's own default apply.
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     matrices = muon_matrices(module) if is_for_muon else {}
@@ -91,8 +89,8 @@ def build_optimizer(
     groups: list[dict],
     kernels: KernelChoice = "triton",
     allow_import: Sequence[str] = (),
-    moments: Moments = "fp32",
-    ema_device: EmaDevice = "device",
+    moments: str = "fp32",
+    ema_device: str = "device",
     lr: float | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `deepspeed.optimizer` {type, params} for parameter groups.
@@ -150,7 +148,7 @@ _POLYNOMIAL_END = 1e-7  # diffusers' lr_end, which is a rate
 
 
 def shorter_warmup(
-    origins: Mapping[str, str], args: TrainArguments, num_steps: int, stored: int | None
+    origins: Mapping[str, str], args: TrainKeys, num_steps: int, stored: int | None
 ) -> int | None:
     """Return the warm-up of a run that `cogfast train FOLDER` starts without one: that of the packaged file,
     or a tenth of the steps if that is less. None for other runs. stored: that of the resumed checkpoint."""
@@ -162,44 +160,31 @@ def shorter_warmup(
     return min(args.warmup_steps or 0, num_steps // 10) if stored is None else stored
 
 
-def build_learning_rate(args: TrainArguments, num_steps: int) -> Callable[[int], float]:
+def build_learning_rate(args: TrainKeys, num_steps: int) -> Callable[[int], float]:
     """Return a function from step (starting at 0) to learning rate, for a run of `num_steps` steps."""
-    schedule, warmup, warmup_steps = args.lr_schedule, args.warmup, args.warmup_steps
+    warmup, warmup_steps = args.warmup, args.warmup_steps
     # diffusers accepts a warm-up that does not end; warn_of_rate reports it.
     if warmup_steps is not None and warmup_steps > num_steps and args.lr_first_step:
         raise ValueError(
             f"args.warmup_steps={warmup_steps} must not exceed the run's {num_steps} steps; set "
             f"args.warmup_steps={num_steps} or less"
         )
-    if schedule == "sat":
+    if args.lr_schedule == "sat":
         end = max(1, num_steps if args.lr_decay_iters is None else args.lr_decay_iters)
-        return sat_learning_rate(
-            lr=args.lr,
-            num_iters=end,
-            warmup_iters=warmup * end if warmup_steps is None else warmup_steps,
-            decay_style=args.lr_decay_style,
-            decay_ratio=args.lr_decay_ratio,
-            is_pretraining=args.mode == "pretrain",
-        )
-    if schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
+        return _sat_rate(args, end, warmup * end if warmup_steps is None else warmup_steps)
+    if args.lr_schedule == "polynomial" and args.lr < _POLYNOMIAL_END:
         raise ValueError(
             f"args.lr={args.lr} must be at least {_POLYNOMIAL_END:g}, where lr_schedule=polynomial "
             "ends; raise it"
         )
-    warmup_steps = round(warmup * num_steps) if warmup_steps is None else warmup_steps
-    return decayed_learning_rate(
-        lr=args.lr,
-        num_steps=num_steps,
-        style=schedule,
-        warmup_steps=0 if schedule == "constant" and not args.lr_first_step else warmup_steps,
-        min_lr_ratio=args.min_lr_ratio,
-        first_step=args.lr_first_step,
-        num_cycles=args.lr_num_cycles,
-        power=args.lr_power,
+    if args.lr_schedule == "constant" and not args.lr_first_step:
+        warmup_steps = 0
+    return _decayed_rate(
+        args, num_steps, round(warmup * num_steps) if warmup_steps is None else warmup_steps
     )
 
 
-def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None:
+def warn_of_rate(args: TrainKeys, num_steps: int, section: Mapping) -> None:
     """Warn if the run ends before the rate reaches args.lr, which only lr_first_step=0 allows, or if
     args.lr is a rate where the optimizer of `deepspeed.optimizer` wants a factor."""
     if own_optimizer(section) == "prodigy" and args.lr <= _SMALL_FACTOR:
@@ -218,24 +203,17 @@ def warn_of_rate(args: TrainArguments, num_steps: int, section: Mapping) -> None
         )
 
 
-def sat_learning_rate(
-    *,
-    lr: float,
-    num_iters: int,
-    warmup_iters: float,
-    decay_style: str = "linear",
-    decay_ratio: float = 0.1,
-    is_pretraining: bool = False,
-) -> Callable[[int], float]:
+def _sat_rate(args: TrainKeys, num_iters: int, warmup_iters: float) -> Callable[[int], float]:
     """Return SAT's AnnealingLR (sat/training/learning_rates.py) as SAT's trainer builds it.
 
     Except in pre-training, the first 100 steps use the lower of 0.05 lr and the warm-up; then the
     rate jumps to the schedule. "linear" reaches 0 at num_iters + warmup_iters and stays there
-    (SAT's turns negative). "cosine" ends at decay_ratio * lr. "exponential" is constant. SAT counts
+    (SAT's turns negative). "cosine" ends at lr_decay_ratio * lr. "exponential" is constant. SAT counts
     steps from 1.
     """
     # SAT applies it to fine-tuning only, whatever the configured warm-up is.
-    auto_warmup = 0 if is_pretraining else _SAT_AUTO_WARMUP_STEPS
+    auto_warmup = 0 if args.mode == "pretrain" else _SAT_AUTO_WARMUP_STEPS
+    lr, decay_ratio = args.lr, args.lr_decay_ratio
 
     def rate(step: int) -> float:
         n = step + 1
@@ -244,9 +222,9 @@ def sat_learning_rate(
             return min(lr * _SAT_AUTO_WARMUP_RATE, ramp)
         if n <= warmup_iters:
             return ramp
-        if decay_style == "linear":
+        if args.lr_decay_style == "linear":
             return max(0.0, lr * ((num_iters - (n - warmup_iters)) / num_iters))
-        if decay_style == "cosine":
+        if args.lr_decay_style == "cosine":
             done = min(1.0, (n - warmup_iters) / num_iters)
             return lr * (decay_ratio + (1 - decay_ratio) * (math.cos(math.pi * done) + 1) / 2)
         return lr
@@ -254,25 +232,16 @@ def sat_learning_rate(
     return rate
 
 
-def decayed_learning_rate(
-    *,
-    lr: float,
-    num_steps: int,
-    style: Schedule,
-    warmup_steps: int,
-    min_lr_ratio: float = 0.0,
-    first_step: int = 1,
-    num_cycles: float = 1.0,
-    power: float = 1.0,
-) -> Callable[[int], float]:
-    """Return a linear warm-up to lr, then a decay from step warmup_steps to min_lr_ratio * lr.
+def _decayed_rate(args: TrainKeys, num_steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """Return a linear warm-up to args.lr, then a decay from step warmup_steps to min_lr_ratio * lr.
 
     The decay would reach its end at step num_steps, one after the last. "constant" does not decay,
-    "cosine_with_restarts" decays num_cycles times, and "polynomial" ends at 1e-7 or above.
-    first_step: the warm-up has (step + first_step) / warmup_steps of lr. With 0 and min_lr_ratio=0,
+    "cosine_with_restarts" decays lr_num_cycles times, and "polynomial" ends at 1e-7 or above.
+    The warm-up has (step + lr_first_step) / warmup_steps of lr. With lr_first_step=0 and min_lr_ratio=0,
     the rates equal those of diffusers' get_scheduler bit for bit.
     """
-    num_decays = max(1, num_steps - warmup_steps)
+    lr, style, first_step = args.lr, args.lr_schedule, args.lr_first_step
+    num_decays, min_lr_ratio = max(1, num_steps - warmup_steps), args.min_lr_ratio
     end = max(_POLYNOMIAL_END, min_lr_ratio * lr)
 
     def rate(step: int) -> float:
@@ -283,13 +252,13 @@ def decayed_learning_rate(
             return lr
         done = min(1.0, (step - warmup_steps) / num_decays)
         if style == "polynomial":
-            return lr * (((lr - end) * (1 - done) ** power + end) / lr)
+            return lr * (((lr - end) * (1 - done) ** args.lr_power + end) / lr)
         if style == "linear":
             left = 1 - done if first_step else max(0, num_steps - step) / num_decays
         elif style == "cosine" or done == 1:
             left = (1 + math.cos(math.pi * done)) / 2
         else:
-            left = (1 + math.cos(math.pi * (num_cycles * done % 1))) / 2
+            left = (1 + math.cos(math.pi * (args.lr_num_cycles * done % 1))) / 2
         return lr * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
     return rate

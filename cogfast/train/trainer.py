@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cogfast.config import Config
-from cogfast.config.values import counted
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.diffusion.denoiser import Conditioning
@@ -318,7 +318,7 @@ class Trainer:
             "seed": self.args.seed,
             "num_samples": len(self.datasets.train),
             "data_order": self.order.fingerprint,
-            "attention": parts.attention,
+            "attention": self.args.attention,
             "attention_backend": parts.attention_backend,
             "encode_way": parts.encode_choice.way or parts.encode_choice.stored,
             "video_sizes": self.size.trained(),
@@ -337,39 +337,35 @@ class Trainer:
         return self.writer.saved_step == self.step
 
     def _announce(self) -> None:
-        config, groups = self.engine.transformer.config, self.groups
+        args, config, groups = self.args, self.engine.transformer.config, self.groups
         names = ("GPU", "GPUs") if groups.device.type == "cuda" else ("process", "processes")
-        rows = ", rows split" if self.args.sequence_parallel else ""
+        rows = ", rows split" if args.sequence_parallel else ""
         context = f" x cp {groups.context_size}" if groups.context_size > 1 else ""
         mesh = f"dp {groups.data_size}{context} x tp {groups.tensor_size}{rows}"
         ranks = f"{counted(groups.world_size, *names)} ({mesh})"
-        parts = f"dp {groups.data_size} x batch {self.args.batch_size}"
-        accumulation = self.args.gradient_accumulation_steps
+        parts = f"dp {groups.data_size} x batch {args.batch_size}"
+        accumulation = args.gradient_accumulation_steps
         layers = counted(config.num_layers, "layer")
-        args = self.args
         places = [*args.train_data, *args.valid_data, args.latent_cache or "", name_of(self.folder)]
         rate = f"{args.lr:g}, {args.lr_schedule}"
         if self.learning_rate is not self.parts.learning_rate:
             rate = f"{self.learning_rate(self.step):g} in the first step, set by the trainer"
         own = self.writer.classes.get("trainer", {}).get("name")
-        log_facts(
-            {
-                "run folder": name_of(self.folder),
-                **({"local cache": str(local_cache()[0])} if any(map(is_url, places)) else {}),
-                "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {self.args.precision}",
-                "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
-                "data": counted(len(self.datasets.train), "sample"),
-                "steps": f"{self.step} to {self.num_steps}",
-                "model": f"{layers} of width {config.hidden_size}",
-                **(
-                    {"conditions": ", ".join(inputs)} if (inputs := self.encoder.conditions) else {}
-                ),
-                "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
-                **({} if config.adapters is None else {"adapters": config.adapters}),
-                "learning rate": f"{rate}, weight decay {args.weight_decay:g}",
-                **({"trainer": f"{own}; held-out losses are the configured loss"} if own else {}),
-            }
-        )
+        facts = {
+            "run folder": name_of(self.folder),
+            "local cache": str(local_cache()[0]) if any(map(is_url, places)) else None,
+            "trained on": f"{ranks}, ZeRO-{self.engine.stage}, {args.precision}",
+            "global batch": f"{self.parts.global_batch} = {parts} x accumulation {accumulation}",
+            "data": counted(len(self.datasets.train), "sample"),
+            "steps": f"{self.step} to {self.num_steps}",
+            "model": f"{layers} of width {config.hidden_size}",
+            "conditions": ", ".join(self.encoder.conditions) or None,
+            "trained": f"{self.parts.num_trained / 1e6:.2f} M parameters",
+            "adapters": config.adapters,
+            "learning rate": f"{rate}, weight decay {args.weight_decay:g}",
+            "trainer": f"{own}; held-out losses are the configured loss" if own else None,
+        }
+        log_facts({name: fact for name, fact in facts.items() if fact is not None})
         self.parts.memory.start()
         if groups.is_main:
             write_facts(
@@ -387,23 +383,17 @@ class Trainer:
 
     def _log_end(self, stop: StopRequest) -> None:
         """Log why the run ended, where its checkpoint is, its last results, and what may follow."""
-        config = self.engine.transformer.config
-        if self.step >= self.num_steps:
+        is_finished, config = self.step >= self.num_steps, self.engine.transformer.config
+        if is_finished:
             path = name_of(self.writer.path(self.step))
             logger.info("finished at step %d; checkpoint: %s", self.step, path)
-            log_results(self.metrics.history, self.evaluator.samples)
+        else:
+            key = f"args.exit_interval={self.args.exit_interval}"
+            reason, how = stop.reason if stop.is_stopping else key, self.parts.how_to_resume()
+            text = "stopped at step %d of %d by %s; %s"
+            logger.info(text, self.step, self.num_steps, reason, how)
+        log_results(self.metrics.history, self.evaluator.samples)
+        if is_finished:
             is_lora, shows_ema = config.lora_rank is not None, self.evaluator.shows_ema
             log_commands(self.config, name_of(self.folder), self.step, is_lora, shows_ema)
-            warn_of_image_scale(self.config, is_end=True)
-            return
-        interval = self.args.exit_interval
-        reason = stop.reason if stop.is_stopping else f"args.exit_interval={interval}"
-        logger.info(
-            "stopped at step %d of %d by %s; %s",
-            self.step,
-            self.num_steps,
-            reason,
-            self.parts.how_to_resume(),
-        )
-        log_results(self.metrics.history, self.evaluator.samples)
-        warn_of_image_scale(self.config, is_end=True)
+        warn_of_image_scale(self.parts.run, is_end=True)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import select
-from cogfast.config.merged_config import refuse
-from cogfast.config.sat_network import POSITION_KEY, transformer_arguments
+from cogfast.config.sat_network import POSITION_KEY
 from cogfast.core.shapes import (
     SPATIAL_COMPRESSION,
     TEMPORAL_COMPRESSION,
@@ -22,6 +19,7 @@ from cogfast.core.shapes import (
     num_latent_frames,
     num_pixel_frames,
 )
+from cogfast.core.values import KeyProblem, select
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.model.config import COGVIDEOX_5B, TransformerConfig, inpainting_channels
 
@@ -73,43 +71,42 @@ class LatentSize:
         return self.frames // patch.t * rows * columns + model.text_length
 
 
-def bucket_sizes(config: Config, model: TransformerConfig) -> list[LatentSize]:
-    """Return the sizes of data.params.buckets; [] without buckets."""
-    data = data_arguments(config)
+def bucket_sizes(data: Mapping[str, Any], model: TransformerConfig) -> list[LatentSize]:
+    """Return the sizes of data.params.buckets; [] without buckets. data: the data set's arguments."""
     return [_size_of(data, model, *bucket) for bucket in checked_buckets(data.get("buckets")) or ()]
 
 
-def sampled_size(config: Config, model: TransformerConfig) -> LatentSize:
+def sampled_size(
+    data: Mapping[str, Any], model: TransformerConfig, fps: int | None = None
+) -> LatentSize:
     """Return the size set in data.params, else the largest that the model supports.
 
-    args.sampling_fps replaces the frame rate of the data.
+    fps: args.sampling_fps, in place of the frame rate of the data.
     """
-    data = data_arguments(config)
     if "max_num_frames" in data and "video_size" in data:
         size = _size_of(data, model, data["max_num_frames"], *checked_size(data["video_size"]))
     else:
         size = LatentSize.of_model(model)
-    return dataclasses.replace(size, fps=float(config.args.get("sampling_fps") or size.fps))
+    return dataclasses.replace(size, fps=float(fps or size.fps))
 
 
-def largest_size(config: Config, model: TransformerConfig) -> LatentSize:
+def largest_size(data: Mapping[str, Any], model: TransformerConfig) -> LatentSize:
     """Return the training size with the most tokens, a picture's only if there is no other."""
-    sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
+    sizes = bucket_sizes(data, model) or [sampled_size(data, model)]
     clips = [size for size in sizes if size.num_frames > 1]
     return max(clips or sizes, key=lambda size: size.num_tokens(model))
 
 
-def batch_sizes(config: Config, model: TransformerConfig) -> list[tuple[int, LatentSize]]:
+def batch_sizes(data: Mapping[str, Any], model: TransformerConfig) -> list[tuple[int, LatentSize]]:
     """Return each training size, and by what args.batch_size is multiplied for it."""
-    sizes = bucket_sizes(config, model)
-    batches = checked_batches(data_arguments(config).get("bucket_batch"), sizes)
-    return list(zip(batches, sizes, strict=True)) or [(1, sampled_size(config, model))]
+    sizes = bucket_sizes(data, model)
+    batches = checked_batches(data.get("bucket_batch"), sizes)
+    return list(zip(batches, sizes, strict=True)) or [(1, sampled_size(data, model))]
 
 
-def warn_of_pipeline_positions(config: Config) -> None:
+def warn_of_pipeline_positions(data: Mapping[str, Any], model: TransformerConfig) -> None:
     """Warn if diffusers' pipelines will use different positions for the training sizes."""
-    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
-    sizes = bucket_sizes(config, model) or [sampled_size(config, model)]
+    sizes = bucket_sizes(data, model) or [sampled_size(data, model)]
     if model.learnable_position:
         held = model.grid.t
         few = sorted({s.num_frames for s in sizes if s.num_frames > 1 and s.frames < held})
@@ -164,7 +161,7 @@ def has_pipeline_positions(model: TransformerConfig, sizes: Sequence[LatentSize]
 
 
 def _size_of(
-    data: dict, model: TransformerConfig, num_frames: int, height: int, width: int
+    data: Mapping[str, Any], model: TransformerConfig, num_frames: int, height: int, width: int
 ) -> LatentSize:
     rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
     fps = float(data.get("fps", DEFAULT_FPS))
@@ -175,11 +172,10 @@ def _size_of(
 # --- what the model supports; `network` has the fields of TransformerConfig ---
 
 
-def check_frames(config: Config, network: dict[str, Any], num_frames: int, key: str) -> None:
+def check_frames(network: dict[str, Any], num_frames: int, key: str) -> None:
     """Raise ValueError if the model does not support this number of pixel frames."""
-    problem = frames_problem(network, num_frames, key)
-    if problem is not None:
-        refuse(config, key, problem)
+    if problem := frames_problem(network, num_frames, key):
+        raise KeyProblem(key, problem)
 
 
 def frames_problem(network: dict[str, Any], num_frames: int, key: str) -> str | None:
@@ -210,18 +206,16 @@ def _frames_rest(network: dict[str, Any]) -> int:
     return 1 if is_padded else 1 + TEMPORAL_COMPRESSION
 
 
-def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: int) -> None:
+def check_latent_frames(network: dict[str, Any], latent_frames: int) -> None:
     """Check args.sampling_num_frames.
 
     As in SAT, it counts latent frames, including the padding frames of CogVideoX 1.5.
     """
     key, most = "args.sampling_num_frames", _table_frames(network)
     if not 1 <= latent_frames <= most:
-        text = (
-            f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the model's"
-        )
+        text = f"{key}={latent_frames} must be from 1 to {most} latent frames, the size of the"
         every = f"one latent frame for every {TEMPORAL_COMPRESSION} video frames"
-        refuse(config, key, f"{text} position table ({every})")
+        raise KeyProblem(key, f"{text} model's position table ({every})")
     patch: PatchSize = network["patch_size"]
     # CogVideoX was trained on an odd number of latent frames, before the padding of 1.5.
     step, rest = 2 * TEMPORAL_COMPRESSION, _frames_rest(network)
@@ -230,7 +224,7 @@ def check_latent_frames(config: Config, network: dict[str, Any], latent_frames: 
         fits = " or ".join(str(n) for n in (latent_frames - 1, latent_frames + 1) if n <= most)
         text = f"{key}={latent_frames} latent frames decode to {frames} video frames, but CogVideoX"
         rule = f"{patch.version} supports {step}N+{rest} video frames (2N+{num_latent_frames(rest)} latent frames)"
-        refuse(config, key, f"{text} {rule}; use {fits}")
+        raise KeyProblem(key, f"{text} {rule}; use {fits}")
 
 
 def _table_frames(network: dict[str, Any]) -> int:
@@ -239,11 +233,10 @@ def _table_frames(network: dict[str, Any]) -> int:
     return rows * network["patch_size"].t
 
 
-def check_size(config: Config, network: dict[str, Any], height: int, width: int, key: str) -> None:
+def check_size(network: dict[str, Any], height: int, width: int, key: str) -> None:
     """Raise ValueError if the model does not support this size in pixels."""
-    problem = size_problem(network, height, width, key)
-    if problem is not None:
-        refuse(config, key, problem)
+    if problem := size_problem(network, height, width, key):
+        raise KeyProblem(key, problem)
 
 
 def size_problem(network: dict[str, Any], height: int, width: int, key: str) -> str | None:
@@ -289,14 +282,14 @@ class SampleSize:
     the run resumed.
     """
 
-    def __init__(self, config: Config, model: TransformerConfig, fps: float | None) -> None:
-        sizes = bucket_sizes(config, model)
+    def __init__(self, data: Mapping[str, Any], model: TransformerConfig, fps: int | None) -> None:
+        sizes = bucket_sizes(data, model)
         self.is_picture = False  # whether the last batch had pictures
-        numbers = {size.num_frames > 1 for size in sizes}
-        self.has_both = len(numbers) > 1  # whether the run has pictures and clips
-        self.latents = sampled_size(config, model)
+        # Whether the run has pictures and clips
+        self.has_both = len({size.num_frames > 1 for size in sizes}) > 1
+        self.latents = sampled_size(data, model, fps)
         self.num_tokens = self.latents.num_tokens(model)  # of the last batch's samples
-        self.has_buckets = self.is_known = bool(sizes)
+        self.is_known = bool(sizes)
         self._sizes, self._patch, self._fps = sizes, model.patch_size, fps
 
     def note(self, batch: dict, latents: Tensor, num_text: int, num_frames: int) -> None:
@@ -305,9 +298,9 @@ class SampleSize:
         self.is_picture = num_frames == 1
         if not self.is_known:
             fps = float(batch["fps"][0]) if "fps" in batch else DEFAULT_FPS  # sync: once
-            channels, frames, height, width = latents.shape[1:]
-            fps = float(self._fps or fps)
-            self.latents = LatentSize(channels, frames, height, width, num_frames, fps)
+            self.latents = LatentSize(
+                *latents.shape[1:], num_frames=num_frames, fps=float(self._fps or fps)
+            )
             self.is_known = True
 
     def trained(self) -> list[list[int]]:

@@ -12,7 +12,7 @@ from cogfast.__main__ import main
 from cogfast.cli.option_table import Group, comments_of, groups, render
 from cogfast.cli.options import parse_train
 from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.values import show
+from cogfast.core.values import show
 from cogfast.data.datasets import ListedVideos
 from scripts.write_options import FILE, SCHEMA, page, yaml_schema
 from tests.support.tiny_run import ROOT, write_clips
@@ -56,9 +56,10 @@ def test_our_files_name_the_schema():
 def test_every_key_has_a_line_with_type_default_and_meaning(table):
     rows = {option.key: option for group in table for option in group.options}
     assert not [key for key, option in rows.items() if not option.meaning]
-    schemas = {"args": TrainArguments, "model": ModelArguments, "data.params": ListedVideos}
-    for where, schema in schemas.items():
-        assert {f"{where}.{one.name}" for one in dataclasses.fields(schema)} <= rows.keys()
+    fields = {"args": TrainArguments.model_fields, "model": ModelArguments.model_fields}
+    fields["data.params"] = [one.name for one in dataclasses.fields(ListedVideos)]
+    for where, names in fields.items():
+        assert {f"{where}.{name}" for name in names} <= rows.keys()
     assert {"hidden_size", "lora_alpha"} <= rows.keys()
     text = render(table)
     assert "- `args.keep_last` (a whole number >= 0; default `2`): number of latest" in text

@@ -1,7 +1,6 @@
 """The pages of docs/ and those beside README.md: links, the site's navigation, and commands that run."""
 
 import ast
-import dataclasses
 import json
 import re
 import shlex
@@ -86,7 +85,7 @@ def test_every_command_has_a_row() -> None:
 def options_of(command: str, capsys) -> set[str]:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    keys = {f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(TrainArguments)}
+    keys = {f"--{name.replace('_', '-')}" for name in TrainArguments.model_fields}
     return {*re.findall(r"--[\w-]+", capsys.readouterr().out), *keys}
 
 

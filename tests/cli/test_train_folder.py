@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_cache, parse_plan, parse_train
 from cogfast.config import load_config
-from cogfast.train.preflight.check import log_unused
+from cogfast.train.run.terminal import log_unused
 from tests.support.pipelines import Pipelines
 from tests.support.refusals import Refusal, assert_command_refused, assert_line, refusals
 from tests.support.runs import Run

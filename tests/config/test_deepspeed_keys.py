@@ -67,7 +67,7 @@ def test_the_files_of_cogvideos_trainer_are_deepspeed_sections(name: str, tmp_pa
     assert (args.zero_stage, args.batch_size) == (int(name[4]), 1)
     reason = "args.lr_schedule, lr_decay_style and warmup set the learning rate"
     assert config.unused == {"deepspeed.scheduler": reason}
-    given = deepspeed_config(config, args)
+    given = deepspeed_config(to_dict(config.deepspeed), args)
     assert "scheduler" not in given and "auto" not in json.dumps(given)
     assert given["gradient_clipping"] == 1.0
     zero = section["zero_optimization"]
@@ -117,7 +117,7 @@ def test_a_global_batch_that_the_ranks_do_not_fill_is_refused() -> None:
     config = filled("deepspeed.train_batch_size=4")
     args = TrainArguments.from_config(config)
     line = "deepspeed.train_batch_size=4 does not fit 8 data-parallel ranks: train_micro_batch_s"
-    assert_refused(lambda: check_global_batch(config, args, world_size=8), line)
+    assert_refused(lambda: check_global_batch(args, to_dict(config.deepspeed), world_size=8), line)
 
 
 # A value of args that the files' deepspeed section contradicts, and the key of the section
@@ -143,7 +143,7 @@ def test_the_command_line_wins_over_the_other_key_of_a_file(file: Path, word: st
         args = TrainArguments.from_config(config)
         assert getattr(args, key.removeprefix("args.")) == yaml.safe_load(text)
         assert key not in config.unused
-        engine = OmegaConf.create(deepspeed_config(config, args))
+        engine = OmegaConf.create(deepspeed_config(to_dict(config.deepspeed), args))
         if "optimizer" not in other:  # cogfast builds the optimizer
             assert OmegaConf.select(engine, COMMANDS[word]) == yaml.safe_load(text)
 
@@ -155,7 +155,9 @@ def test_in_one_file_the_deepspeed_section_wins_as_in_sat(tmp_path: Path) -> Non
     config = load_config([file])
     args = TrainArguments.from_config(config)
     assert (args.lr, args.batch_size) == (0.25, 2)
-    assert deepspeed_config(config, args)["gradient_clipping"] == 0.0  # DeepSpeed's default is 1
+    assert (
+        deepspeed_config(to_dict(config.deepspeed), args)["gradient_clipping"] == 0.0
+    )  # DeepSpeed's default is 1
     reason = "deepspeed.optimizer.params.lr=0.25 takes precedence in a file"
     assert config.unused["args.lr"] == reason
     assert "args.batch_size" in config.describe().split("\n# ", 1)[1]

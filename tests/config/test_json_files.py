@@ -8,9 +8,9 @@ from typing import Any, Literal, NotRequired
 
 import pytest
 
-from cogfast.config.json_files import InsideName, Size, check, keys, read_json
 from cogfast.config.yaml_files import read_yaml
 from cogfast.core.files import read_limited
+from cogfast.core.json_files import InsideName, Size, check, keys, read_json
 from tests.support.refusals import Refusal, assert_refused, refusals
 
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from cogfast.__main__ import main
 from cogfast.config import load_config
-from cogfast.config.values import KeyProblem
 from cogfast.config.yaml_files import check_interpolations, read_yaml
+from cogfast.core.values import KeyProblem
 from tests.support.refusals import assert_refused
 
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(

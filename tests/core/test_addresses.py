@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cogfast.config.values import cut, one_line, show
 from cogfast.core.addresses import distinct, shown
+from cogfast.core.values import cut, one_line, show
 
 SECRET = "sEcReT0123456789WoRd"
 WEB = "https://"

@@ -13,7 +13,7 @@ import pytest
 from cogfast.__main__ import main
 from cogfast.cli.options import parse_sample, read_prompts
 from cogfast.cli.streams import start_logging
-from cogfast.config.values import printable
+from cogfast.core.values import printable
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.extensions.sample.generate import Prompt, _Row, _write_overview, file_name
 from tests.support.refusals import assert_refused

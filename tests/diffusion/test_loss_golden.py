@@ -7,14 +7,14 @@ import torch
 
 from cogfast.diffusion.denoiser import Conditioning
 from cogfast.extensions.formats.sat_names import sat_name
-from cogfast.train.assembly import assemble_diffusion
 from tests.model.test_transformer_golden import CASES, load_golden
+from tests.support.runs import diffusion_of
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_step_equals_upstream(case: str, golden: Path) -> None:
     config, transformer, io = load_golden(golden, case)
-    diffusion = assemble_diffusion(config)
+    diffusion = diffusion_of(config)
 
     ours = lambda name: io[name].transpose(1, 2) if name in io else None  # [B, C, T, h, w]
     conditioning = Conditioning(io["context"], ours("concat_images"), io.get("ofs"))

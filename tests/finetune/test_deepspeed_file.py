@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cogfast.__main__ import main
-from cogfast.config.merged_config import find_origin, to_dict
-from cogfast.finetune.deepspeed_file import Launch, deepspeed_settings, read_launch
+from cogfast.config.merged_config import to_dict
+from cogfast.core.keys import find_origin
 from cogfast.finetune.schemas import Args
-from cogfast.finetune.translate import translate
+from cogfast.finetune.translate import deepspeed_settings, read_launch, translate
 from tests.finetune.conftest import words
 from tests.support.refusals import Refusal, assert_line, assert_refused, refusals
 
@@ -112,10 +112,10 @@ SECTION = {
 
 
 def test_launches() -> None:
-    assert read_launch({}) == Launch()
-    assert read_launch(WITH_FILE) == Launch(file=Path("configs/zero2.yaml"))
-    assert read_launch(DESCRIBED) == Launch(section=SECTION, precision="bf16")
-    assert read_launch(ON_CPU) == Launch(precision="bf16")
+    assert read_launch({}) == (None, {}, None)
+    assert read_launch(WITH_FILE) == (Path("configs/zero2.yaml"), {}, None)
+    assert read_launch(DESCRIBED) == (None, SECTION, "bf16")
+    assert read_launch(ON_CPU) == (None, {}, "bf16")
     nvme = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
@@ -124,7 +124,7 @@ def test_launches() -> None:
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/nvme",
     }
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
-    assert read_launch(nvme) == Launch(section={"zero_optimization": zero})
+    assert read_launch(nvme) == (None, {"zero_optimization": zero}, None)
 
 
 @refusals(TABLE, "a launch")

@@ -1,7 +1,6 @@
 """Arguments become an ordinary configuration: origins, DeepSpeed files, wrong input."""
 
 import re
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -11,16 +10,16 @@ import torch
 import cogfast.train.trainer
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import find_origin, to_dict
-from cogfast.config.sat_network import transformer_arguments
+from cogfast.config.merged_config import to_dict
+from cogfast.core.keys import find_origin
 from cogfast.extensions.plan.text import describe_plan
 from cogfast.finetune.registry import BUILT_IN, SUPPORTED_MODELS, get_model_cls, register
 from cogfast.finetune.schemas import PLACEHOLDER, Args
 from cogfast.finetune.trainer import Trainer
 from cogfast.finetune.translate import notices, translate
-from cogfast.model.config import TransformerConfig
 from cogfast.train.optimizer import build_optimizer, warn_of_rate
 from cogfast.train.preflight.check import check_train
+from cogfast.train.run import opened
 from cogfast.train.run.terminal import log_commands, resume_words
 from cogfast.train.video_size import sampled_size
 from tests.extensions.prodigy_muon.test_optimizers import gradient, prodigy_by_the_paper
@@ -53,7 +52,7 @@ def test_prodigy_is_what_upstream_builds(options, caplog):
         torch.testing.assert_close(weights.detach(), x.float(), rtol=1e-3, atol=1e-5)
     caplog.clear()
     for rate in (1.0, 1e-4):
-        warn_of_rate(replace(train_args, lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
+        warn_of_rate(train_args.changed(lr=rate, warmup_steps=0), 5, config.deepspeed.optimizer)
     assert [record.args for record in caplog.records] == [(1e-4,)]
 
 
@@ -200,8 +199,9 @@ def test_a_validation_is_that_of_the_pipelines(options, tmp_path):
     given = {"validation_steps": 2, "validation_dir": tmp_path, "validation_prompts": "prompts.txt"}
     config = translate(Args(**options("5b", do_validation=True, gen_fps=24, **given)))
     assert (config.args.sampling_fps, config.args.negative_prompt) == (24, "")
-    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
-    assert sampled_size(config, model).fps == 24
+    made = opened.Run(config)
+    size = sampled_size(made.data_arguments, made.network.config, made.args.sampling_fps)
+    assert size.fps == 24
 
 
 def test_whole_models_are_exported_at_an_interval(options):

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from cogfast.config import Config, load_config
+from cogfast.config.arguments import TrainArguments
+from cogfast.core.keys import with_origins
+from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint
+from cogfast.train.assembly import Datasets, Diffusion, assemble_datasets, assemble_diffusion
+from cogfast.train.run import opened
 from cogfast.train.trainer import Trainer
 from tests.support.tiny_run import SIDE, launch_ranks, read_run_weights, run_folder, write_config
 
@@ -160,3 +165,20 @@ class Run:
 def run_of(*files: Path | str) -> Run:
     """Return a run of YAML files that are there; a name alone is that of a file of configs/."""
     return Run(Path(), Path(), files=files)
+
+
+def datasets_of(
+    config: Config, args: TrainArguments | None = None, groups: ProcessGroups | None = None
+) -> Datasets:
+    """Return the data sets of a configuration."""
+    made = opened.Run(config)
+    with with_origins(config.origins):
+        return assemble_datasets(
+            made.data, args or made.args, made.model.inputs, made.is_masked, groups
+        )
+
+
+def diffusion_of(config: Config) -> Diffusion:
+    """Return denoiser, loss and sampler of a configuration."""
+    made = opened.Run(config)
+    return assemble_diffusion(made.denoiser, made.loss, made.sampler)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cogfast.extensions.stores.store import CACHE_VARIABLE
+from cogfast.core.addresses import CACHE_VARIABLE
 
 _NUMBERS = count()
 # {status: (the line of the answer, S3's code)}

@@ -6,7 +6,7 @@ import pytest
 
 from cogfast.config import load_config
 from cogfast.config.arguments import TrainArguments
-from cogfast.train.assembly import assemble_datasets
+from tests.support.runs import datasets_of
 from tests.support.video_files import sat_folder
 
 FOLDERS = {"target": "cogfast.data.datasets.VideoFolder"}
@@ -20,7 +20,7 @@ def load(data: dict, **sources: list[str]):
     settings |= {f"data.{key}": (value, "default") for key, value in data.items()}
     settings |= {f"args.{key}": (value, "--data_root") for key, value in sources.items()}
     config = load_config([], settings=settings)
-    return assemble_datasets(config, TrainArguments.from_config(config))
+    return datasets_of(config, TrainArguments.from_config(config))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.extensions.cache.command import cache_latents
 from cogfast.extensions.cache.encode_choice import largest_clips
 from cogfast.extensions.plan.trace import train_flops
 from cogfast.train.preflight.check import check_train
+from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_run import write_clips
@@ -46,10 +46,10 @@ def run(run: Run) -> Run:
 
 
 def test_the_batch_of_most_pixels_decides_how_clips_are_encoded(run: Run) -> None:
-    config = run.config("data.params.bucket_batch=[1, 6, 50]")
+    made = opened.Run(run.config("data.params.bucket_batch=[1, 6, 50]"))
     # Six times as many clips of half the rows; pictures are encoded one by one.
     expected = (6 // 2 * 4, *BUCKETS[0])
-    assert largest_clips(config, TrainArguments.from_config(config)) == expected
+    assert largest_clips(made.args, made.data_arguments, made.network.config, None) == expected
 
 
 def test_a_run_on_buckets_resumes_exactly(run: Run, tmp_path: Path, log) -> None:

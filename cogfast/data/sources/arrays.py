@@ -11,7 +11,7 @@ import torch
 from annotated_types import Len
 from torch import Tensor
 
-from cogfast.config.values import Range, validated
+from cogfast.core.values import Range, validated
 from cogfast.data.bad_samples import BadSample
 
 KEY = "data.params.tensors"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -52,16 +53,15 @@ class PackedStrings(Sequence[str]):
 SPLITS = ("train", "valid", "test")
 OTHER_VIDEOS = ("control", "mask")  # that a sample may have beside its clip
 TYPES = ("", "video", "image")  # what a manifest says that a file is
-# Values that stand for a missing column where sources with and without it are joined.
-_NONE = {
-    "spans": np.nan,
-    "fps": np.nan,
-    "weights": 1.0,
-    "splits": 0,
-    "prior": False,
-    "types": 0,
-    "places": -1,
-}
+# Values that stand for a missing column where sources with and without it are joined; of others 0.
+_NONE = {"spans": np.nan, "fps": np.nan, "weights": 1.0, "places": -1}
+
+
+def _taken(column: Any, indices: Sequence[int] | np.ndarray) -> Any:
+    """Return the entries of a column at `indices`, in that order; None for no column."""
+    if isinstance(column, PackedStrings):
+        return PackedStrings(column[int(i)] for i in indices)
+    return None if column is None else column[np.asarray(indices, dtype=np.int64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,7 @@ class OtherFiles:
     shape: tuple[int, ...] | None = None
 
     def take(self, indices: Sequence[int] | np.ndarray) -> OtherFiles:
-        files = PackedStrings(self.files[int(i)] for i in indices)
-        places = None if self.places is None else self.places[np.asarray(indices)]
-        return OtherFiles(files, places, self.shape)
+        return OtherFiles(_taken(self.files, indices), _taken(self.places, indices), self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +93,8 @@ class ClipList:
     # int64 [n, 2]: offset and bytes of the video in its shard; -1: a file of its own
     places: np.ndarray | None = None
     buckets: np.ndarray | None = None  # int16 [n], indices into the settings' sizes; -1: left out
-    others: Mapping[str, OtherFiles] = field(
-        default_factory=dict
-    )  # by name: "control", "mask" or of a tensor
+    # {"control", "mask" or the name of a tensor: its files}
+    others: Mapping[str, OtherFiles] = field(default_factory=dict)
     versions: Versions = field(default_factory=Versions)  # of the URLs
 
     def __len__(self) -> int:
@@ -141,22 +138,13 @@ class ClipList:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ClipList:
         """Return the samples at `indices`, in that order."""
-        columns = {}
-        for name, column in self.columns.items():
-            if isinstance(column, PackedStrings):
-                columns[name] = PackedStrings(column[int(i)] for i in indices)
-            elif column is not None:
-                columns[name] = column[np.asarray(indices, dtype=np.int64)]
+        columns = {name: _taken(column, indices) for name, column in self.columns.items()}
         others = {name: files.take(indices) for name, files in self.others.items()}
         return ClipList(**columns, others=others, versions=self.versions)
 
     def without(self, names: Collection[str]) -> ClipList:
         """Leave out further files of these names."""
         return replace(self, others={n: f for n, f in self.others.items() if n not in names})
-
-    def with_weights(self, weights: np.ndarray) -> ClipList:
-        """Multiply each sample's weight by `weights` [n]."""
-        return replace(self, weights=weights * (1.0 if self.weights is None else self.weights))
 
     def in_split(self, name: str) -> ClipList:
         """Return the samples of a split; without a column of splits all samples are "train"."""
@@ -172,22 +160,17 @@ def join(lists: Sequence[ClipList]) -> ClipList:
     columns = {}
     for name in lists[0].columns:
         parts = [one.columns[name] for one in lists]
-        if all(part is None for part in parts):
-            continue
+        like = next((part for part in parts if part is not None), None)
         # Lists that lack a column get its default where another list has it.
-        if any(isinstance(part, PackedStrings) for part in parts):
-            filled = (
-                part if part is not None else [""] * len(one)
-                for part, one in zip(parts, lists, strict=True)
-            )
-            columns[name] = PackedStrings(text for part in filled for text in part)
-        else:
-            like = next(part for part in parts if isinstance(part, np.ndarray))
+        if isinstance(like, PackedStrings):
+            filled = (part or [""] * len(one) for part, one in zip(parts, lists, strict=True))
+            columns[name] = PackedStrings(chain.from_iterable(filled))
+        elif like is not None:
             columns[name] = np.concatenate(
                 [
-                    part
-                    if part is not None
-                    else np.full((len(one), *like.shape[1:]), _NONE[name], like.dtype)
+                    np.full((len(one), *like.shape[1:]), _NONE.get(name, 0), like.dtype)
+                    if part is None
+                    else part
                     for part, one in zip(parts, lists, strict=True)
                 ]
             )

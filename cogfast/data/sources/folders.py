@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted, cut
+from cogfast.core.values import counted, cut
 from cogfast.extensions.stores.store import Stat
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,7 @@ def label_of(path: str, folder: str, files: Mapping[str, Stat | None]) -> str | 
 
     Tries SAT's path first, then the path with only the last videos/ replaced.
     """
-    is_url = store.is_url(path)
-    is_there = lambda name: name in files or (not is_url and os.path.exists(name))
+    is_there = lambda name: name in files or (not store.is_url(path) and os.path.exists(name))
     if is_there(label := sat_label(path)):
         return label
     # SAT replaces "videos" everywhere, also in a parent folder such as /my_videos/.
@@ -183,7 +182,11 @@ def read_labels(
 
     def read(video: str) -> tuple[str | None, str, bool]:
         label = label_of(video, folder, files)
-        return (None, "", False) if label is None else (label, *first_line(label, files.get(label)))
+        if label is None:
+            return None, "", False
+        text = _LINE_END.sub("\n", text_of(label, True, files.get(label)))
+        first, _, rest = text.partition("\n")
+        return label, worded(first), bool(rest.strip())
 
     yield from store.in_threads(read, videos)
 
@@ -227,12 +230,6 @@ def text_of(file: str, is_caption: bool = False, about: Stat | None = None) -> s
     return decoded(data, file)
 
 
-def first_line(file: str, about: Stat | None = None) -> tuple[str, bool]:
-    """Return the first line of a file ("" if it is empty), and whether more text follows. about: as of text_of."""
-    first, _, rest = _LINE_END.sub("\n", text_of(file, True, about)).partition("\n")
-    return worded(first), bool(rest.strip())
-
-
 def worded(caption: str) -> str:
     """Return a caption without blanks around it; "" for what stands for a missing one."""
     return "" if (text := caption.strip()) in NO_WORDS else text
@@ -245,8 +242,9 @@ def text_lines(file: str) -> list[str]:
     return [line.strip() for line in _LINE_END.split(text)] if text else []
 
 
-def are_missing(paths: Iterable[str], found: Collection[str]) -> list[bool]:
-    """Return for each path whether no file has it. found: the URLs that are there.
+def find_missing(paths: list[str], found: Collection[str]) -> list[bool]:
+    """Return for each path whether no file has it. found: the URLs that are there. A path whose file has the
+    same letters in another Unicode form gets its name.
 
     Folders are listed: a call for each file would take long.
     """
@@ -258,12 +256,7 @@ def are_missing(paths: Iterable[str], found: Collection[str]) -> list[bool]:
         return ()
 
     split = ((path, *os.path.split(path)) for path in paths)
-    return [p not in found and name not in files_of(folder) for p, folder, name in split]
-
-
-def find_missing(paths: list[str], found: Collection[str]) -> list[bool]:
-    """Return as are_missing does; a path whose file has the same letters in another Unicode form gets its name."""
-    is_gone = are_missing(paths, found)
+    is_gone = [p not in found and name not in files_of(folder) for p, folder, name in split]
     for i in (i for i, gone in enumerate(is_gone) if gone and not paths[i].isascii()):
         forms = (unicodedata.normalize(form, paths[i]) for form in ("NFC", "NFD"))
         paths[i] = next(filter(os.path.exists, forms), paths[i])

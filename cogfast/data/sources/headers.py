@@ -208,9 +208,7 @@ def _place(clips: ClipList, index: int) -> tuple[int, int] | None:
 def _version(clips: ClipList, file: str) -> str | Header:
     if store.is_url(file):
         about = clips.versions.get(file)
-        return (
-            Header(reason="no such object, or it was refused") if about is None else about.version
-        )
+        return about.version if about else Header(reason="no such object, or it was refused")
     try:
         return store.stat(file).version
     except OSError as error:
@@ -246,10 +244,8 @@ def probe(source: str | io.BufferedReader, num_bytes: int) -> Header:
     if num_bytes == 0:
         return Header(reason="the file is empty (0 bytes)")
     try:
-        if holds_picture(source):
-            size = picture_size(source)
-            if size is not None:
-                return Header(1, 0.0, *size)
+        if holds_picture(source) and (size := picture_size(source)) is not None:
+            return Header(1, 0.0, *size)
     except ValueError as error:
         return Header(reason=str(error))
     try:

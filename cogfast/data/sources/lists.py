@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings
 from cogfast.data.sources.folders import find_missing, placed, text_lines, worded
 from cogfast.data.sources.manifest import table_hint
-
-_WHAT = {
-    "caption_column": "caption",
-    "image_column": "image",
-    "control_column": "control video",
-    "mask_column": "mask",
-}
 
 
 def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList:
@@ -30,40 +23,41 @@ def read_lists(files: Mapping[str, str], allow_empty_captions: bool) -> ClipList
     raw["caption_column"] = [worded(line) for line in raw["caption_column"]]
     if not allow_empty_captions:
         _refuse_gaps(files, raw)
-    lines = {
-        key: texts
-        if key == "caption_column" and allow_empty_captions
-        else [line for line in texts if line]
-        for key, texts in raw.items()
-    }
-    videos, captions = lines["video_column"], lines["caption_column"]
+    lines = {key: [line for line in texts if line] for key, texts in raw.items()}
+    videos = lines["video_column"]
     if not videos:
         raise ValueError(f"{files['video_column']}: lists no video; write one path per line")
-    # text_lines drops blank lines at the end, which may be empty captions.
     if allow_empty_captions:
-        captions += [""] * (len(videos) - len(captions))
-    for key, what in _WHAT.items():
-        if key in lines and len(lines[key]) != len(videos):
+        # text_lines drops blank lines at the end, which may be empty captions.
+        captions = raw["caption_column"]
+        lines["caption_column"] = captions + [""] * (len(videos) - len(captions))
+    for key, texts in lines.items():
+        if len(texts) != len(videos):
+            what = key.removesuffix("_column").replace("control", "control video")
             raise ValueError(
                 f"{files['video_column']} has {len(videos)} lines and {files[key]} "
-                f"{len(lines[key])}, without blank ones; give each video one line with its {what}"
+                f"{len(texts)}, without blank ones; give each video one line with its {what}"
             )
     columns, found = {}, {}
-    for key in ("video_column", "image_column", "control_column", "mask_column"):
-        if key in lines:
-            paths = [placed(store.parent(files[key]), line, files[key]) for line in lines[key]]
+    for key in ("video", "image", *OTHER_VIDEOS):
+        if file := files.get(f"{key}_column"):
+            paths = [placed(store.parent(file), line, file) for line in lines[f"{key}_column"]]
             found |= store.stats(paths)
-            _refuse_missing(files[key], raw[key], paths, found)
+            missing = list(compress(paths, find_missing(paths, found)))
+            if missing:
+                numbers = [i for i, line in enumerate(raw[f"{key}_column"], 1) if line]
+                slash = "; write / in place of \\" * ("\\" in missing[0])
+                raise ValueError(
+                    f"{file}: line {numbers[paths.index(missing[0])]}: {missing[0]} does not exist "
+                    f"({len(missing)} of {len(paths)} files are missing); correct the path, which is "
+                    f"relative to the list, or remove the sample's line from each list{slash}"
+                )
             columns[key] = PackedStrings(paths)
     return ClipList(
-        files=columns["video_column"],
-        captions=PackedStrings(captions),
-        images=columns.get("image_column"),
-        others={
-            name: OtherFiles(columns[f"{name}_column"])
-            for name in OTHER_VIDEOS
-            if f"{name}_column" in columns
-        },
+        files=columns["video"],
+        captions=PackedStrings(lines["caption_column"]),
+        images=columns.get("image"),
+        others={name: OtherFiles(columns[name]) for name in OTHER_VIDEOS if name in columns},
         versions=store.Versions(found),
     )
 
@@ -73,14 +67,9 @@ def _read(key: str, file: str) -> list[str]:
         return text_lines(file)
     folder, name = store.parent(file), os.path.basename(file)
     found = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    ending = os.path.splitext(name)[1]
-    hint = nearest(name, [other for other in found if other.endswith(ending)])
-    hint = hint or table_hint(folder)
-    if not hint:
-        hint = (
-            "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
-            "VideoFolder)"
-        )
+    fix = "; set it to the file that has one line per sample (for folders videos/ and labels/ use "
+    hint = nearest(name, [other for other in found if other.endswith(os.path.splitext(name)[1])])
+    hint = hint or table_hint(folder) or f"{fix}VideoFolder)"
     raise ValueError(f"data.params.{key}={name}: {file} does not exist{hint}")
 
 
@@ -97,17 +86,3 @@ def _refuse_gaps(files: Mapping[str, str], lines: Mapping[str, Sequence[str]]) -
                 f"{files[key]} and {files['video_column']} have blank lines in different places, "
                 f"first in line {line}; remove them, so that line numbers match"
             )
-
-
-def _refuse_missing(
-    file: str, lines: Sequence[str], paths: list[str], found: Collection[str]
-) -> None:
-    """Raise ValueError if a listed file does not exist. found: the URLs that do."""
-    missing = list(compress(paths, find_missing(paths, found)))
-    if missing:
-        number = [i for i, line in enumerate(lines, 1) if line][paths.index(missing[0])]
-        raise ValueError(
-            f"{file}: line {number}: {missing[0]} does not exist ({len(missing)} of {len(paths)} files "
-            "are missing); correct the path, which is relative to the list, or remove the sample's "
-            "line from each list" + "; write / in place of \\" * ("\\" in missing[0])
-        )

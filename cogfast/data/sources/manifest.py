@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy as np
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.values import counted
+from cogfast.core.addresses import check_address
 from cogfast.core.files import MOST_LINE_BYTES
+from cogfast.core.values import counted
 from cogfast.data.sources.clip_list import (
     OTHER_VIDEOS,
     SPLITS,
@@ -45,7 +46,6 @@ from cogfast.data.sources.folders import (
     refuse_samples,
     text_of,
 )
-from cogfast.extensions.stores.store_errors import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,7 @@ def is_manifest(source: str) -> bool:
 
 def manifest_of(source: str) -> str:
     """Return a file as it is, and of a folder its metadata file or the one of its train/."""
-    is_url = store.is_url(source)
-    if is_manifest(source) if is_url else not os.path.isdir(source):
+    if is_manifest(source) if store.is_url(source) else not os.path.isdir(source):
         return source
     found = table_in(source) or table_in(store.join(source, "train"))
     if found is None:
@@ -133,18 +132,17 @@ def read_manifest(
         is_there = not store.is_url(file) and os.path.exists(file)
         problem = "not a manifest" if is_there else "no such file"
         raise SourceError(f"{file}: {problem}; give a .csv, .jsonl or .json file")
-    texts: dict[str, list[str]] = {"path": [], "caption": [], "image": []}
     if taken := sorted(_KNOWN.intersection(tensors)):
         raise ValueError(f"data.params.tensors: {taken[0]} names another column; rename the tensor")
-    texts |= {name: [] for name in (*OTHER_VIDEOS, *tensors)}
+    others_of_row = ("image", *OTHER_VIDEOS, *tensors)
+    texts: dict[str, list[str]] = {name: [] for name in ("path", "caption", *others_of_row)}
     numbers: dict[str, list[float]] = {name: [] for name in _NUMBERS}
     splits, types, prior, empty, places, num_pictures = [], [], [], [], [], 0
     folder = store.parent(file)
 
     @cache  # most rows have the same columns, and most files neighbours
     def columns_of(keys: tuple[str, ...]) -> dict[str, str]:
-        every = ((n, x) for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys)
-        return dict(every)
+        return {n: x for n in texts for x in reversed(_NAMES.get(n, (n,))) if x in keys}
 
     for place, row in _rows_of(file, set(tensors)):
         where = f"{file}: {place}"
@@ -169,7 +167,7 @@ def read_manifest(
         texts["path"].append(placed(folder, path, where))
         places.append(place)
         texts["caption"].append(caption)
-        for name, other in zip(("image", *OTHER_VIDEOS, *tensors), others, strict=True):
+        for name, other in zip(others_of_row, others, strict=True):
             if name in tensors and not other:
                 raise ValueError(f"{where} has no {name}; data.params.tensors needs one per row")
             texts[name].append(placed(folder, other, where) if other else "")
@@ -232,13 +230,12 @@ def read_manifest(
     )
 
 
-def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
-    """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. tensors: further known columns."""
+def _rows_of(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
+    """Yield ("line 3", or "entry 3" of a list, {name: value}) of each row. known: further columns."""
     ending = os.path.splitext(store.without_query(file))[1].lower()
     if ending == ".csv":
-        yield from _csv_rows(file, tensors)
+        yield from _csv_rows(file, known)
         return
-    others = tensors
     entries = _list_entries if ending == ".json" else _line_entries
     for place, row in entries(file):
         if not isinstance(row, dict):
@@ -246,10 +243,10 @@ def _rows_of(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
                 f"{file}: {place} must be an object with path and caption, {{...}}; correct it"
             )
         # Each new key is checked once, not in every row.
-        new = row.keys() - others
+        new = row.keys() - known
         if new:
             _check_columns(file, place, new)
-            others |= new
+            known |= new
         yield place, row
 
 
@@ -282,7 +279,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _csv_rows(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
+def _csv_rows(file: str, known: set[str]) -> Iterator[tuple[str, dict]]:
     # newline="": csv itself splits lines, since quoted captions may hold line breaks.
     reader = csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True)
     try:
@@ -290,7 +287,7 @@ def _csv_rows(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
         twice = [name for name in header if name in _KNOWN and header.count(name) > 1]
         if twice:
             raise ValueError(f"{file}: line 1 has column {twice[0]} twice; remove one")
-        _check_columns(file, "line 1", set(header) - tensors)
+        _check_columns(file, "line 1", set(header) - known)
         for name in ("path", "caption"):
             if not set(_NAMES[name]) & set(header):
                 raise ValueError(
@@ -306,9 +303,8 @@ def _csv_rows(file: str, tensors: set[str]) -> Iterator[tuple[str, dict]]:
                 )
             yield f"line {reader.line_num}", row
     except csv.Error as error:
-        line = reader.reader.line_num
         raise ValueError(
-            f"{file}: line {line} is not CSV ({error}); correct the line, and double quotes in a caption"
+            f"{file}: line {reader.reader.line_num} is not CSV ({error}); correct the line, and double quotes in a caption"
         ) from None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cogfast.config.values import Range, counted
+from cogfast.core.values import Range, counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.video.file import Refusal, check_file
 from cogfast.data.video.picture import holds_picture, read_pixels
@@ -127,8 +127,7 @@ def checked_size(size: Sequence[int]) -> tuple[int, int]:
         raise ValueError(
             f"data.params.video_size={list(size)} must be [rows, columns], e.g. [480, 720]"
         )
-    rows, columns = size
-    return rows, columns
+    return size[0], size[1]
 
 
 def checked_buckets(buckets: Sequence[Sequence[int]] | None) -> tuple[Bucket, ...] | None:
@@ -208,20 +207,19 @@ def read_clip(
     dali = dali_of_this_process(settings.video_backend)
     if settings.max_num_frames == 1 and check_file(path) and holds_picture(path):
         clip = read_image(path, settings.video_size, settings.resize)[None]
-        return (clip if dali is None else clip.to(dali.device)), Selection(np.zeros(1, int), 1)
-    video = None if dali is None else dali.open(path)
-    if dali is None or video is None:
+        selection = Selection(np.zeros(1, int), 1)
+    elif dali is not None and (video := dali.open(path)) is not None:
+        chosen, selection = _choose(video, settings, span)
+        try:
+            clip = dali.read(video, chosen, settings.video_size, settings.resize)
+            return _padded(clip, selection), selection
+        except DaliRefusal as refusal:
+            # If PyAV cannot read the file either, this raises, and the refusal does not count.
+            clip, selection = _read_on_cpu(path, settings, span)
+            dali.note_refusal(video, refusal)
+    else:
         clip, selection = _read_on_cpu(path, settings, span)
-        return (clip if dali is None else clip.to(dali.device)), selection
-    chosen, selection = _choose(video, settings, span)
-    try:
-        clip = dali.read(video, chosen, settings.video_size, settings.resize)
-        return _padded(clip, selection), selection
-    except DaliRefusal as refusal:
-        # If PyAV cannot read the file either, this raises, and the refusal does not count.
-        clip, selection = _read_on_cpu(path, settings, span)
-        dali.note_refusal(video, refusal)
-        return clip.to(dali.device), selection
+    return (clip if dali is None else clip.to(dali.device)), selection
 
 
 def _read_on_cpu(path: str, settings: ClipSettings, span: Span | None) -> tuple[Tensor, Selection]:

@@ -127,17 +127,11 @@ def video_stream(path: str, container: InputContainer) -> av.VideoStream:
 
 
 def open_video_file(path: str, is_probed: bool = False) -> InputContainer:
-    """Open a video file; BadSample if it has no video stream that can be decoded."""
+    """Open a video file; BadSample if that fails."""
     try:
-        container = open_container(path, is_probed)
+        return open_container(path, is_probed)
     except decode_errors() as error:
         raise BadSample(path, f"not a readable video ({one_line(error)})") from None
-    try:
-        video_stream(path, container)
-    except BadSample:
-        container.close()
-        raise
-    return container
 
 
 class Packet(NamedTuple):

@@ -16,14 +16,8 @@ from cogfast.data.video.file import MAX_PIXELS, Refusal, check_sides, one_line
 
 # Only some of Pillow's formats: for EPS it starts Ghostscript, which executes code in the file.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-_STARTS = (
-    b"\x89PNG",
-    b"\xff\xd8\xff",
-    b"BM",
-    b"II*\0",
-    b"MM\0*",
-    b"GIF8",
-)  # of files; WebP's is below
+# The first bytes of files; WebP's are below.
+_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*", b"GIF8")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 
 

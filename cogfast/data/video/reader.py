@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,11 +31,11 @@ from cogfast.data.video.file import (
     moving_streams,
     one_line,
     open_video_file,
+    video_stream,
 )
 
 if TYPE_CHECKING:
     import av
-    from av.container import InputContainer
     from av.filter import Graph
 
 ReaderName = Literal["pyav", "decord"]
@@ -104,14 +104,8 @@ class DecordReader(VideoReader):
 
         decord.logging.set_level(decord.logging.QUIET)  # the exceptions hold the same messages
         self.path, self.look = path, look
-        self._errors = (
-            decord.DECORDError,
-            RuntimeError,
-            IndexError,
-            OSError,
-            AssertionError,
-            UnicodeEncodeError,  # for a path that is not valid UTF-8
-        )
+        self._errors = (decord.DECORDError, RuntimeError, IndexError, OSError, AssertionError)
+        self._errors += (UnicodeEncodeError,)  # for a path that is not valid UTF-8
         rows, columns = size or (-1, -1)  # -1: the video's own
         try:
             self._reader = decord.VideoReader(
@@ -163,7 +157,7 @@ class PyAVReader(VideoReader):
         self.path = path
         self._reformatter = VideoReformatter()  # for all frames: each builds its own tables
         self._stretch = None if size is None else FrameStretcher(size)
-        self._container: InputContainer | None = open_video_file(path)
+        self._container: Any = open_video_file(path)  # None once it is closed, so that it is freed
         try:
             self._header = header_of(path, self._container)
         except BadSample:
@@ -189,9 +183,10 @@ class PyAVReader(VideoReader):
 
     def _by_pts(self, left: list[int]) -> Iterator[Tensor]:
         """Yield the frames at `left`, last index first, and remove their indices from it."""
-        packets, shown, stream = self._header.packets, self._header.shown, self._stream
+        packets, shown = self._header.packets, self._header.shown
+        stream = moving_streams(self._container)[0]
         # Some formats, such as AVI, store frames in decoding order without times of display.
-        if self._delay is None or (self._delay == 0 and self._context.reorder_depth > 0):
+        if self._delay is None or (self._delay == 0 and stream.codec_context.reorder_depth > 0):
             return
         places = [shown[index] for index in reversed(left)]
         wanted = {packets[place].pts for place in places}
@@ -207,14 +202,15 @@ class PyAVReader(VideoReader):
     def _decode(self, first: int, last: int, wanted: set[int | None]) -> Iterator[av.VideoFrame]:
         """Decode packets `first` to `last`; yields at least the frames whose pts are in `wanted`."""
         start, end = self._header.packets[first], self._header.packets[last]
-        container, context, stream = self._opened, self._context, self._stream
+        stream = moving_streams(self._container)[0]
+        context = stream.codec_context
         at = start.pts if start.dts is None else start.dts
         assert at is not None and self._delay is not None, "packets without pts are counted"
-        container.seek(at, stream=stream)
+        self._container.seek(at, stream=stream)
         # Set here because open_container does not probe: see _delay.
         context.reorder_depth = max(context.reorder_depth, self._delay)
         has_begun = False  # seeking may stop at an earlier packet
-        for packet in container.demux(stream):
+        for packet in self._container.demux(stream):
             has_begun = has_begun or packet.pts == start.pts
             if not has_begun:
                 continue
@@ -231,7 +227,7 @@ class PyAVReader(VideoReader):
         """Yield as `_by_pts` does, but decode and count all frames from the start of the file."""
         number = 0
         with closing(open_video_file(self.path, is_probed=True)) as container:
-            stream = moving_streams(container)[0]
+            stream = video_stream(self.path, container)
             try:
                 for frame in container.decode(stream):
                     if left[-1] == number:
@@ -262,19 +258,6 @@ class PyAVReader(VideoReader):
             yield torch.from_numpy(pixels)[None]
             left.pop()
 
-    @property
-    def _opened(self) -> InputContainer:
-        assert self._container is not None, "the reader is closed"
-        return self._container
-
-    @property
-    def _stream(self) -> av.VideoStream:
-        return moving_streams(self._opened)[0]
-
-    @property
-    def _context(self) -> av.VideoCodecContext:
-        return self._stream.codec_context
-
 
 def _delay(packets: Sequence[Packet]) -> int | None:
     """The reordering delay: the largest number of packets that precede one shown before them.
@@ -292,18 +275,13 @@ def _runs(packets: Sequence[Packet], places: Sequence[int]) -> list[tuple[int, i
 
     All packets have pts.
     """
-
-    def shown_before(keyframe: int, place: int) -> bool:
-        first, at = packets[keyframe].pts, packets[place].pts
-        assert first is not None and at is not None, "packets without pts are counted"
-        return first <= at
-
+    pts = [packet.pts or 0 for packet in packets]  # none is None
     keyframes = [i for i, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     runs: list[tuple[int, int]] = []
     for place in places:
         # A keyframe may be followed by frames that are shown before it and refer to earlier frames.
         before = reversed(keyframes[: bisect_right(keyframes, place)])
-        first = next((k for k in before if shown_before(k, place)), 0)
+        first = next((k for k in before if pts[k] <= pts[place]), 0)
         if runs and first <= runs[-1][1] + 1:
             runs[-1] = min(runs[-1][0], first), max(runs[-1][1], place)
         else:

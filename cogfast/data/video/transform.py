@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cogfast.config.values import counted
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
+from cogfast.core.values import counted
 from cogfast.data.video.file import check_sides
 
 FrameSelection = Literal["timestamp", "sat", "uniform"]

@@ -9,18 +9,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments, TrainArguments
 from cogfast.config.components import resolve
 from cogfast.config.merged_config import to_dict
+from cogfast.core.values import select
 from cogfast.data.sources.file_index import user_index
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.entries import ENCODE_CHUNKS, Spec
 from cogfast.extensions.cache.entry_keys import hash_file, hash_text, version_of
 from cogfast.model.autoencoder import VideoAutoencoder, video_autoencoder_from_sat
+from cogfast.model.keys import ModelKeys
 from cogfast.moved import public_module
-from cogfast.train.assembly import text_entry
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.own_classes import own_classes
 
 # Arguments of the encoders that do not change what they compute.
@@ -30,11 +30,19 @@ _FOLDERS = {"VAE": ("vae",), "text encoder": ("text_encoder", "tokenizer")}
 
 
 def cache_specs(
-    config: Config, args: TrainArguments, settings: ClipSettings, overrides: EncodeOverrides
+    sections: Mapping[str, Mapping],
+    allow_import: Sequence[str],
+    args: TrainKeys,
+    model: ModelKeys,
+    settings: ClipSettings,
+    overrides: EncodeOverrides,
 ) -> dict[str, Spec]:
-    """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files."""
-    names = [field.name for field in dataclasses.fields(settings)]
-    clip = {f"data.params.{name}": getattr(settings, name) for name in names}
+    """Return the specs of cache entries by "video" and "text". Reads the encoders' weight files.
+
+    sections: of the configuration, plain. allow_import: packages whose classes they may name.
+    """
+    fields = dataclasses.fields(settings)
+    clip = {f"data.params.{field.name}": getattr(settings, field.name) for field in fields}
     clip["data.params.video_size"] = list(settings.video_size)
     # With buckets, the size is part of a clip's key, and video_size only sets what evaluations sample.
     of_buckets = () if settings.buckets is None else ("max_num_frames", "video_size")
@@ -43,14 +51,14 @@ def cache_specs(
     # DALI's frames equal PyAV's up to rounding of colours. decord selects other frames in some formats.
     clip["data.params.video_backend"] = settings.cpu_reader
     clip["data.params.short_clips"] = "skip" if settings.skips_short_clips else "pad"
-    model = ModelArguments.from_config(config)
     has_image = "image" in model.inputs
     number = args.cached_noised_images
-    chunks = _encode_chunks(config)
+    first_stage = sections["model"].get("first_stage_config")
+    chunks = _encode_chunks(first_stage, allow_import)
     chunks_entry = {} if chunks is None else {ENCODE_CHUNKS: chunks}
     common = {"precision": args.precision}
     video = {
-        "VAE": _identity("VAE", config.model.get("first_stage_config"), config, own=chunks_entry),
+        "VAE": _identity("VAE", first_stage, allow_import, own=chunks_entry),
         **common,
         # Noised images are stored instead of first frames.
         "first frames kept": has_image and not number,
@@ -60,43 +68,45 @@ def cache_specs(
         **clip,
     }
     # A data set of the user's own may read other pixels.
-    if codes := _codes(config.data, config.allow_import):
+    if codes := _codes(sections["data"], allow_import):
         video["code of data.target"] = " ".join(codes)
-    node, _ = text_entry(config)
-    text = {"text encoder": _identity("text encoder", node, config), **common}
+    entry, *_ = select(sections["model"], "conditioner_config.params.emb_models") or [None]
+    node = None if entry is None else {"target": entry["target"], "params": entry.get("params")}
+    text = {"text encoder": _identity("text encoder", node, allow_import), **common}
     specs = {"video": video, "text": text}
     for name, value in overrides.identity.items():  # encode_video, encode_text
         specs[name.removeprefix("encode_")][name] = value
     return specs
 
 
-def _encode_chunks(config: Config) -> str | None:
+def _encode_chunks(node: Mapping | None, allow_import: Sequence[str]) -> str | None:
     """Return encode_chunks of the autoencoder; None if it is another first stage."""
-    node = config.model.get("first_stage_config")
     if node is None:
         return None
-    target, arguments = resolve(node, config.allow_import)
+    target, arguments = resolve(node, allow_import)
     is_ours = target is video_autoencoder_from_sat
     if not is_ours and not (isinstance(target, type) and issubclass(target, VideoAutoencoder)):
         return None
     return arguments.get("encode_chunks", "auto")
 
 
-def _identity(part: str, node: Mapping | None, config: Config, own: Collection[str] = ()) -> str:
+def _identity(
+    part: str, node: Mapping | None, allow_import: Sequence[str], own: Collection[str] = ()
+) -> str:
     """Hash class, arguments and weights of an encoder. The location of its files does not matter.
 
     own: arguments that are entries of the spec.
     """
     if node is None:
         return "none"
-    target, arguments = resolve(node, config.allow_import)
+    target, arguments = resolve(node, allow_import)
     described = {
         name: _described(part, value)
         for name, value in arguments.items()
         if name not in (*_WITHOUT_EFFECT, *own)
     }
     named = [public_module(target), target.__qualname__]  # wherever its file lies
-    text = json.dumps([*named, *_codes(node, config.allow_import), described], sort_keys=True)
+    text = json.dumps([*named, *_codes(node, allow_import), described], sort_keys=True)
     return hash_text(text)[:12]
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from cogfast.core.values import counted
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.clip_list import PackedStrings
+from cogfast.data.video.clip import ClipSettings
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.cache.cache_key import cache_specs
 from cogfast.extensions.cache.entries import (
     CachedVideos,
     Entries,
+    Spec,
     difference,
     find_entries,
     folders_of,
@@ -24,20 +27,25 @@ from cogfast.extensions.cache.entry_keys import (
     used_samples,
 )
 from cogfast.extensions.stores.store import StoreError
+from cogfast.model.keys import ModelKeys
 from cogfast.train.assembly import Datasets
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.keys import TrainKeys
 
 
 def read_from_cache(
     datasets: Datasets,
-    config: Config,
-    args: TrainArguments,
+    sections: Mapping[str, Mapping],
+    allow_import: Sequence[str],
+    args: TrainKeys,
+    model: ModelKeys,
     groups: ProcessGroups,
     overrides: EncodeOverrides,
 ) -> Datasets:
     """Return the data sets with their samples read from args.latent_cache, if it is set.
 
-    Rank 0 looks for the entries. ValueError if any is missing. Call it after buckets are assigned.
+    sections, allow_import: as for `cache_specs`. Rank 0 looks for the entries. ValueError if any is missing.
+    Call it after buckets are assigned.
     """
     if args.latent_cache is None:
         return datasets
@@ -47,7 +55,8 @@ def read_from_cache(
     assert valid is None or isinstance(valid, CaptionedVideos), f"a cache of {type(valid).__name__}"
     every = [train] if valid is None else [train, valid]
     try:
-        entries, keys = groups.on_main(lambda: _find(every, config, args, overrides))
+        about = partial(cache_specs, sections, allow_import, args, model, overrides=overrides)
+        entries, keys = groups.on_main(lambda: _find(every, args, about))
     except StoreError as error:
         raise ValueError(f"args.latent_cache: {error}") from None
     cached = [CachedVideos(v, entries, of_v) for v, of_v in zip(every, keys, strict=True)]
@@ -55,14 +64,16 @@ def read_from_cache(
 
 
 def _find(
-    every: list[CaptionedVideos], config: Config, args: TrainArguments, overrides: EncodeOverrides
+    every: list[CaptionedVideos],
+    args: TrainKeys,
+    specs_of: Callable[[ClipSettings], dict[str, Spec]],
 ) -> tuple[dict[str, Entries], list[dict[str, PackedStrings]]]:
     """Return the entries by kind, and the keys of each data set: by the names of
     `CaptionedVideos.encoded`."""
     assert args.latent_cache is not None, "the caller reads from it"
     folder = args.latent_cache
     sources = Sources(folder)
-    specs = cache_specs(config, args, every[0].settings, overrides)
+    specs = specs_of(every[0].settings)
     changed = [
         name
         for v in every

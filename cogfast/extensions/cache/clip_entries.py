@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -20,19 +20,16 @@ _NO_VARIANCE = -1e4  # logarithm; its exponential is 0 in float32
 
 
 def encode_clips(
-    samples: Sequence[Sample],
-    keys: Sequence[str],
+    rows: Iterable[tuple[Sample, str, bool]],
     encoder: Encoder,
-    have_frames: Sequence[bool],
     num_noised_images: int,
     device: torch.device,
 ) -> Iterator[dict[str, Tensor] | BadSample]:
     """Yield the entry of each sample. Consecutive samples of one size are encoded together.
 
-    keys: seed the noise of noised images. have_frames: whether a sample is a clip of which the model is given
-    frames. num_noised_images: 0 keeps the first frame of image-to-video as uint8.
+    rows: samples, their keys, which seed the noise of noised images, and whether they are clips of which the model is
+    given frames. num_noised_images: 0 keeps the first frame of image-to-video as uint8.
     """
-    rows = zip(samples, keys, have_frames, strict=True)
     # Buckets give clips of several sizes, which cannot be stacked.
     of_group = lambda row: (row[0]["video"].shape, row[2])
     for (shape, has_frames), group in groupby(rows, key=of_group):
@@ -65,9 +62,12 @@ def _moments(
     clips = torch.stack([sample["video"] for sample in samples])
     pixels = in_unit_range(clips.to(device, non_blocking=True)).transpose(1, 2)
     if encoder.overrides.encode_video is not None:
-        # It returns one sample, which every epoch uses.
+        # It returns one sample, scaled latents [B, C, T, h, w], which every epoch uses as they are.
         own = encoder.encode_clips(pixels, content_random(keys, device)).cpu()  # sync: into a file
-        return _of_sample(own, encoder.scale_factor)
+        # In float32: a quotient that is rounded to bf16 would not give the latents again.
+        mean = own.float() / encoder.scale_factor
+        # All samples of a batch need a variance. The reader expands this one, which is 0.
+        return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}
     # Mean and variance, so that each epoch can draw another sample of the latents.
     return _tensors("", encoder.encode_moments(pixels))
 
@@ -87,11 +87,3 @@ def _tensors(prefix: str, moments: Moments) -> dict[str, Tensor]:
     if moments.logvar is not None:
         tensors[f"{prefix}logvar"] = moments.logvar.cpu()  # sync: into a file
     return tensors
-
-
-def _of_sample(latents: Tensor, scale_factor: float) -> dict[str, Tensor]:
-    """Return the moments of scaled latents [B, C, T, h, w], which every epoch uses as they are."""
-    # In float32: a quotient that is rounded to bf16 would not give the latents again.
-    mean = latents.float() / scale_factor
-    # All samples of a batch need a variance. The reader expands this one, which is 0.
-    return {"mean": mean, "logvar": mean.new_full((len(mean), 1, 1, 1, 1), _NO_VARIANCE)}

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments, with_words
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import DEFAULT, leaves
-from cogfast.config.values import counted
+from cogfast.config import Config, with_words
+from cogfast.config.merged_config import leaves
 from cogfast.core.files import WriteError
+from cogfast.core.keys import DEFAULT, names_origins
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample, BadSampleLog, Unavailable
 from cogfast.data.batches import read_sample
 from cogfast.data.datasets import CaptionedVideos, Sample
@@ -47,12 +47,13 @@ from cogfast.extensions.cache.entry_keys import (
 from cogfast.extensions.dali.dali import dali_of_this_process
 from cogfast.extensions.stores.store import StoreError, check_writable, in_threads
 from cogfast.model.autoencoder import ENCODE_MODES, EncodePlan, VideoAutoencoder
-from cogfast.model.transformer import build_transformer
 from cogfast.train.assembly import Datasets, assemble_datasets, assemble_encoder
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES, EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.header_scan import survey_datasets
 from cogfast.train.run.folder import plain_sections
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +63,21 @@ _HASHED_AT_ONCE = 256  # files per rank; a kill loses this much work
 _SECONDS_PER_LINE = 30.0  # between log lines of progress
 
 
+@names_origins
 def cache_latents(config: Config, price: float | None = None) -> None:
     """Encode all samples of args.train_data and args.valid_data into args.latent_cache.
 
     price: of an hour of a GPU, in dollars; the log has the costs.
     """
-    args = TrainArguments.from_config(config)
+    run = Run(config)
     groups = start_processes()
     groups.check_same(leaves(plain_sections(config)))
-    _fill(config, args, groups, "`cogfast cache`", NO_OVERRIDES, price)
+    _fill(run, run.args, groups, "`cogfast cache`", NO_OVERRIDES, price)
     groups.close()
 
 
 def encode_first(
-    config: Config, args: TrainArguments, groups: ProcessGroups, overrides: EncodeOverrides
+    run: Run, args: TrainKeys, groups: ProcessGroups, overrides: EncodeOverrides
 ) -> None:
     """Fill args.latent_cache as `cogfast cache` does, and free the memory of the encoders."""
     kept = (
@@ -84,15 +86,15 @@ def encode_first(
     )
     # Each rank encodes other clips, also the ranks that share a model later.
     with keeping(kept):
-        _fill(config, args, groups.without_models(), "the same command", overrides)
+        _fill(run, args, groups.without_models(), "the same command", overrides)
     gc.collect()  # sync: none; the encoders are in cycles that only a collection frees
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()  # sync: once, before training begins
 
 
 def _fill(
-    config: Config,
-    args: TrainArguments,
+    run: Run,
+    args: TrainKeys,
     groups: ProcessGroups,
     command: str,
     overrides: EncodeOverrides,
@@ -103,7 +105,7 @@ def _fill(
         # Before the videos are hashed, which may take hours.
         groups.on_main(lambda: check_writable(args.latent_cache or ""))
         kept, continues = "what is encoded is kept: ", ", which continues from there"
-        _CacheRun(config, args, groups, overrides, price).run()
+        _CacheRun(run, args, groups, overrides, price).run()
     except StoreError as error:
         key = "args.latent_cache: " if str(error).startswith(str(args.latent_cache)) else ""
         raise RuntimeError(f"{key}{error}; {kept}run {command} again{continues}") from None
@@ -155,21 +157,21 @@ class _CacheRun:
 
     def __init__(
         self,
-        config: Config,
-        args: TrainArguments,
+        run: Run,
+        args: TrainKeys,
         groups: ProcessGroups,
         overrides: EncodeOverrides,
         price: float | None,
     ) -> None:
         self.price, self.start = price, time.monotonic()
         assert args.latent_cache is not None, "preflight asks for a folder"
-        if data_arguments(config).get("tensors"):  # training reads them from their files
-            config = with_words(config, ["data.params.tensors=null"], DEFAULT)
-        self.config, self.args, self.groups, self.overrides = config, args, groups, overrides
+        if run.data_arguments.get("tensors"):  # training reads them from their files
+            run = Run(with_words(run.config, ["data.params.tensors=null"], DEFAULT))
+        self.opened, self.args, self.groups, self.overrides = run, args, groups, overrides
         self.folder = args.latent_cache
         # The videos, and not the cache that this command fills.
-        of_videos = dataclasses.replace(args, latent_cache=None)
-        every = assemble_datasets(config, of_videos, groups)
+        of_videos = args.changed(latent_cache=None)
+        every = assemble_datasets(run.data, of_videos, run.model.inputs, run.is_masked, groups)
         every = Datasets(_without_masks(every.train), _without_masks(every.valid))
         found, _ = survey_datasets(every, of_videos, groups, 1)
         self.datasets = [d for d in (found.train, found.valid) if isinstance(d, CaptionedVideos)]
@@ -220,7 +222,9 @@ class _CacheRun:
     ) -> tuple[_Work, _Work, EncodePlan | None]:
         """Return the missing captions and clips, and how to encode the clips. For rank 0."""
         # Both data sets have one data section, so one description of clips serves all entries.
-        specs = cache_specs(self.config, self.args, self.datasets[0].settings, self.overrides)
+        run, settings = self.opened, self.datasets[0].settings
+        described = run.sections, run.allow_import, self.args, run.model
+        specs = cache_specs(*described, settings, self.overrides)
         self.keys["text"] = [hash_text(clip.caption) for clip in self.clips]
         self.keys["video"] = [sample_key(c.dataset, c.index, sources) for c in self.clips]
         for kind, spec in specs.items():
@@ -247,7 +251,8 @@ class _CacheRun:
         stage = self.video_encoder.first_stage if work.missing else None
         if not isinstance(stage, VideoAutoencoder):
             return work, None
-        shape = largest_clips(self.config, self.args)
+        run, at_once = self.opened, self.opened.model.en_and_decode_n_samples_a_time
+        shape = largest_clips(self.args, run.data_arguments, run.network.config, at_once)
         how = stage.limit_encode_memory(budget, shape)
         if spec[ENCODE_CHUNKS] == "auto":
             # Entries that are there have one way: others would have other latents.
@@ -380,14 +385,12 @@ class _CacheRun:
             for samples in read:
                 bad = {key: one for key, one in samples.items() if isinstance(one, BadSample)}
                 good = {key: one for key, one in samples.items() if not isinstance(one, BadSample)}
-                entries = encode_clips(
-                    list(good.values()),
-                    list(good),
-                    encoder,
-                    [has_frames and not self.clips[work.missing[key]].is_control for key in good],
-                    self.args.cached_noised_images,
-                    self.groups.device,
-                )
+                rows = [
+                    (sample, key, has_frames and not self.clips[work.missing[key]].is_control)
+                    for key, sample in good.items()
+                ]
+                number = self.args.cached_noised_images
+                entries = encode_clips(rows, encoder, number, self.groups.device)
                 yield bad | dict(zip(good, entries, strict=True))
 
     @cached_property
@@ -398,8 +401,8 @@ class _CacheRun:
         """Return the frozen encoders, which are built on first use."""
         # The encoders need the network's sizes and not its weights.
         with torch.device("meta"):
-            network = build_transformer(self.config.model, allow_import=self.config.allow_import)
-        parts = self.config, self.args, network, self.groups
+            network = self.opened.network.build()
+        parts = self.opened, self.args, network, self.groups
         return assemble_encoder(*parts, overrides=self.overrides)
 
     def _finish(self, *both: _Work) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.device_memory import free_memory
 from cogfast.core.shapes import SPATIAL_COMPRESSION
 from cogfast.distributed.process_groups import ProcessGroups
@@ -28,6 +25,7 @@ from cogfast.model.autoencoder import (
     VideoAutoencoder,
 )
 from cogfast.model.config import TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import batch_sizes, largest_size
 
 logger = logging.getLogger(__name__)
@@ -44,20 +42,20 @@ class EncodeChoice:
     """Makes the choice of a run when its first sample is encoded. `way` is None before, and without clips.
     Collective.
 
-    stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
+    shape: (B, F, H, W) of `largest_clips`. stored: [mode, is_sliced] of the checkpoint that the run resumes from. dataset: that is trained on; if it is
     a latent cache, its way is stored in the checkpoints.
     """
 
     def __init__(
         self,
-        config: Config,
-        args: TrainArguments,
+        shape: tuple[int, int, int, int],
+        args: TrainKeys,
         groups: ProcessGroups,
         stored: Sequence[Any] | None = None,
         dataset: object = None,
     ) -> None:
         self.args, self.groups = args, groups
-        self.shape = largest_clips(config, args)
+        self.shape = shape
         if isinstance(dataset, CachedVideos):
             way = dataset.entries["video"].spec.get(ENCODE_CHUNKS)
             stored = stored if way is None else (way, True)
@@ -83,29 +81,28 @@ class EncodeChoice:
         # A way that fits into the least free memory fits on all ranks.
         budget, shape = min(budgets), max(found, key=math.prod)
         # A configured way wins over the checkpoint's, which is kept whatever memory it takes.
-        ways = None
-        if self.stored is not None and stage.encode_chunks == "auto":
-            ways = [self.stored]
+        ways = [self.stored] if self.stored and stage.encode_chunks == "auto" else None
         plan = stage.limit_encode_memory(budget, shape, ways)
         log_plan(stage, shape, plan, budget)
         self.way = (plan.mode, plan.is_sliced)
 
 
-def memory_for_clips(args: TrainArguments, groups: ProcessGroups) -> int:
+def memory_for_clips(args: TrainKeys, groups: ProcessGroups) -> int:
     """Return the bytes that encoding may take on this rank."""
     if args.vae_memory_gib is not None:
         return int(args.vae_memory_gib * _GIB)
     return free_memory(groups.device)[0]
 
 
-def largest_clips(config: Config, args: TrainArguments) -> tuple[int, int, int, int]:
-    """Return (B, F, H, W) of the largest batch that a run encodes at once."""
-    model = TransformerConfig(**transformer_arguments(config.model.network_config.params))
-    size = largest_size(config, model)
-    at_once = ModelArguments.from_config(config).en_and_decode_n_samples_a_time
+def largest_clips(
+    args: TrainKeys, data: Mapping[str, Any], model: TransformerConfig, at_once: int | None
+) -> tuple[int, int, int, int]:
+    """Return (B, F, H, W) of the largest batch that a run encodes at once. data: the data set's arguments.
+    at_once: model.en_and_decode_n_samples_a_time."""
+    size = largest_size(data, model)
     # The batch with most pixels decides. Pictures are encoded one by one.
     volume = lambda each: each.num_frames * math.prod(each.pixels)
-    sizes = batch_sizes(config, model)
+    sizes = batch_sizes(data, model)
     clips = [times * volume(each) for times, each in sizes if each.num_frames > 1]
     most = math.ceil(max(clips, default=0) / volume(size))
     batch = max(args.batch_size, args.eval_batch_size or 1) * max(1, most)
@@ -117,22 +114,13 @@ def log_plan(
     stage: VideoAutoencoder, shape: tuple[int, int, int, int], plan: EncodePlan, budget: int
 ) -> None:
     """Log how clips of `shape` = (B, F, H, W) are encoded, and the memory that this needs."""
-    batch, num_frames, rows, columns = shape
-    others = "".join(
-        f"; {_NAMES[mode].format(*stage.tile)}: {num_bytes / _GIB:.1f}"
-        for mode, num_bytes in plan.passed_over.items()
-    )
-    logger.info(
-        "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s",
-        num_frames,
-        rows,
-        columns,
-        _NAMES[plan.mode].format(*stage.tile),
-        ", one by one" if plan.is_sliced and batch > 1 else "",
-        plan.num_bytes / _GIB,
-        budget / _GIB,
-        others,
-    )
+    batch, *sides = shape
+    names = {mode: name.format(*stage.tile) for mode, name in _NAMES.items()}
+    way, needed, most = names[plan.mode], plan.num_bytes / _GIB, budget / _GIB
+    others = "".join(f"; {names[mode]}: {n / _GIB:.1f}" for mode, n in plan.passed_over.items())
+    one_by_one = ", one by one" if plan.is_sliced and batch > 1 else ""
+    text = "clips of %dx%dx%d are encoded %s%s: about %.1f GiB of %.1f%s"
+    logger.info(text, *sides, way, one_by_one, needed, most, others)
     if plan.num_bytes > budget:
         fix = (
             "set model.first_stage_config.params.encode_chunks to frames or tiles, which need less memory "
@@ -143,8 +131,8 @@ def log_plan(
         logger.warning(
             "%.1f GiB may be used (args.vae_memory_gib, or the free memory), but encoding %s needs about "
             "%.1f; %s",
-            budget / _GIB,
-            _NAMES[plan.mode].format(*stage.tile),
-            plan.num_bytes / _GIB,
+            most,
+            way,
+            needed,
             fix,
         )

@@ -30,12 +30,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cogfast.core.addresses import is_url
 from cogfast.core.files import MOST_BYTES, UNFINISHED, open_regular
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.extensions.cache.entry_keys import hash_text
 from cogfast.extensions.stores import store
-from cogfast.extensions.stores.store import StoreError, is_url
+from cogfast.extensions.stores.store import StoreError
 
 # Values that entries depend on besides their source, such as weights and dtype: {name: plain value}.
 Spec = dict[str, object]
@@ -72,10 +73,12 @@ class Entries:
         digits, by the names of the files alone."""
         found: dict[str, bool] = {}
         try:
+            files = []
             if is_url(self.folder):
-                files = [*store.find(store.join(self.folder, digits))]
-            else:
-                every = (one for part in self._parts(digits) for one in os.scandir(part))
+                files = store.find(store.join(self.folder, digits))
+            elif os.path.isdir(self.folder):
+                parts = [part for part in os.scandir(self.folder) if part.name.startswith(digits)]
+                every = (one for part in parts if part.is_dir() for one in os.scandir(part))
                 # Reading a pipe would not end.
                 files = [one.name for one in every if one.is_file()]
             for name in map(os.path.basename, files):
@@ -90,12 +93,6 @@ class Entries:
             text = f"args.latent_cache: {error.filename} cannot be read ({error.strerror})"
             raise ValueError(f"{text}; use a readable folder") from None
         return found
-
-    def _parts(self, digits: str = "") -> list[str]:
-        if is_url(self.folder) or not os.path.isdir(self.folder):
-            return []
-        with os.scandir(self.folder) as found:
-            return [part.path for part in found if part.is_dir() and part.name.startswith(digits)]
 
     def create(self) -> None:
         """Write the spec, and remove temporary files that killed processes left."""

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cogfast.core.addresses import distinct
+from cogfast.core.addresses import distinct, is_url
 from cogfast.core.files import WriteError, open_regular
 from cogfast.data.datasets import CaptionedVideos
 from cogfast.data.sources.file_index import FileIndex, to_lines
 from cogfast.extensions.stores import store
-from cogfast.extensions.stores.store import StoreError, is_url
+from cogfast.extensions.stores.store import StoreError
 from cogfast.extensions.tar.tar_shards import MEMBER
 
 _HASHING_THREADS = 8
@@ -154,19 +154,17 @@ class Sources:
             raise WriteError(path, error) from None
         if self._folder is None or not found:
             return
-        is_many = len(self._objects) >= _MOST_OBJECTS
         # A name that sorts behind all earlier ones: the last line of a file counts.
         url = f"{self._folder}/{time.time_ns():020}-{os.urandom(4).hex()}.jsonl"
-        rows = iter(found)
-        if is_many:
+        if len(self._objects) < _MOST_OBJECTS:
+            store.write(url, to_lines(found))
+        else:
             # All rows: other workers may read other files, or other versions of them.
             merged = FileIndex(None)
             for copy in store.in_threads(_copy_or_none, sorted(self._objects)):
                 merged.add(FileIndex(copy).rows())
             merged.add(found)
-            rows = merged.rows()
-        store.write(url, to_lines(rows))
-        if is_many:
+            store.write(url, to_lines(merged.rows()))
             with suppress(StoreError):  # without the right to remove, they stay
                 store.remove(self._objects)
             self._objects = []

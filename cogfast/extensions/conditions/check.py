@@ -6,28 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments
-from cogfast.config.json_files import read_json
-from cogfast.config.merged_config import refuse
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY
-from cogfast.config.values import show
+from cogfast.core.json_files import read_json
+from cogfast.core.values import KeyProblem, show
 from cogfast.data.video.clip import Bucket
 from cogfast.extensions.conditions.given_frames import KINDS, GivenFrames
 from cogfast.extensions.formats.sat_names import sat_name
 from cogfast.model.config import Family, derived_models, inpainting_channels, num_condition_channels
+from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.diffusers import NOISE_KEY
 
 _CONDITIONS, _IMAGE = "model.conditions", "model.noised_image_input"
 _GIVEN, _NOISE = "model.given_frames", "model.masked_video_noise"
+_INPAINTING = ("mask", "masked_video")
 # Classes in model_index.json that tell which conditions a model has
 _STATED = {
     "CogVideoXFunControlPipeline": ("control",),
     "CogVideoXImageToVideoPipeline": ("image",),
-    "CogVideoXFunInpaintPipeline": ("mask", "masked_video"),
+    "CogVideoXFunInpaintPipeline": _INPAINTING,
     "CogVideoXInterpolationPipeline": ("frames",),  # CogVideoX-Interpolation's
 }
-_INPAINTING = ("mask", "masked_video")
 # The inputs that options of `cogfast sample` give
 _NAMES = {
     "image": "an image",
@@ -37,6 +35,7 @@ _NAMES = {
     "video": "a video",
     "mask": "a mask",
 }
+_ENDS = ["first_frame", "last_frame"]
 # Models with each condition, and the option of `cogfast sample` that gives it
 _SAMPLED = {
     "image": ("an image-to-video model", "--image PNG or prompts as prompt@@image"),
@@ -48,38 +47,38 @@ def _list(inputs: Sequence[str]) -> str:
     return ", ".join(inputs) or "none"
 
 
-def check_conditions(config: Config, model: ModelArguments, network: dict[str, Any]) -> None:
+def check_conditions(model: ModelKeys, network: dict[str, Any]) -> None:
     """Check that model.conditions, noised_image_input and the network's channels fit each other."""
     inputs, key = model.inputs, _CONDITIONS
     given, made = network["in_channels"], network["out_channels"]
     shown = f"{key}={show(model.conditions)}"
     if len(set(inputs)) < len(inputs):
-        refuse(config, key, f"{shown} lists a condition twice; remove one")
+        raise KeyProblem(key, f"{shown} lists a condition twice; remove one")
     if model.noised_image_input and "image" not in inputs:
         text = f"{shown} has no image, but model.noised_image_input=true asks for one"
-        refuse(config, key, f"{text}; set that to false, or add image")
+        raise KeyProblem(key, f"{text}; set that to false, or add image")
     if model.image_latent_scale != "trainer" and not {"image", "frames"} & set(inputs):
         text = f"{model.image_latent_scale} is a scale of image-to-video models; leave the key out"
-        refuse(config, "model.image_latent_scale", f"model.image_latent_scale={text}")
+        raise model.problem("image_latent_scale", f"model.image_latent_scale={text}")
     if model.conditions is not None and "image" not in inputs:
         for name in ("noised_image_dropout", "noised_image_all_concat"):
             if value := getattr(model, name):
                 text = f"model.{name}={show(value)} is for the image, which {shown} leaves out"
-                refuse(config, f"model.{name}", f"{text}; leave it out")
+                raise model.problem(name, f"{text}; leave it out")
     if model.condition_dropout > 0 and not set(inputs) - {"image"}:
         text = f"model.condition_dropout={model.condition_dropout:g}, but the conditions are"
         fix = "leave it out (noised_image_dropout is that of the image)"
-        refuse(config, "model.condition_dropout", f"{text} {_list(inputs)}; {fix}")
+        raise model.problem("condition_dropout", f"{text} {_list(inputs)}; {fix}")
     if model.new_channels is not None and not _trains_patches(model):
         key, shown_new = "model.new_channels", f"model.new_channels={model.new_channels}"
         text = f"{shown_new}: the run does not train the patch embedding, whose new channels would stay zero; "
         text += "train all weights or add patch_embedding to model.trainable_modules, or start from a model "
-        refuse(config, key, f"{text}that has the channels")
+        raise KeyProblem(key, f"{text}that has the channels")
     if model.learned_positions == "drop" and network.get("learnable_position"):
         key, flag = "model.learned_positions", f"{POSITION_KEY}.learnable_pos_embed"
         text = f"{key}=drop leaves out the learned position table of args.load, but the network has one"
-        refuse(config, key, f"{text}; set {flag}=false, or {key}=resize")
-    _check_frames_and_masks(config, model)
+        raise KeyProblem(key, f"{text}; set {flag}=false, or {key}=resize")
+    _check_frames_and_masks(model)
     needed = made + num_condition_channels(inputs, made)
     if given == needed:
         return
@@ -87,7 +86,7 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
     if model.conditions is not None:
         fix = f"set {NETWORK_KEY}.in_channels={needed}, or the conditions that the model has"
         text = f"{shown} needs {needed} input channels, but the network has {sizes}; {fix}"
-        refuse(config, key, text)
+        raise KeyProblem(key, text)
     key = _IMAGE
     text = f"{key}={show(model.noised_image_input)} does not fit {sizes}"
     if given == made:
@@ -98,34 +97,31 @@ def check_conditions(config: Config, model: ModelArguments, network: dict[str, A
     else:
         text, fix = f"{sizes}: the model has conditions", "name them in model.conditions"
         text += f" ({derived_models(given, made)})" if derived_models(given, made) else ""
-    refuse(config, key, f"{text}; {fix}")
+    raise KeyProblem(key, f"{text}; {fix}")
 
 
-def _check_frames_and_masks(config: Config, model: ModelArguments) -> None:
+def _check_frames_and_masks(model: ModelKeys) -> None:
     """Check the keys of the conditions frames, mask and masked_video."""
     inputs, shown = model.inputs, f"model.conditions={show(model.conditions)}"
     found = [inputs.index(name) for name in _INPAINTING if name in inputs]
     if found and (len(found) < 2 or found[1] != found[0] + 1):
         text = f"{shown}: mask and masked_video are the inputs of inpainting models, in this order"
-        refuse(config, _CONDITIONS, f"{text}; name both, mask, masked_video")
+        raise KeyProblem(_CONDITIONS, f"{text}; name both, mask, masked_video")
     if model.masked_video_noise and not found:
-        key = _NOISE
-        refuse(config, key, f"{key}=true is for masked_video; leave it out")
+        raise KeyProblem(_NOISE, f"{_NOISE}=true is for masked_video; leave it out")
     key, value = _GIVEN, model.given_frames
     if (value is None) == ("frames" in inputs):
         text = f"{key}={show(value)}, but the conditions are {_list(inputs)}"
         fix = "leave it out" if value is not None else f"set it to one of {', '.join(KINDS)}"
-        refuse(config, key, f"{text}; {fix}")
+        raise KeyProblem(key, f"{text}; {fix}")
     if value is not None:
         try:
             GivenFrames.parse(value)
         except ValueError as error:
-            refuse(config, key, f"{key}={show(value)}: {error}")
+            raise KeyProblem(key, f"{key}={show(value)}: {error}") from None
 
 
-def check_prefixes(
-    config: Config, model: ModelArguments, num_frames: int | None, buckets: Sequence[Bucket]
-) -> None:
+def check_prefixes(model: ModelKeys, num_frames: int | None, buckets: Sequence[Bucket]) -> None:
     """Check that clips have more frames than their given prefix. num_frames: data.params.max_num_frames."""
     key, given = _GIVEN, GivenFrames.parse(model.given_frames)
     frames = {f"data.params.buckets[{i}]": bucket.num_frames for i, bucket in enumerate(buckets)}
@@ -135,10 +131,10 @@ def check_prefixes(
         # Pictures are given no frames.
         if given is not None and 1 < number <= given.number:
             text = f"{key}={model.given_frames} is the whole clip of {place}={number}"
-            refuse(config, key, f"{text}; give fewer frames")
+            raise KeyProblem(key, f"{text}; give fewer frames")
 
 
-def check_given(model: ModelArguments, given: Sequence[str]) -> None:
+def check_given(model: ModelKeys, given: Sequence[str]) -> None:
     """Raise ValueError if prompts of `cogfast sample` lack a condition, or have one that is not used.
 
     given: the options without "--" and with underscores.
@@ -149,30 +145,27 @@ def check_given(model: ModelArguments, given: Sequence[str]) -> None:
         model_of, fix = _SAMPLED[name]
         if name not in given:
             raise ValueError(f"{model_of} needs {_NAMES[name]}; give {fix}")
-    ends = {"first": ["first_frame"], "last": ["last_frame"]}
-    if frames is not None and frames.is_clip:
-        wanted, used = ["video"], [*used, "video"]
-    elif frames is not None:
-        wanted = ends.get(frames.kind, ["first_frame", "last_frame"])
-        used = [*used, *wanted]
-        wanted = [] if frames.kind == "random" and set(wanted) & set(given) else wanted
-    else:
-        wanted = []
+    wanted: list[str] = []
+    if frames is not None:
+        ends = {"first": _ENDS[:1], "last": _ENDS[1:]}
+        of_frames = ["video"] if frames.is_clip else ends.get(frames.kind, _ENDS)
+        used += of_frames
+        if frames.kind != "random" or set(of_frames).isdisjoint(given):
+            wanted += of_frames
+    # A model that is given none of them makes the whole video.
+    if "masked_video" in inputs and not {"video", "mask"}.isdisjoint(given):
+        wanted += ["video", "mask"]
+        for name in _ENDS if frames is None else ():
+            if name in given:
+                text = "stands for --video and --mask; give one or the other"
+                raise ValueError(f"{_option(name)} {text}")
     if "masked_video" in inputs:
-        used = [*used, "video", "mask", "first_frame", "last_frame"]
-        # A model that is given none of them makes the whole video.
-        pair = {"video", "mask"} & set(given)
-        wanted = [*wanted, *(["video", "mask"] if pair else [])]
-        ends_given = [name for name in ("first_frame", "last_frame") if name in given]
-        if pair and ends_given and frames is None:
-            option = _option(ends_given[0])
-            raise ValueError(f"{option} stands for --video and --mask; give one or the other")
-    lacking = [name for name in wanted if name not in given]
-    if lacking:
-        option = _option(lacking[0])
-        kind = "VIDEO" if lacking[0] in ("video", "mask") else "PNG"
-        text = f"the model needs {_NAMES[lacking[0]]} (model.conditions: {_list(inputs)})"
-        raise ValueError(f"{text}; give {option} {kind}")
+        used += ["video", "mask", *_ENDS]
+    for name in wanted:
+        if name not in given:
+            kind = "VIDEO" if name in ("video", "mask") else "PNG"
+            text = f"the model needs {_NAMES[name]} (model.conditions: {_list(inputs)})"
+            raise ValueError(f"{text}; give {_option(name)} {kind}")
     for name in given:
         if name not in used:
             text = f"the model does not use {_NAMES[name]} (its conditions: {_list(inputs)})"
@@ -204,7 +197,7 @@ def stated_conditions(folder: Path, family: Family) -> tuple[str, ...] | None:
     return ("control",) if is_control else None
 
 
-def _trains_patches(model: ModelArguments) -> bool:
+def _trains_patches(model: ModelKeys) -> bool:
     """Return whether a run trains the patch embedding (transformer.freeze)."""
     if model.trainable_modules is not None:
         return "patch_embedding" in model.trainable_modules
@@ -232,21 +225,21 @@ def condition_values(folder: Path, family: Family) -> dict[str, Any]:
     return {_CONDITIONS: list(stated), **off}
 
 
-def check_stated(config: Config, folder: Path, family: Family) -> None:
+def check_stated(model: ModelKeys, folder: Path, family: Family) -> None:
     """Raise ValueError if a configuration takes other conditions than the model's folder tells."""
-    model = ModelArguments.from_config(config)
     inputs, stated = model.inputs, stated_conditions(folder, family)
-    if model.new_channels is not None and stated is not None and stated == inputs[: len(stated)]:
+    if stated is None or stated == inputs:
         return
-    if stated is not None and stated != inputs:
-        kind = read_json(folder / "model_index.json").get("_class_name")
-        # Given frames have the shapes of image-to-video, which is a usual start for them.
-        if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    # Given frames have the shapes of image-to-video, which is a usual start for them.
+    if inputs == ("frames",) and kind != "CogVideoXFunControlPipeline":
+        return
+    fix = "or correct the file"
+    if stated == inputs[: len(stated)]:
+        if model.new_channels is not None:
             return
-        fix = "or correct the file"
-        if stated == inputs[: len(stated)]:
-            fix = "or add channels to the model with model.new_channels=zero"
-        raise ValueError(
-            f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
-            f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
-        )
+        fix = "or add channels to the model with model.new_channels=zero"
+    raise ValueError(
+        f"args.load={folder}: its model_index.json ({kind}) tells a model with the conditions "
+        f"{_list(stated)}, the configuration has {_list(inputs)}; set model.conditions={show(list(stated))}, {fix}"
+    )

@@ -32,13 +32,13 @@ class GivenFrames:
         """Read a value of model.given_frames; ValueError if it is not known. None: without the condition."""
         if text is None:
             return None
-        found = _PREFIX.fullmatch(text)
-        if found is None and (text not in KINDS or text.startswith("prefix")):
+        if text in KINDS[:-1]:
+            return cls(text)
+        if (found := _PREFIX.fullmatch(text)) is None:
             raise ValueError(f"must be one of {', '.join(KINDS)}")
-        number = int(found[1]) if found else 0
-        if found and number % TEMPORAL_COMPRESSION != 1:
+        if int(found[1]) % TEMPORAL_COMPRESSION != 1:
             raise ValueError("the N frames of prefix:N fill whole latent frames; use 1, 5, 9, ...")
-        return cls("prefix", number) if found else cls(text)
+        return cls("prefix", int(found[1]))
 
     @property
     def is_clip(self) -> bool:
@@ -63,12 +63,11 @@ class GivenFrames:
         """Draw which places each sample is given, bool [B, P] on the CPU, at least one; None: all are."""
         if self.kind != "random":
             return None
-        return torch.stack([_some(num_places, each) for each in rng.generators("given_frames")])
-
-
-def _some(number: int, generator: torch.Generator) -> Tensor:
-    count = 1 + int(torch.randint(number, (), generator=generator))
-    return torch.randperm(number, generator=generator) < count
+        drawn = []
+        for generator in rng.generators("given_frames"):
+            count = 1 + int(torch.randint(num_places, (), generator=generator))
+            drawn.append(torch.randperm(num_places, generator=generator) < count)
+        return torch.stack(drawn)
 
 
 def place_frames(latents: Tensor, places: Sequence[int], num_frames: int) -> Tensor:

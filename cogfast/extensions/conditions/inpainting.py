@@ -6,6 +6,8 @@ videox_fun/data/utils.py (`get_random_mask`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,28 +53,14 @@ def random_masks(frames: int, height: int, width: int, rng: SlotRandom) -> Tenso
             own.manual_seed(random_bits(rng.seed, rng.step, slot, "mask_noise"))
             mask.random_(0, 2, generator=own)
         else:
-            _fill(mask[0], kind, _Draw(generator))
+            _fill(mask[0], kind, generator)
     return masks
 
 
-class _Draw:
-    """Draws whole numbers on the CPU."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def __call__(self, low: int, high: int) -> int:
-        """Draw from low to high - 1; low if there is none."""
-        high = max(high, low + 1)
-        return int(torch.randint(low, high, (), generator=self._generator))
-
-    def some(self, number: int, count: int) -> list[int]:
-        chosen = torch.randperm(number, generator=self._generator)[:count]
-        return chosen.tolist()  # sync: none, drawn on the CPU
-
-
-def _fill(mask: Tensor, kind: str, draw: _Draw) -> None:
-    """Write ones into a mask of zeros [F, H, W]."""
+def _fill(mask: Tensor, kind: str, generator: torch.Generator) -> None:
+    """Write ones into a mask of zeros [F, H, W]. generator: on the CPU."""
+    # From low to high - 1; low if there is none
+    draw = lambda low, high: int(torch.randint(low, max(high, low + 1), (), generator=generator))
     frames, height, width = mask.shape
     if kind == "all":
         mask.fill_(1)
@@ -88,7 +76,9 @@ def _fill(mask: Tensor, kind: str, draw: _Draw) -> None:
             start, end = draw(0, frames // 2), draw(frames // 2, frames)
         mask[start:end, rows, columns] = 1
     elif kind == "boxes in some frames":
-        for i in draw.some(frames, draw(1, max(frames // 2, 1) + 1)):
+        count = draw(1, max(frames // 2, 1) + 1)
+        chosen = torch.randperm(frames, generator=generator)[:count]
+        for i in chosen.tolist():  # sync: none, drawn on the CPU
             rows, columns = draw(1, height // 4 + 1), draw(1, width // 4 + 1)
             top, left = draw(0, height - rows + 1), draw(0, width - columns + 1)
             mask[i, top : top + rows, left : left + columns] = 1
@@ -107,7 +97,7 @@ def _fill(mask: Tensor, kind: str, draw: _Draw) -> None:
         mask[0] = down[:, None] + across < 1
 
 
-def _box(size: int, draw: _Draw) -> slice:
+def _box(size: int, draw: Callable[[int, int], int]) -> slice:
     """Draw the rows or columns of a box: a quarter to three quarters of `size`, cut at the borders."""
     middle, half = draw(0, size), draw(size // 4, size // 4 * 3) // 2
     return slice(max(middle - half, 0), min(middle + half, size))
@@ -132,11 +122,9 @@ def noised_masked_pixels(pixels: Tensor, rng: SlotRandom, strength: float | None
 def mask_channel(masks: Tensor, frames: int, height: int, width: int) -> Tensor:
     """Return 1 - masks on the latent grid, float32 [B, 1, T, h, w]: the first frame apart, as in the latents."""
     known = 1 - masks.float()
-    parts = [F.interpolate(known[:, :, :1], size=(1, height, width), mode="trilinear")]
-    if frames > 1:
-        size = (frames - 1, height, width)
-        parts.append(F.interpolate(known[:, :, 1:], size=size, mode="trilinear"))
-    return torch.cat(parts, dim=2)
+    resized = lambda part, number: F.interpolate(part, (number, height, width), mode="trilinear")
+    first = resized(known[:, :, :1], 1)
+    return first if frames == 1 else torch.cat([first, resized(known[:, :, 1:], frames - 1)], dim=2)
 
 
 def drop_wholly_masked(inputs: Tensor, masks: Tensor, rng: SlotRandom) -> Tensor:

@@ -61,8 +61,7 @@ def _reason_unavailable() -> str | None:
 
 def check_backend(backend: VideoBackend) -> None:
     """Raise ValueError if DALI is configured but cannot run."""
-    reason = _reason_unavailable() if backend == "dali" else None
-    if reason is not None:
+    if backend == "dali" and (reason := _reason_unavailable()) is not None:
         raise ValueError(
             f"data.params.video_backend=dali: {reason}; auto uses PyAV where DALI cannot run"
         )

@@ -76,11 +76,13 @@ def _packages() -> Iterator[Finding]:
         # Requirements of extras, such as [gpu], are optional parts.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version, wanted = _version(requirement.name), f"{requirement.name}{requirement.specifier}"
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            good += 1
-            continue
-        found = "not installed" if version is None else f"version {version}"
+        found, wanted = "not installed", f"{requirement.name}{requirement.specifier}"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(requirement.name)
+            if requirement.specifier.contains(version, prereleases=True):
+                good += 1
+                continue
+            found = f"version {version}"
         cost, fix = f"cogfast needs {wanted}", f"pip install '{wanted}'"
         yield Finding(requirement.name, "error", found, cost, fix)
     yield Finding("packages", "ok", f"{good} required packages are installed")
@@ -231,13 +233,6 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception:  # a broken installation raises any type
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None
 
 

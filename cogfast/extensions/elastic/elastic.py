@@ -6,16 +6,16 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments, select
+from cogfast.config.arguments import TrainArguments
 from cogfast.config.load import with_words
-from cogfast.config.merged_config import refuse
-from cogfast.config.values import counted
 from cogfast.core.files import write_text
+from cogfast.core.keys import names_origins, with_origins
+from cogfast.core.values import KeyProblem, counted, select
 from cogfast.distributed.lost_ranks import Launch
 from cogfast.distributed.process_groups import OtherRankError
 from cogfast.extensions.stores.mirror import url_of
@@ -57,6 +57,7 @@ def divide(global_batch: int, batch_size: int, most_copies: int) -> tuple[int, i
     return copies, size, each // size
 
 
+@names_origins
 def follow_world(config: Config) -> tuple[Config, Launch | None]:
     """Return the configuration of a run on the ranks of this launch, and the launch if args.elastic is set.
 
@@ -67,11 +68,11 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
         return config, None
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         text = f"{_KEY}={mode} needs torchrun, with --nnodes=MIN:MAX and --max-restarts=N (docs/launch.md)"
-        refuse(config, _KEY, f"{text}; start it so, or use {_KEY}=off")
+        raise KeyProblem(_KEY, f"{text}; start it so, or use {_KEY}=off")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # It keeps the addresses of earlier starts, with which ranks then try to connect.
         text = f"{_KEY}={mode} needs a new store at each start, and this torchrun keeps its own"
-        refuse(config, _KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+        raise KeyProblem(_KEY, f"{text}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
     launch = Launch.join()
     plan = _agree(config, launch)
     while True:
@@ -93,15 +94,15 @@ def follow_world(config: Config) -> tuple[Config, Launch | None]:
 
 def _agree(config: Config, launch: Launch) -> Plan:
     """Return rank 0's plan, which it makes of what it finds on its disk."""
-    error = None
     if launch.rank == 0:
         try:
-            answer = asdict(plan_world(config, launch.num_ranks))
-        except Exception as caught:
-            answer, error = {"error": str(caught)}, caught
-        launch.store.set("plan", json.dumps(answer))
-    if error is not None:
-        raise error
+            with with_origins(config.origins):
+                plan = plan_world(config, launch.num_ranks)
+        except Exception as error:
+            launch.store.set("plan", json.dumps({"error": str(error)}))
+            raise
+        launch.store.set("plan", json.dumps(asdict(plan)))
+        return plan
     answer = json.loads(launch.store.get("plan"))
     if "error" in answer:
         raise OtherRankError(f"rank 0 failed: {answer['error']}")
@@ -111,15 +112,15 @@ def _agree(config: Config, launch: Launch) -> Plan:
 def plan_world(config: Config, num_ranks: int) -> Plan:
     """Plan a run on `num_ranks` ranks, from the checkpoint that it resumes from."""
     args = TrainArguments.from_config(config)
-    resume = _resume(config, args)
+    resume = _resume(args)
     manifest: dict[str, Any] = {}
     try:
-        checkpoint = checkpoint_to_resume(replace(args, resume=resume))
+        checkpoint = checkpoint_to_resume(args.changed(resume=resume))
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
     except StoreError as error:
         key = "args.save" if args.run_folder is None else "args.run_folder"
-        refuse(config, key, f"{key}={error}")
+        raise KeyProblem(key, f"{key}={error}") from None
     except DamagedRun as error:
         fall_back(error, resume)
         return plan_world(config, num_ranks)
@@ -137,7 +138,7 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
     if args.elastic == "shrink" and num_ranks < of_model:
         text = f"{_KEY}=shrink: {counted(num_ranks, 'rank is', 'ranks are')} left, but {of_model} share a model"
         text += f" (args.model_parallel_size={tensor} x args.context_parallel_size={context}); raise MIN of "
-        refuse(config, _KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
+        raise KeyProblem(_KEY, f"{text}torchrun's --nnodes=MIN:MAX, or use {_KEY}=wait")
     here = divide(total, args.batch_size, num_ranks // of_model)
     used, wanted = here[0] * of_model, max(num_before, of_model)
     if args.elastic == "wait" and used < wanted:
@@ -145,11 +146,10 @@ def plan_world(config: Config, num_ranks: int) -> Plan:
         number = f"as many as before ({wanted})" if manifest else wanted
         text += f"global batch {total}; waiting until {number} can train: start more "
         return Plan(resume, f"{text}torchruns, or use {_KEY}=shrink")
-    then, divided = (
-        (f", {num_before} before", f" (before: {_DIVISION % before})") if manifest else ("", "")
-    )
-    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}{then}"
-    text += f"; global batch {total} = {_DIVISION % here}{divided}"
+    text = f"{_KEY}={args.elastic}: {counted(used, 'rank trains', 'ranks train')}"
+    text += f", {num_before} before" if manifest else ""
+    text += f"; global batch {total} = {_DIVISION % here}"
+    text += f" (before: {_DIVISION % before})" if manifest else ""
     if here[1] != args.batch_size:
         text += f", since args.batch_size={args.batch_size} does not divide {total // here[0]}"
     if used < num_ranks:
@@ -166,15 +166,15 @@ def fall_back(error: DamagedRun, resume: str | None) -> None:
     logger.warning("%s; %s continues from it", error, _KEY)
 
 
-def _resume(config: Config, args: TrainArguments) -> str:
+def _resume(args: TrainArguments) -> str:
     """Return args.resume so that each restart continues from the newest checkpoint of the run."""
     if args.resume in (None, "auto", "latest"):
         return args.resume or "auto"
     if args.run_folder is not None:
         # A path is where the run began: the checkpoints in its own folder are newer.
-        return args.resume if checkpoint_to_resume(replace(args, resume="auto")) is None else "auto"
+        return args.resume if checkpoint_to_resume(args.changed(resume="auto")) is None else "auto"
     if is_in_run(Path(args.resume)):
         text = f"args.resume={args.resume}: with {_KEY}={args.elastic} each restart would return to it; set "
         text += "args.run_folder to the folder of the run that begins there, or args.resume to the folder of "
-        refuse(config, "args.resume", f"{text}its run")
+        raise args.problem("resume", f"{text}its run")
     return args.resume

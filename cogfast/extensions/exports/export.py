@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
-from cogfast.config.values import counted
 from cogfast.core.files import sync
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import only_adapters
 from cogfast.extensions.formats.peft import FILE_NAME, peft_tensors
 from cogfast.model.lora import is_lora_parameter
@@ -50,9 +50,7 @@ class Exporter:
     ) -> None:
         self.choice, self.last_step, self.dtype = choice, last_step, dtype
         self.interval = interval
-        self.is_lora = False
-        if choice != "none":
-            self.is_lora = _trains_adapters(transformer, choice)
+        self.is_lora = choice != "none" and _trains_adapters(transformer, choice)
 
     def is_due(self, step: int, is_stopping: bool = False) -> bool:
         """Return whether the checkpoint of `step` gets files. is_stopping: a signal or time limit ends
@@ -65,10 +63,13 @@ class Exporter:
     def write(self, draft: Path, manifest: dict) -> None:
         """Write the files into an otherwise complete draft of a checkpoint. A failure costs only these."""
         start, names = time.monotonic(), []
+        checkpoint = draft.name.partition(".")[0]  # the name that it gets
         try:
             if self.is_lora:
                 names = [FILE_NAME]
-                self._write_adapters(draft, manifest)
+                # In the dtype of the checkpoint, float32: the file is small.
+                tensors, header = peft_tensors(only_adapters(open_run(draft, manifest=manifest)))
+                write_safetensors(draft / FILE_NAME, tensors, header)
             else:
                 # The average exists only if the run's optimizer keeps one.
                 kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
@@ -83,17 +84,12 @@ class Exporter:
                 "args.export=%s: checkpoint %s is saved without files for diffusers (%s); write them "
                 "with cogfast convert",
                 self.choice,
-                _final_name(draft),
+                checkpoint,
                 str(error).partition("\n")[0] or type(error).__name__,
             )
         else:
             seconds = time.monotonic() - start
-            logger.info("%s: wrote %s, %.1f s", _final_name(draft), ", ".join(names), seconds)
-
-    def _write_adapters(self, draft: Path, manifest: dict) -> None:
-        # In the dtype of the checkpoint, float32: the file is small.
-        tensors, header = peft_tensors(only_adapters(open_run(draft, manifest=manifest)))
-        write_safetensors(draft / FILE_NAME, tensors, header)
+            logger.info("%s: wrote %s, %.1f s", checkpoint, ", ".join(names), seconds)
 
     def _write_model(self, draft: Path, manifest: dict, name: str) -> None:
         source, folder = open_run(draft, ema=name == _EMA, manifest=manifest), draft / name
@@ -106,10 +102,6 @@ class Exporter:
             sync(path)
 
 
-def _final_name(draft: Path) -> str:
-    return draft.name.partition(".")[0]
-
-
 def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
     """Return whether a run trains adapters alone. ValueError if its checkpoints lack weights."""
     parameters = dict(transformer.named_parameters())
@@ -119,15 +111,14 @@ def _trains_adapters(transformer: DiffusionTransformer, choice: str) -> bool:
         return True
     # A run that freezes most of the model does not store what it froze.
     lacking = parameters.keys() - trained - frozen_to_keep(transformer).keys()
-    reason = None
     if adapters:
         reason = "the run trains adapters and other weights, which diffusers has no format for"
     elif lacking:
         number = counted(len(lacking), "frozen tensor")
         reason = f"checkpoints of this run lack {number}, first {min(lacking)}"
-    if reason is not None:
-        more = " BASE DIR --to diffusers --merge-lora RUN" * bool(adapters)
-        raise ValueError(
-            f"args.export={choice}: {reason}; set it to none, and use cogfast convert{more} afterwards"
-        )
-    return False
+    else:
+        return False
+    more = " BASE DIR --to diffusers --merge-lora RUN" * bool(adapters)
+    raise ValueError(
+        f"args.export={choice}: {reason}; set it to none, and use cogfast convert{more} afterwards"
+    )

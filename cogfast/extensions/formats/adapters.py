@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import brief
 from cogfast.config.sat_network import LORA_KEY, LORA_SHORT
-from cogfast.config.values import counted
+from cogfast.core.json_files import brief
+from cogfast.core.values import counted
 from cogfast.extensions.formats.peft import PAIR, check_pairs, linear_parts
 from cogfast.extensions.stores.mirror import copy_of
 from cogfast.model.block import MLP_RATIO
@@ -121,13 +121,26 @@ def only_adapters(source: WeightSource, with_others: bool = False) -> WeightSour
 def without_adapters(source: WeightSource) -> WeightSource:
     """Return the source without its adapters, under the names of a model without LoRA."""
     names = {n.replace(".original.", "."): n for n in source.shapes if not is_lora_parameter(n)}
+    return replace(selected(source, names), facts=_without_lora(source.facts), lora_alpha=None)
+
+
+def selected(source: WeightSource, names: Mapping[str, str]) -> WeightSource:
+    """Return some tensors of a source under other names, {new name: name in the source}."""
     return replace(
         source,
-        shapes={plain: source.shapes[name] for plain, name in names.items()},
-        dtypes={plain: source.dtypes[name] for plain, name in names.items()},
+        shapes={new: source.shapes[old] for new, old in names.items()},
+        dtypes={new: source.dtypes[old] for new, old in names.items()},
         read=lambda name, shard: source.read(names[name], shard),
-        facts=_without_lora(source.facts),
-        lora_alpha=None,
+    )
+
+
+def joined(source: WeightSource, more: WeightSource) -> WeightSource:
+    """Return the tensors of both sources, which have different names."""
+    return replace(
+        source,
+        shapes=source.shapes | more.shapes,
+        dtypes=source.dtypes | more.dtypes,
+        read=lambda name, shard: (more if name in more.shapes else source).read(name, shard),
     )
 
 
@@ -264,10 +277,8 @@ def check_config(adapter: WeightSource, config: TransformerConfig) -> None:
     ):
         return
 
-    has_range = config.lora_layers is not None or len(found.layers) < config.num_layers
-
     has, set_layers = config.adapters or "no adapters", ""
-    if has_range:
+    if config.lora_layers is not None or len(found.layers) < config.num_layers:
         has += f", in layers {list(layers)}"
         set_layers = f" {LORA_KEY}.layer_range=[{','.join(map(str, found.layers))}]"
     modules = ",".join(LORA_SHORT[name] for name in found.targets)
@@ -302,17 +313,12 @@ def with_adapters(base: WeightSource, adapter: WeightSource) -> WeightSource:
     for name in base.shapes:
         module, _, kind = name.rpartition(".")
         names[f"{module}.original.{kind}" if module in adapted else name] = name
-
-    def read(name: str, shard: Shard | None) -> Tensor:
-        return base.read(names[name], shard) if name in names else adapter.read(name, shard)
-
+    pairs = {name: name for name in filter(is_lora_parameter, adapter.shapes)}
+    whole = joined(selected(base, names), selected(adapter, pairs))
     return replace(
-        base,
+        whole,
         description=f"{base.description} with {adapter.description}",
-        shapes={new: base.shapes[old] for new, old in names.items()}
-        | {name: shape for name, shape in adapter.shapes.items() if is_lora_parameter(name)},
-        dtypes={new: base.dtypes[old] for new, old in names.items()} | adapter.dtypes,
-        read=read,
+        dtypes=whole.dtypes | adapter.dtypes,
         facts=_without_lora(base.facts),
         lora_alpha=adapter.lora_alpha,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import read_json
+from cogfast.core.json_files import read_json
 from cogfast.extensions.formats.adapters import merge_lora, only_adapters, without_adapters
 from cogfast.model.config import TransformerConfig
 from cogfast.model.lora import is_lora_parameter

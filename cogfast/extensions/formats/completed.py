@@ -6,15 +6,17 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import (
     check_member,
+    joined,
     merge_lora,
     open_adapter,
+    selected,
     without_adapters,
 )
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.identify import identify, lacking_of
 from cogfast.model.weights.open import open_source
@@ -46,15 +48,9 @@ def completed(source: WeightSource) -> WeightSource:
     shared = {name: shape for name, shape in source.shapes.items() if name in rest.shapes}
     whole = merge_lora(rest, replace(source, shapes=shared))
     # Modules of a user's own network are in the run alone.
-    own = {name: shape for name, shape in source.shapes.items() if name not in shared}
-    return replace(
-        whole,
-        description=source.description,
-        facts=whole.facts | source.facts,
-        shapes=whole.shapes | own,
-        dtypes=whole.dtypes | {name: source.dtypes[name] for name in own},
-        read=lambda name, shard: (source if name in own else whole).read(name, shard),
-    )
+    own = selected(source, {name: name for name in source.shapes if name not in shared})
+    facts = whole.facts | source.facts
+    return replace(joined(whole, own), description=source.description, facts=facts)
 
 
 def fitted(

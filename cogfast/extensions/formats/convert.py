@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cogfast.config.components import own_objective
-from cogfast.config.json_files import read_json
-from cogfast.config.values import counted
+from cogfast.core.json_files import read_json
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import (
     adapters_of,
     check_member,
@@ -24,7 +23,7 @@ from cogfast.extensions.formats.adapters import (
 )
 from cogfast.extensions.formats.compare import compare_adapters, compare_networks
 from cogfast.extensions.formats.completed import as_in_run, completed
-from cogfast.extensions.formats.image_scale import log_difference_of_run
+from cogfast.extensions.formats.image_scale import difference_of_run
 from cogfast.extensions.formats.peft import with_strength_in_b, write_peft
 from cogfast.extensions.formats.sat import write_sat
 from cogfast.extensions.formats.sat_names import has_sat_name
@@ -35,7 +34,6 @@ from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_
 from cogfast.model.weights.diffusers import NOISE_KEY, log_positions, write_diffusers
 from cogfast.model.weights.identify import check_complete, identify
 from cogfast.model.weights.open import open_source
-from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import WeightSource, first_of
 from cogfast.model.weights.source import verify as verify_target
 
@@ -94,18 +92,21 @@ def convert(
         )
     lora = add_lora or (split_scale(merge_lora, "--merge-lora")[0] if merge_lora else None)
     # A run's adapters were trained beside the plain weights of the model that it started from.
-    has_averages = ema and (lora is None or not _is_run(lora))
+    has_averages = ema and (lora is None or find_run_checkpoint(Path(lora)) is None)
     source = completed(_without_own(open_source(source_path, has_averages)))
     # Files of a run may need code in diffusers' pipeline.
     for run in map(Path, filter(None, (source_path, lora))):
         _warn_of_training(run)
-        if to in ("peft", "diffusers"):
-            log_difference_of_run(run)
+        if to in ("peft", "diffusers") and (found := difference_of_run(run)):
+            logger.warning("%s: %s; before sampling there: %s", run, *found)
     source = with_lora_options(source, merge_lora, add_lora, lora_alpha, ema)
-    _refuse_unexpected(source, allow_unexpected)
+    if source.unexpected and not allow_unexpected:
+        raise ValueError(
+            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
+            f"{first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
+        )
     trained = source
     if to == "sat":
-        _check_sat_adapters(source)
         source = _with_sat_strength(source)
     if to in ("peft", "fun"):
         write_adapters(source, target_path, kind, verify, to)
@@ -164,24 +165,6 @@ def _without_own(source: WeightSource) -> WeightSource:
     return replace(source, shapes=kept, unexpected=[*source.unexpected, *own])
 
 
-def _refuse_unexpected(source: WeightSource, is_allowed: bool) -> None:
-    if source.unexpected and not is_allowed:
-        raise ValueError(
-            f"{source.description}: {counted(len(source.unexpected), 'tensor')} with unknown names: "
-            f"{first_of(source.unexpected)}; cogfast convert skips them with --allow-unexpected"
-        )
-
-
-def _check_sat_adapters(source: WeightSource) -> None:
-    found = adapters_of(source)
-    others = () if found is None else {*found.targets, *found.others}.difference(DEFAULT_TARGETS)
-    if others:
-        raise ValueError(
-            f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
-            "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
-        )
-
-
 def with_lora_options(
     source: WeightSource, merge: str | None, add: str | None, alpha: float | None, ema: bool = False
 ) -> WeightSource:
@@ -206,7 +189,7 @@ def with_lora_options(
                 f"--lora-alpha {alpha:g} is for adapters, but {source.description} has none; leave it out, "
                 "or name the adapters with --merge-lora or --add-lora"
             )
-        source = _with_alpha(source, alpha)
+        source = replace(source, lora_alpha=alpha)
     if merge == "":
         # Both views share the one reader, so the model is opened once.
         base = without_adapters(source)
@@ -223,8 +206,10 @@ def with_lora_options(
     if lora is None:
         return source
     path, scale = (lora, 1.0) if merge is None else split_scale(lora, "--merge-lora")
-    adapter = _without_own(open_adapter(path, ema and _is_run(path), with_others=True))
-    adapter = _with_alpha(adapter, alpha)
+    has_averages = ema and find_run_checkpoint(Path(path)) is not None
+    adapter = _without_own(open_adapter(path, has_averages, with_others=True))
+    if alpha is not None:
+        adapter = replace(adapter, lora_alpha=alpha)
     source = as_in_run(source, adapter)
     check_member(adapter, Family.of_config(identify(source)), source.description)
     whole = with_adapters(source, adapter) if merge is None else merge_lora(source, adapter, scale)
@@ -253,32 +238,22 @@ def write_adapters(
 
 
 def _with_sat_strength(source: WeightSource) -> WeightSource:
-    """Return `source` with adapters of SAT's alpha, which its files do not store: B is multiplied by the rest."""
-    if not _has_adapters(source) or source.alpha == SAT_ALPHA:
+    """Return `source` with adapters of SAT's alpha, which its files do not store: B is multiplied by the rest.
+    ValueError if there are adapters that SAT has not."""
+    found = adapters_of(source)
+    if found is None:
         return source
-    factor = source.alpha / SAT_ALPHA
-    logger.info(
-        "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g",
-        source.description,
-        factor,
-        SAT_ALPHA,
-    )
-
-    def read(name: str, shard: Shard | None) -> Tensor:
-        values = source.read(name, shard)
-        return values.float() * factor if ".matrix_B." in name else values
-
-    return replace(source, read=read, lora_alpha=SAT_ALPHA)
-
-
-def _is_run(path: str) -> bool:
-    return find_run_checkpoint(Path(path)) is not None
+    if others := {*found.targets, *found.others}.difference(DEFAULT_TARGETS):
+        raise ValueError(
+            f"{source.description}: has adapters of {', '.join(sorted(others))}, but SAT's LoRA adapts "
+            "query_key_value and dense only; use --to peft, or merge them with --merge-lora"
+        )
+    if source.alpha == SAT_ALPHA:
+        return source
+    text = "%s: matrices B are multiplied by alpha %g, since SAT's files store no alpha and SAT's default is %g"
+    logger.info(text, source.description, source.alpha / SAT_ALPHA, SAT_ALPHA)
+    return replace(with_strength_in_b(source, SAT_ALPHA), lora_alpha=SAT_ALPHA)
 
 
 def _has_adapters(source: WeightSource) -> bool:
     return any(is_lora_parameter(name) for name in source.shapes)
-
-
-def _with_alpha(source: WeightSource, alpha: float | None) -> WeightSource:
-    """Return `source` with the user's alpha; None keeps the file's."""
-    return source if alpha is None else replace(source, lora_alpha=alpha)

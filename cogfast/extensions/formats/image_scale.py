@@ -7,15 +7,12 @@ has `invert_scale_latents`, and with s * z for CogVideoX-5B-I2V.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
-from cogfast.config.arguments import ImageLatentScale, conditions_of_run
-from cogfast.config.json_files import check, keys
+from cogfast.core.json_files import check, keys
 from cogfast.extensions.formats.vae import read_vae_config
+from cogfast.model.keys import ImageLatentScale, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
-
-logger = logging.getLogger(__name__)
 
 # The keys of a run's manifest that it depends on.
 _PARAMS = keys({"patch_size": int | list[int]})
@@ -82,13 +79,6 @@ def scale_of_run(path: Path) -> tuple[ImageLatentScale, ImageLatentScale, float]
 def difference_of_run(path: Path) -> tuple[str, str] | None:
     """Return how a run's scale differs from that of diffusers' pipeline, and the code for the pipeline;
     None if it does not."""
-    found = scale_of_run(path)
-    text = None if found is None else difference(*found)
-    return None if found is None or text is None else (text, pipeline_code(found[0], found[2]))
-
-
-def log_difference_of_run(path: Path) -> None:
-    """Warn if files made of a run need code to be used in diffusers' pipeline."""
-    found = difference_of_run(path)
-    if found is not None:
-        logger.warning("%s: %s; before sampling there: %s", path, *found)
+    if (found := scale_of_run(path)) is None or (text := difference(*found)) is None:
+        return None
+    return text, pipeline_code(found[0], found[2])

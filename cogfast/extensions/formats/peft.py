@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, brief, check, parse_json, read_json
-from cogfast.config.values import counted, show
+from cogfast.core.json_files import Range, brief, check, parse_json, read_json
+from cogfast.core.values import counted, show
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.weights.diffusers import LINEARS, diffusers_names, plain_name
@@ -151,14 +151,16 @@ def write_peft(
     return Path(folder) / FILE_NAME
 
 
-def with_strength_in_b(source: WeightSource) -> WeightSource:
-    """Return `source` with alpha / r as a factor of each matrix B, in float32: its strength is 1."""
+def with_strength_in_b(source: WeightSource, alpha: float | None = None) -> WeightSource:
+    """Return `source` with each matrix B times the rest of its strength, in float32, if pairs have this alpha; None:
+    their rank, so that alpha / r is the factor."""
 
     def read(name: str, shard: Shard | None) -> Tensor:
         values = source.read(name, shard)
-        if ".matrix_B." not in name or source.alpha == source.shapes[name][1]:
+        if ".matrix_B." not in name:
             return values
-        return values.float() * (source.alpha / source.shapes[name][1])
+        new = source.shapes[name][1] if alpha is None else alpha
+        return values if source.alpha == new else values.float() * (source.alpha / new)
 
     return replace(source, read=read)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import brief, read_name
-from cogfast.config.values import counted
+from cogfast.core.json_files import brief, read_name
 from cogfast.core.shapes import TokenGrid
+from cogfast.core.values import counted
 from cogfast.extensions.formats.foreign import refuse_foreign
 from cogfast.extensions.formats.sat_names import (
     PREFIX,

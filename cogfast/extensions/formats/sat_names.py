@@ -41,18 +41,15 @@ _MODULES = {
 
 def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | None:
     for pattern, replacement in table:
-        match = pattern.fullmatch(name)
-        if match:
+        if match := pattern.fullmatch(name):
             return replacement.replace("{i}", match.groupdict().get("i", "")) + match["rest"]
     return None
 
 
 def _compile(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
     # The escaped "{i}" matches the block's number; the rest of the name starts with a dot.
-    def pattern(name: str) -> re.Pattern[str]:
-        return re.compile(re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)")
-
-    return [(pattern(left), right) for left, right in pairs]
+    pattern = lambda name: re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)") + r"(?P<rest>(\..+)?)"
+    return [(re.compile(pattern(left)), right) for left, right in pairs]
 
 
 _TO_SAT = _compile(_MODULES.items())
@@ -79,23 +76,17 @@ def from_sat_name(key: str) -> str | None:
 # How the mp_rank files of a SAT checkpoint split a tensor: (dim, number of consecutive parts).
 _SPLITS = {
     r"blocks\.\d+\.attention\.qkv(\.original)?\.(weight|bias)": (0, 3),  # q, k and v are split each
-    r"blocks\.\d+\.attention\.qkv\.matrix_B\.\d": (0, 1),
-    r"blocks\.\d+\.attention\.out(\.original)?\.weight": (1, 1),
-    # Row-parallel, as its linear: A is cut along its input, and B is whole in every file.
-    r"blocks\.\d+\.attention\.out\.matrix_A\.\d": (1, 1),
     r"blocks\.\d+\.fc1(\.original)?\.(weight|bias)": (0, 1),
-    r"blocks\.\d+\.fc1\.matrix_B\.0": (0, 1),
-    r"blocks\.\d+\.fc2(\.original)?\.weight": (1, 1),
-    r"blocks\.\d+\.fc2\.matrix_A\.0": (1, 1),
+    r"blocks\.\d+\.(attention\.qkv\.matrix_B\.\d|fc1\.matrix_B\.0)": (0, 1),
+    r"blocks\.\d+\.(attention\.out|fc2)(\.original)?\.weight": (1, 1),
+    # Row-parallel, as their linears: A is cut along its input, and B is whole in every file.
+    r"blocks\.\d+\.(attention\.out\.matrix_A\.\d|fc2\.matrix_A\.0)": (1, 1),
 }
 
 
 def model_parallel_cut(our_name: str) -> tuple[int, int] | None:
     """Return (dim, num_parts) of Shard; None for a tensor that every file has whole."""
-    for pattern, cut in _SPLITS.items():
-        if re.fullmatch(pattern, our_name):
-            return cut
-    return None
+    return next((cut for pattern, cut in _SPLITS.items() if re.fullmatch(pattern, our_name)), None)
 
 
 def merge_model_parallel(our_name: str, shards: list[Tensor]) -> Tensor:

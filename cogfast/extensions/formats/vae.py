@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, check, read_json
-from cogfast.config.values import counted, show
+from cogfast.core.json_files import Range, check, read_json
 from cogfast.core.shapes import TEMPORAL_COMPRESSION
+from cogfast.core.values import counted, show
 from cogfast.model.config import COGVIDEOX_2B, COGVIDEOX_5B
 from cogfast.model.weights.source import WeightSource, first_of, verify
 from cogfast.model.weights.tensor_files import (
@@ -196,13 +196,12 @@ def open_vae(path: Path) -> Vae | None:
         # Leave out what only the VAE's own training needs, such as the discriminator.
         state = {k: v for k, v in state.items() if k.startswith(("encoder.", "decoder."))}
         sizes = _count(state, r"encoder\.down\.(\d+)\.block\.(\d+)\.", path)
-        # {diffusers' name: SAT's}: the names alone go through the table, no tensor is copied.
-        theirs = to_diffusers({name: name for name in state}, *sizes)
+        tensors = to_diffusers(state, *sizes)
         weights = WeightSource(
             description=f"SAT VAE {path}",
-            shapes={name: tuple(state[key].shape) for name, key in theirs.items()},
-            dtypes={name: state[key].dtype for name, key in theirs.items()},
-            read=lambda name, shard: state[theirs[name]],
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+            read=lambda name, shard: tensors[name],
         )
         return Vae(weights.checked(), *sizes)
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors*")):
@@ -255,15 +254,12 @@ def convert_vae(
             SCALING_FACTOR,
             COGVIDEOX_2B.scale_factor,
         )
-    names = {name: name for name in vae.weights.shapes}
+    weights, names = vae.weights, {name: name for name in vae.weights.shapes}
     if to == "sat":
         names = to_sat(names, vae.num_levels, vae.num_res_blocks)
     tensors = [
         Outgoing(
-            name,
-            vae.weights.shapes[k],
-            dtype or vae.weights.dtypes[k],
-            partial(vae.weights.read, k, None),
+            name, weights.shapes[k], dtype or weights.dtypes[k], partial(weights.read, k, None)
         )
         for name, k in names.items()
     ]

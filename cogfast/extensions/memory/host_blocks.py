@@ -19,19 +19,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cogfast.extensions.memory.host_memory import host_buffer
+from cogfast.extensions.memory.host_memory import SideStream, host_buffer
 from cogfast.extensions.memory.quantized_base import (
     QuantizedWeight,
     base_linears,
     quantize_base,
     row_group,
 )
-from cogfast.kernels.qk_norm_rope3d import Rotation
 from cogfast.model.transformer import BlockCall, DiffusionTransformer
 from cogfast.model.weights.source import Target
 
@@ -53,6 +52,15 @@ class _Place:
         """Return the tensor as a view of the slot's bytes [N]."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return memory[self.start : self.start + num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Device memory [N] for the weights of a block. holds: that block's number; -1: none yet."""
+
+    memory: Tensor
+    holds: int = -1
+    filled: torch.Event | None = None  # after the last copy
 
 
 class HostBlocks:
@@ -96,10 +104,9 @@ class HostBlocks:
 
     def allocate(self, device: torch.device) -> None:
         """Allocate slots and host memory, and bind the weights to the slots."""
-        for _ in range(self._num_slots):
-            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
-            self._slots.append(_Slot(memory, device))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        new = lambda: torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        self._slots = [_Slot(new()) for _ in range(self._num_slots)]
+        self._side = SideStream(device)
         for number, places in self._places.items():
             slot = self._slot(number)
             host = self._host[number] = host_buffer(slot.memory)
@@ -115,31 +122,25 @@ class HostBlocks:
         """Return the calls of the blocks, each with its weights fetched before it."""
         return [partial(self._run, number, call) for number, call in enumerate(calls)]
 
-    def _run(
-        self,
-        number: int,
-        call: BlockCall,
-        hidden: Tensor,
-        conditioning: Tensor,
-        num_text: int,
-        rotation: Rotation | None,
-    ) -> Tensor:
+    def _run(self, number: int, call: BlockCall, *inputs: Any) -> Tensor:
         self._use(number, number + 1)
-        out = call(hidden, conditioning, num_text, rotation)
+        out = call(*inputs)
         return _UseInBackward.apply(out, self, number) if number >= self.first else out
 
     def _use(self, number: int, ahead: int) -> None:
         """Wait for the weights of a block, if it is offloaded, and start to fetch those of `ahead`."""
         if number >= self.first:
             self._fetch(number)
-            self._slot(number).wait()
+            self._side.wait(self._slot(number).filled)
         if self.first <= ahead < self.num_blocks:
             self._fetch(ahead)
 
     def _fetch(self, number: int) -> None:
         slot = self._slot(number)
         if slot.holds != number:
-            slot.fill(self._host[number], self._stream)
+            # Not in place for autograd, which keeps views of this memory: before their backward pass the
+            # block is fetched again.
+            slot.filled = self._side.copy(slot.memory.data, self._host[number])
             slot.holds = number
 
     def _slot(self, number: int) -> _Slot:
@@ -188,33 +189,6 @@ def allocate_base(transformer: DiffusionTransformer, device: torch.device) -> di
             target = QuantizedWeight(target, stored["scale"], device, row_group(linears[path]))
         held[f"{path}.weight"] = target
     return held
-
-
-class _Slot:
-    """Device memory [N] for the weights of a block. holds: that block's number; -1: none yet."""
-
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self.memory, self.device, self.holds = memory, device, -1
-        self.filled: torch.cuda.Event | None = None
-
-    def fill(self, host: Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Start to copy a block's bytes here, after all work that has been issued."""
-        # Not in place for autograd, which keeps views of this memory: before their backward pass the
-        # block is fetched again.
-        memory = self.memory.data
-        if stream is None:
-            memory.copy_(host)
-            return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            memory.copy_(host, non_blocking=True)
-        self.filled = torch.cuda.Event()
-        self.filled.record(stream)
-
-    def wait(self) -> None:
-        """Let the current stream wait until the last copy is complete."""
-        if self.filled is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.filled)
 
 
 class _UseInBackward(torch.autograd.Function):

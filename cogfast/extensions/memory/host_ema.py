@@ -10,8 +10,6 @@ The float32 weights in the same float32 arithmetic give the numbers of an averag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -23,16 +21,6 @@ _CHUNK = 1 << 24  # elements
 DEVICE_BYTES = 4 * _CHUNK  # of the buffer on a GPU
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """An update of one parameter's average that has begun."""
-
-    p: Tensor
-    shadow: Tensor
-    weight: Tensor  # [], on the device of p; kept until the device has read it
-    end: torch.cuda.Event | None  # None: on a CPU, where nothing has begun
-
-
 class HostEma:
     """Keeps the average of float32 parameters for FusedEmaAdam (`other_ema`).
 
@@ -41,7 +29,9 @@ class HostEma:
 
     def __init__(self, kernels: KernelChoice = "triton") -> None:
         self.kernels: KernelChoice = kernels
-        self._updates: dict[Tensor, _Update] = {}  # by average
+        # {average: (p, weight, end)} of updates that have begun. The device may still read p and weight. end: None on
+        # a CPU, where nothing has begun.
+        self._updates: dict[Tensor, tuple[Tensor, Tensor, torch.Event | None]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._buffer = torch.empty(0)  # [_CHUNK] float32, which only the stream uses
 
@@ -55,10 +45,9 @@ class HostEma:
         p, shadow: of the same shape, contiguous. weight: [] on the device of p.
         """
         assert shadow not in self._updates, "the update before has been waited for"
-        end = self._move(p, shadow, weight) if p.is_cuda else None
-        self._updates[shadow] = _Update(p, shadow, weight, end)
+        self._updates[shadow] = p, weight, self._move(p, shadow, weight) if p.is_cuda else None
 
-    def _move(self, p: Tensor, shadow: Tensor, weight: Tensor) -> torch.cuda.Event:
+    def _move(self, p: Tensor, shadow: Tensor, weight: Tensor) -> torch.Event:
         """Let the stream update an average; return the event of its end."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(p.device)
@@ -71,23 +60,21 @@ class HostEma:
                 on_device.copy_(average, non_blocking=True)
                 average_(on_device, weights, weight, self.kernels)
                 average.copy_(on_device, non_blocking=True)
-        end = torch.cuda.Event()
-        end.record(self._stream)
-        return end
+        return self._stream.record_event()
 
     def before_update(self, shadow: Tensor) -> None:
         """Let the current stream wait until an average has taken in its weights."""
-        update = self._updates.pop(shadow, None)
-        if update is None:
+        if shadow not in self._updates:
             return
-        if update.end is not None:
-            torch.cuda.current_stream(update.p.device).wait_event(update.end)
+        p, weight, end = self._updates.pop(shadow)
+        if end is not None:
+            torch.cuda.current_stream(p.device).wait_event(end)
         else:
-            average_(update.shadow.view(-1), update.p.view(-1), update.weight, self.kernels)
+            average_(shadow.view(-1), p.view(-1), weight, self.kernels)
 
     def wait(self) -> None:
         """Wait, on the host, until the averages can be read."""
-        for shadow, update in list(self._updates.items()):
-            if update.end is not None:
-                update.end.synchronize()  # sync: before a checkpoint or an evaluation
+        for shadow, (_, _, end) in list(self._updates.items()):
+            if end is not None:
+                end.synchronize()  # sync: before a checkpoint or an evaluation
             self.before_update(shadow)

@@ -64,6 +64,29 @@ def _warn(num_bytes: int) -> None:
     logger.warning("cannot pin %d bytes of host memory: copies take longer", num_bytes)
 
 
+class SideStream:
+    """Copies beside the current stream of a device. On a CPU the same copies are made at once, without streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
+        """Start to copy after all work that the current stream has; return the event of the end."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Let the current stream wait until a copy is complete."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
 class HostWeights:
     """Moves the weights of a frozen module to pinned host memory, and copies them back for its use.
 
@@ -89,9 +112,8 @@ class HostWeights:
         if not self.is_present:
             return
         if not self._on_host:
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                copy = host_buffer(tensor).copy_(tensor)  # sync: once
-                self._on_host.append((tensor, copy))
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            self._on_host = [(x, host_buffer(x).copy_(x)) for x in tensors]  # sync: once
         for tensor, host in self._on_host:
             tensor.data = host
         self.is_present = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from cogfast.extensions.memory.host_memory import host_buffer
+from cogfast.extensions.memory.host_memory import SideStream, host_buffer
 
 NUM_RESIDENT = 2  # last blocks, whose activations stay on the device
 # Blocks whose copies may still run when the next one begins. Until then their tensors stay alive.
@@ -29,7 +29,7 @@ class OffloadedActivations:
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self.num_blocks, self.device = num_blocks, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = SideStream(device)
         # Host buffers that are not in use, by the position of their tensors in a block.
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         self._last: BlockTensors | None = None  # of the block that ran last
@@ -42,8 +42,7 @@ class OffloadedActivations:
             self._in_flight.popleft().release()
         is_resident = number >= self.num_blocks - NUM_RESIDENT
         previous = None if number == 0 else self._last
-        block = BlockTensors(self, previous, None if is_resident else num_rows)
-        self._last = block
+        self._last = block = BlockTensors(self, previous, None if is_resident else num_rows)
         self._in_flight.append(block)
         return block
 
@@ -53,28 +52,16 @@ class OffloadedActivations:
         buffer = free.pop() if free else None
         if buffer is not None and buffer.nbytes >= like.nbytes:
             return buffer
-        if buffer is not None and self.stream is not None:
+        if buffer is not None and self.side.stream is not None:
             # A larger bucket of videos replaces the buffers of a smaller one, which copies may still use.
-            self.stream.synchronize()  # sync: once for each size and buffer of a block
+            self.side.stream.synchronize()  # sync: once for each size and buffer of a block
         return host_buffer(like)
 
-    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy on the side stream, after all work that the current stream has."""
+    def copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
+        """Copy on the side stream."""
         # Modes that watch a step would read the copy too early.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            if self.stream is None:
-                target.copy_(source)
-                return None
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self.stream):
-                target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-            return event
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            return self.side.copy(target, source)
 
 
 class BlockTensors:
@@ -90,7 +77,7 @@ class BlockTensors:
         # Autograd owns the copies: they are freed with the graph, also if there is no backward pass.
         self.copies: list[weakref.ref[HostCopy]] = []
         self.sources: list[Tensor] = []
-        self.event: torch.cuda.Event | None = None  # after the last copy to the host
+        self.event: torch.Event | None = None  # after the last copy to the host
         self.is_fetched = False
 
     def hooks(self) -> saved_tensors_hooks:
@@ -114,7 +101,7 @@ class BlockTensors:
         if self.previous is not None:
             self.previous.fetch()
         if isinstance(packed, HostCopy):
-            self.owner.wait(packed.event)
+            self.owner.side.wait(packed.event)
         return tensor
 
     def fetch(self) -> None:
@@ -123,13 +110,12 @@ class BlockTensors:
             return
         self.is_fetched = True
         for reference in self.copies:
-            copy = reference()
-            if copy is not None:
+            if (copy := reference()) is not None:
                 copy.fetch()
 
     def release(self) -> None:
         """Let go of the device's tensors when their copies are complete."""
-        self.owner.wait(self.event)
+        self.owner.side.wait(self.event)
         self.sources.clear()
 
 
@@ -144,7 +130,7 @@ class HostCopy:
         numbers = self.buffer.view(-1).view(torch.uint8)[: x.nbytes].view(x.dtype)
         self.host = numbers.as_strided(x.shape, self.strides)
         self.tensor: Tensor | None = None
-        self.event: torch.cuda.Event | None = None  # after the copy to the device
+        self.event: torch.Event | None = None  # after the copy to the device
 
     def fetch(self) -> None:
         owner, host = self.block.owner, self.host
@@ -162,8 +148,8 @@ class HostCopy:
 
     def __del__(self) -> None:
         owner = self.block.owner
-        if self.tensor is not None and owner.stream is not None:
+        if self.tensor is not None and owner.side.stream is not None:
             # Fetched but not used: the copy may still write to the memory.
-            self.tensor.record_stream(owner.stream)
+            self.tensor.record_stream(owner.side.stream)
         # Later copies into the buffer follow those out of it on the same stream.
         owner.free[self.position].append(self.buffer)

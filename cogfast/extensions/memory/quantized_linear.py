@@ -71,22 +71,19 @@ def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _int8_product(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     weight = dequantize_rows(q, scale, x.dtype).t()
-    rows = x.reshape(-1, x.shape[-1])
-    out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return out.view(*x.shape[:-1], -1)
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 def _int8_gradient(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    rows = dy.reshape(-1, dy.shape[-1])
-    return (rows @ dequantize_rows(q, scale, dy.dtype)).view(*dy.shape[:-1], -1)
+    return dy @ dequantize_rows(q, scale, dy.dtype)
 
 
 _launch_quantize = from_gpu("fp8_linear", "launch", "cogfast.extensions.memory")
 
 
 def _fp8_product_on_gpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    rounded, scales = _launch_quantize(x.reshape(-1, x.shape[-1]), None)
-    out = torch._scaled_mm(
+    rounded, scales = _launch_quantize(x, None)
+    return torch._scaled_mm(
         rounded,
         q.t(),
         scale_a=scales[:, None],
@@ -96,32 +93,34 @@ def _fp8_product_on_gpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None
         # An H100's products keep fewer bits of partial sums, as in torchao.
         use_fast_accum=True,
     )
-    return out.view(*x.shape[:-1], -1)
 
 
 def _fp8_gradient_on_gpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    rounded, scales = _launch_quantize(dy.reshape(-1, dy.shape[-1]), scale)
+    rounded, scales = _launch_quantize(dy, scale)
     # The second operand's columns must be contiguous. Not every copy kernel knows float8.
-    out = torch._scaled_mm(
+    return torch._scaled_mm(
         rounded,
         q.view(torch.uint8).t().contiguous().view(FP8).t(),
         scale_a=scales[:, None],
         scale_b=torch.ones(1, q.shape[1], device=q.device),
         out_dtype=torch.bfloat16,
     )
-    return out.view(*dy.shape[:-1], -1)
 
 
 def _fp8_product_on_cpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    rounded, scales = quantize_rows(x.reshape(-1, x.shape[-1]), FP8)
+    rounded, scales = quantize_rows(x, FP8)
     out = (rounded.float() @ q.float().t()) * scales[:, None] * scale
-    out = out if bias is None else out + bias
-    return out.to(x.dtype).view(*x.shape[:-1], -1)
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _fp8_gradient_on_cpu(dy: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-    rounded, scales = quantize_rows(dy.reshape(-1, dy.shape[-1]).float() * scale, FP8)
-    return ((rounded.float() @ q.float()) * scales[:, None]).to(dy.dtype).view(*dy.shape[:-1], -1)
+    rounded, scales = quantize_rows(dy.float() * scale, FP8)
+    return ((rounded.float() @ q.float()) * scales[:, None]).to(dy.dtype)
+
+
+def _of_rows(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `op`, which takes and returns matrices, for x or dy [.., K] -> [.., N]."""
+    return lambda x, *given: op(x.reshape(-1, x.shape[-1]), *given).view(*x.shape[:-1], -1)
 
 
 def _register_linear(
@@ -133,14 +132,14 @@ def _register_linear(
     """
     product = register_op(
         f"{name}(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
-        gpu=gpu[0],
-        cpu=cpu[0],
+        gpu=_of_rows(gpu[0]),
+        cpu=_of_rows(cpu[0]),
         fake=lambda x, q, scale, bias: x.new_empty(*x.shape[:-1], q.shape[0]),
     )
     gradient = register_op(
         f"{name}_backward(Tensor dy, Tensor q, Tensor scale) -> Tensor",
-        gpu=gpu[1],
-        cpu=cpu[1],
+        gpu=_of_rows(gpu[1]),
+        cpu=_of_rows(cpu[1]),
         fake=lambda dy, q, scale: dy.new_empty(*dy.shape[:-1], q.shape[1]),
     )
 

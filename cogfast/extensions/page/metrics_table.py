@@ -10,8 +10,8 @@ from typing import Annotated, NotRequired
 
 import numpy as np
 
-from cogfast.config.json_files import Range, keys, parse_json
 from cogfast.core.files import read_limited
+from cogfast.core.json_files import Range, keys, parse_json
 
 _NUMBER = NotRequired[float | None]
 _MOST_STEP = 2**53  # JavaScript's largest exact integer

@@ -22,19 +22,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from cogfast import __version__
-from cogfast.config.arguments import conditions_of_run
-from cogfast.config.merged_config import DEFAULT
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.values import OF_TEXTS, printable
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, write_text
+from cogfast.core.keys import DEFAULT
+from cogfast.core.values import OF_TEXTS, printable
 from cogfast.extensions.page.metrics_table import MOST_POINTS, encode
 from cogfast.extensions.page.record import FACTS, Facts, RunRecord, read_run
 from cogfast.extensions.sample.flags import input_words
+from cogfast.model.keys import conditions_of_run
 
 if TYPE_CHECKING:  # `cogfast report` needs no PyTorch
     from cogfast.config import Config
-    from cogfast.config.arguments import TrainArguments
+    from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class RunPage:
 def write_facts(
     folder: Path,
     config: Config,
-    args: TrainArguments,
+    args: TrainKeys,
     attention_backend: str | None,
     adapters: str | None,
     **numbers: Any,
@@ -108,7 +108,7 @@ def write_facts(
     attention_backend: the one that was chosen, if any. adapters: LoRA's, in words. numbers: num_steps,
     global_batch, num_samples, num_trained and shows_ema.
     """
-    used = asdict(args)
+    used = args.model_dump()
     used["attention_backend"] = attention_backend or args.attention_backend
     effective: dict[str, object] = {
         f"args.{key}": value for key, value in used.items() if value != config.args.get(key)
@@ -136,14 +136,12 @@ def write_page(path: Path, document: str) -> None:
 def page_of(records: Sequence[RunRecord], page: Path, is_active: bool = False) -> str:
     """Return the page of a run, or of a comparison. page: where it will be, for its links."""
     paths = [record.name for record in records]
-    names = [
-        name if paths.count(name) == 1 else printable(str(record.folder))
-        for name, record in zip(paths, records, strict=True)
-    ]
+    names = [r.name if paths.count(r.name) == 1 else printable(str(r.folder)) for r in records]
+    runs = list(zip(names, records, strict=True))
     now = datetime.now().astimezone()
     # A page of many runs stays about as large as that of one.
     most = max(1000, MOST_POINTS // len(records))
-    plots = list(_plots(names, records))
+    plots = list(_plots(runs))
     drawn = {line["key"]: None for plot in plots for line in plot["lines"]}
     data = {
         "written": now.timestamp(),
@@ -154,8 +152,8 @@ def page_of(records: Sequence[RunRecord], page: Path, is_active: bool = False) -
     static = {path.name: path.read_text(encoding="utf-8") for path in sorted(_STATIC.iterdir())}
     return _template().render(
         data=data,
-        runs=list(zip(names, records, strict=True)),
-        problems=[(name, p) for name, r in zip(names, records, strict=True) for p in r.problems],
+        runs=runs,
+        problems=[(name, problem) for name, record in runs for problem in record.problems],
         tiles=[list(_tiles(record)) for record in records],
         prompts=_prompts(records),
         settings=list(records[0].settings()),
@@ -198,27 +196,24 @@ def _policy(static: Mapping[str, str]) -> str:
     )
 
 
-# --- curves and numbers ---
-
-
-def _plots(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[dict]:
+def _plots(runs: Sequence[tuple[str, RunRecord]]) -> Iterator[dict]:
     """Yield a plot of a run's keys; for several runs a plot of each key with a line in each run's tone."""
-    keys = sorted(dict.fromkeys(k for r in records for k in r.columns), key=lambda k: "valid_" in k)
-    timesteps = records[0].plain.get(_TIMESTEPS)
+    keys = sorted(dict.fromkeys(k for _, r in runs for k in r.columns), key=lambda k: "valid_" in k)
+    timesteps = runs[0][1].plain.get(_TIMESTEPS)
     for title, pattern, unit, is_smooth in _PLOTS:
         found = [key for key in keys if re.fullmatch(pattern, key)]
         bands = len(found) if "band" in pattern else 0
         labels = [(key, _label(key, bands, timesteps)) for key in found]
         title = f"{title} ({unit})" if unit else title
         plot = {"title": title, "isSmooth": is_smooth}
-        if len(records) == 1 and found:
+        if len(runs) == 1 and found:
             yield {**plot, "lines": [{"run": 0, "key": k, "label": label} for k, label in labels]}
-        for key, label in labels if len(records) > 1 else ():
+        for key, label in labels if len(runs) > 1 else ():
             if key.endswith("_ms") and key != "step_ms":
                 continue  # the parts are on the runs' own pages
             lines = [
                 {"run": i, "key": key, "label": name, "tone": i}
-                for i, (name, record) in enumerate(zip(names, records, strict=True))
+                for i, (name, record) in enumerate(runs)
                 if key in record.columns
             ]
             whole = f"{title}: {label}" if len(found) > 1 else title
@@ -272,9 +267,6 @@ def _show(value: object) -> str:
     if isinstance(value, str) and value and value == value.strip():
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-# --- samples, commands, differences ---
 
 
 def _address(folder: Path, file: str, page: Path) -> str:

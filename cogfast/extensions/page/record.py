@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -15,13 +16,15 @@ from typing import Annotated, Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.json_files import Range, brief, read_json, read_limited
-from cogfast.config.merged_config import find_origin, leaves, to_dict
-from cogfast.config.values import counted, printable
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.yaml_files import read_yaml
+from cogfast.core.json_files import Range, brief, read_json, read_limited
+from cogfast.core.keys import find_origin
+from cogfast.core.values import counted, printable
 from cogfast.extensions.page.metrics_table import Column, read_metrics, to_columns
+from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
+from cogfast.train.keys import TrainKeys
 
 FACTS, _METRICS, CONFIG = "run_facts.json", "metrics.jsonl", "training_config.yaml"
 _BAD_FILES = ("bad_samples.jsonl", "bad_samples_valid.jsonl")
@@ -33,8 +36,8 @@ _FINETUNE = re.compile(r"(validation-(\d{1,12})-).+")
 _MARKED = re.compile(r"(?:training_config|environment)-from-([\w-]+)\.\w+")
 _LORA = "model.network_config.params.modules.lora_config.params"
 _DEFAULTS: Mapping[str, object] = {
-    **{f"args.{key}": value for key, value in asdict(TrainArguments()).items()},
-    **{f"model.{key}": value for key, value in asdict(ModelArguments()).items()},
+    **{f"args.{key}": value for key, value in TrainKeys().model_dump().items()},
+    **{f"model.{key}": value for key, value in ModelKeys().model_dump().items()},
 }
 _Count = Annotated[int, Range(0, 2**53)]
 
@@ -68,17 +71,6 @@ class Sample:
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key of the configuration. default, origin: None if unknown."""
-
-    key: str
-    value: object
-    default: object
-    origin: str | None
-    is_set: bool  # it differs from its default, or has none and was given
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """A run, as its page shows it."""
@@ -108,12 +100,9 @@ class RunRecord:
     def is_lora(self) -> bool:
         return any(key.startswith(_LORA) for key in self.plain)
 
-    @property
-    def effective(self) -> Mapping[str, object]:
-        return {} if self.facts is None else self.facts.effective
-
-    def settings(self) -> Iterator[Setting]:
-        """Yield the settings of `args`, then all others."""
+    def settings(self) -> Iterator[dict[str, object]]:
+        """Yield the settings of `args`, then all others. default, origin: None if unknown. is_set: the value
+        differs from its default, or has none and was given."""
         origins = None if self.facts is None else self.facts.origins
         origin_of = lambda key: None if origins is None else find_origin(origins, key)
         for key in sorted(self.plain, key=lambda key: not key.startswith("args.")):
@@ -122,14 +111,15 @@ class RunRecord:
             if key.startswith("model.") and key not in _DEFAULTS and not key.startswith(_LORA):
                 # A YAML file lists every part of the network, most of them as published.
                 is_set = origin is not None and not origin.endswith((".yaml", ".yml", "default"))
-            yield Setting(key, value, default, origin, is_set)
+            known = {"key": key, "value": value, "default": default}
+            yield known | {"origin": origin, "is_set": is_set}
 
     def compared(self) -> dict[str, object]:
         """Return what decides how the run trains, from whichever file, default or machine it is."""
         facts = {} if self.facts is None else asdict(self.facts)
         numbers = {k: v for k, v in facts.items() if k.startswith(("num_", "global_"))}
-        defaults = _DEFAULTS if self.plain else {}
-        return {**numbers, **self.environment, **defaults, **self.plain, **self.effective}
+        defaults, effective = _DEFAULTS if self.plain else {}, facts.get("effective", {})
+        return {**numbers, **self.environment, **defaults, **self.plain, **effective}
 
 
 def is_run(folder: Path) -> bool:
@@ -153,8 +143,14 @@ def read_run(folder: Path, history: Sequence[Mapping] | None = None) -> RunRecor
         checkpoint = newest_checkpoint(folder)
     except ValueError as error:
         problems.append(str(error))
-    for name in _BAD_FILES:
-        _find_bad_samples(folder / name, problems)
+    for path in (folder / name for name in _BAD_FILES):
+        try:
+            text = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT) if path.exists() else b""
+            if lines := text.decode(errors="replace").splitlines():
+                number, first = counted(len(lines), "sample"), lines[0][:_MOST_SHOWN]
+                problems.append(f"{number} could not be used: {path.name}; first: {first}")
+        except ValueError as error:
+            problems.append(str(error))
     if "skipped" in columns and columns["skipped"].last > 0:
         number = counted(int(columns["skipped"].last), "step")
         problems.append(f"{number} skipped, since gradients were not finite")
@@ -204,33 +200,17 @@ def _starts(folder: Path, name: str) -> list[Path]:
     marked = []
     for path in folder.glob(f"{name}-from-*"):
         match = _MARKED.fullmatch(path.name)
-        step = step_of(Path(match[1])) if match else None
-        marked += [] if step is None else [(step, path)]
+        if match and (step := step_of(Path(match[1]))) is not None:
+            marked.append((step, path))
     first = folder / (CONFIG if name == "training_config" else f"{name}.json")
     return [path for path in (first, *(path for _, path in sorted(marked))) if path.is_file()]
-
-
-def _find_bad_samples(path: Path, problems: list[str]) -> None:
-    """Report how many samples could not be used, with the first one's name and reason."""
-    if not path.exists():
-        return
-    try:
-        lines = read_limited(path, _MOST_BAD_BYTES, _LEFT_OUT).decode(errors="replace").splitlines()
-    except ValueError as error:
-        problems.append(str(error))
-        return
-    if lines:
-        number = counted(len(lines), "sample")
-        problems.append(f"{number} could not be used: {path.name}; first: {lines[0][:_MOST_SHOWN]}")
-
-
-# --- videos ---
 
 
 def _samples(folder: Path, problems: list[str]) -> list[Sample]:
     """Return the videos of both layouts of a run's folder, by step, and the reference clips."""
     # {step: (folder in the run, start of the files' names, names)}
     places: dict[int | None, tuple[str, str, list[str]]] = {}
+    places[None] = ("reference", "", _entries(folder / "reference"))
     for name in _entries(folder / "samples"):
         if match := _STEP_FOLDER.fullmatch(name):
             inner = f"samples/{name}"
@@ -238,11 +218,9 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
     for name in _entries(folder / "validation_res"):
         if match := _FINETUNE.fullmatch(name):
             places.setdefault(int(match[2]), ("validation_res", match[1], []))[2].append(name)
-    steps = sorted(step for step in places if step is not None)
-    places[None] = ("reference", "", _entries(folder / "reference"))
     texts: dict[str, str] = {}  # by key, which is the same for a prompt at every step
     found: list[tuple[str, int | None, str]] = []
-    for step in [None, *steps]:
+    for step in sorted(places, key=lambda step: -1 if step is None else step):
         inner, start, names = places[step]
         listing = f"{start}prompts.json"
         path = folder / inner / listing
@@ -256,12 +234,12 @@ def _samples(folder: Path, problems: list[str]) -> list[Sample]:
             if name.endswith(_SUFFIXES):
                 found.append((name.removeprefix(start).rpartition(".")[0], step, f"{inner}/{name}"))
     prompts: dict[str, tuple[str, int]] = {}
-    numbers: dict[str, int] = {}
+    numbers = Counter[str]()
     for key in sorted({key for key, *_ in found}):
         # Files of an evaluation that was stopped are in no listing; the name begins with the prompt.
         text = texts.get(key, key)
-        prompts[key] = (text, numbers.get(text, 0))
-        numbers[text] = numbers.get(text, 0) + 1
+        prompts[key] = (text, numbers[text])
+        numbers[text] += 1
     sampled = {key for key, step, _ in found if step is not None}
     return [Sample(prompts[key], step, file) for key, step, file in found if key in sampled]
 

@@ -10,8 +10,6 @@ from cogfast.extensions.page.page import NAME, page_of, write_page
 from cogfast.extensions.page.record import is_run, read_run
 from cogfast.model.weights.checkpoint_manifest import is_in_run, run_of
 
-COMPARISON = Path("report.html")
-
 
 def report(paths: Sequence[Path], out: Path | None) -> Path:
     """Write the page of the runs and return its path.
@@ -24,7 +22,7 @@ def report(paths: Sequence[Path], out: Path | None) -> Path:
         if any(run.samefile(other) for other in runs[:i]):
             raise ValueError(f"{paths[i]}: the same run is given twice; give each run once")
     if out is None:
-        out = runs[0] / NAME if len(runs) == 1 else COMPARISON
+        out = runs[0] / NAME if len(runs) == 1 else Path("report.html")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder; give the path of a file, such as {out / NAME}")
     if not out.parent.is_dir():

@@ -20,21 +20,21 @@ import torch
 from omegaconf import OmegaConf
 
 from cogfast.config import Config
-from cogfast.config.arguments import select
 from cogfast.config.components import is_none
-from cogfast.config.json_files import InsideNames, keys, read_json
 from cogfast.config.load import CONFIGS
-from cogfast.config.merged_config import COMMAND_LINE, DEFAULT, find_origin, refuse, to_dict
+from cogfast.config.merged_config import to_dict
 from cogfast.config.sat_network import NETWORK_KEY, POSITION_KEY, NetworkParams
-from cogfast.config.values import Problems, Range, nearest_folder
+from cogfast.core.addresses import is_url
+from cogfast.core.json_files import InsideNames, keys, read_json
+from cogfast.core.keys import COMMAND_LINE, DEFAULT, find_origin, names_origins
 from cogfast.core.shapes import SPATIAL_COMPRESSION
+from cogfast.core.values import KeyProblem, Problems, Range, nearest_folder, select
 from cogfast.diffusion.noise_schedule import ZeroSNRDDPMDiscretization
 from cogfast.extensions.conditions.check import condition_values
 from cogfast.extensions.formats.image_scale import stock_scale
 from cogfast.extensions.formats.vae import read_vae_config
 from cogfast.extensions.sample.flags import addresses, as_words
 from cogfast.extensions.stores.mirror import copy_of
-from cogfast.extensions.stores.store import is_url
 from cogfast.model.autoencoder import VideoAutoencoder
 from cogfast.model.config import Family, TransformerConfig
 from cogfast.model.weights.identify import identify
@@ -164,6 +164,7 @@ def _read_scheduler(folder: Path) -> dict[str, Any] | None:
     return _SPACING | _BETAS | read_json(file, _SCHEDULER, "use the folder of a CogVideoX model")
 
 
+@names_origins
 def fill_from_pipeline(
     config: Config, may_download: bool = True, is_of_run: bool = False
 ) -> Config:
@@ -189,14 +190,12 @@ def fill_from_pipeline(
     scheduler = _read_scheduler(folder)
     if not has_vae and scheduler is None:
         return config
-    model = to_dict(config.model)
+    model, origins = to_dict(config.model), dict(config.origins)
     # Keys that are taken from the folder: messages about them name it, not the YAML file.
     found: list[str] = []
-    origins = dict(config.origins)
     stage = model.get("first_stage_config")
-    keys = "path", "ckpt_path"
-    is_left_out = is_none(stage) or any(_is_placeholder(stage, key) for key in keys)
-    if has_vae and is_left_out:
+    is_left_out = any(_is_placeholder(stage, key) for key in ("path", "ckpt_path"))
+    if has_vae and (is_left_out or is_none(stage)):
         # Chunks and tiles are choices of the user, whichever file the weights come from.
         own = set(inspect.signature(VideoAutoencoder).parameters) - {"path", "inner", "dtype"}
         params = (stage or {}).get("params") or {}
@@ -214,7 +213,7 @@ def fill_from_pipeline(
         if factor is not None and factor != given:
             if origins.get(_SCALE, DEFAULT) != DEFAULT:
                 text = f"{_SCALE}={given}, but {folder}/vae/config.json has scaling_factor={factor}"
-                refuse(config, _SCALE, f"{text}; set the same, or use the file of the model")
+                raise KeyProblem(_SCALE, f"{text}; set the same, or use the file of the model")
             model["scale_factor"] = factor
             found.append(_SCALE)
     for i, entry in enumerate(select(model, "conditioner_config.params.emb_models") or []):
@@ -250,7 +249,8 @@ def _with_copies(config: Config, may_download: bool, is_of_run: bool) -> Config:
         try:
             OmegaConf.update(whole, key, copy_of(value))
         except OSError as error:
-            refuse(config, key, f"{key}={value}: {str(error).removeprefix(f'{value}: ')}")
+            why = str(error).removeprefix(f"{value}: ")
+            raise KeyProblem(key, f"{key}={value}: {why}") from None
     return dataclasses.replace(config, **{str(name): whole[name] for name in whole})
 
 

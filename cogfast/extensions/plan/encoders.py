@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cogfast.config import Config, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import is_none
+from cogfast.core.component import Component
 from cogfast.core.shapes import num_latent_frames
 from cogfast.extensions.conditions.given_frames import GivenFrames
 from cogfast.model.autoencoder import VideoAutoencoder, tiled, video_autoencoder_from_sat
 from cogfast.model.text_encoder import T5TextEncoder
-from cogfast.train.assembly import text_entry, video_data
+from cogfast.train.assembly import video_data
+from cogfast.train.keys import TrainKeys
+from cogfast.train.run.opened import Run
 
 _FLOAT32 = 4
 # google/t5-v1_1-xxl, which all CogVideoX models use: elements of its encoder, and those of its `wo`,
@@ -35,10 +35,10 @@ _TILE = (240, 360)
 class Encoders:
     """The frozen encoders of a run.
 
-    text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step,
-    in_evaluation: whether training steps and evaluations use (text encoder, first stage). encodes_clips:
-    whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a micro-batch.
-    num_videos: of a sample, with a control or masked video.
+    text_bytes, stage_bytes: of weights. text_peak: of encoding a micro-batch's captions. in_step:
+    whether training steps use (text encoder, first stage). in_evaluation: whether evaluations use both.
+    encodes_clips: whether steps encode whole clips, not only first frames. shape: (B, F, H, W) of a
+    micro-batch. num_videos: of a sample, with a control or masked video.
     is_known: whether the first stage is the VAE of CogVideoX, whose peaks are known. mode: that of
     first_stage_config.params.encode_chunks, or auto. are_offloaded: args.offload_encoders.
     """
@@ -47,7 +47,7 @@ class Encoders:
     text_peak: int = 0
     stage_bytes: int = 0
     in_step: tuple[bool, bool] = (False, False)
-    in_evaluation: tuple[bool, bool] = (False, False)
+    in_evaluation: bool = False
     encodes_clips: bool = False
     num_videos: int = 1
     shape: tuple[int, int, int, int]
@@ -60,9 +60,7 @@ class Encoders:
         """Return the bytes of weights that stay on the device."""
         if self.are_offloaded:
             return 0
-        text, stage = (
-            s or e and is_evaluated for s, e in zip(self.in_step, self.in_evaluation, strict=True)
-        )
+        text, stage = (used or (self.in_evaluation and is_evaluated) for used in self.in_step)
         return self.text_bytes * text + self.stage_bytes * stage
 
     def fetched(self, num_bytes: int) -> dict[str, int]:
@@ -80,13 +78,12 @@ class Encoders:
         pixels = batch * frames * area * _PIXELS
         tile = min(_TILE[0], rows) * min(_TILE[1], columns)
         one = int(frames * area * _WHOLE * scale)
-        ways = [("whole", batch * one), ("whole, one by one", one + pixels)]
         few = int(area * _IN_FRAMES * scale) + pixels
         of_tiles = int(tile * _IN_TILES * scale) + pixels
+        ways = [("whole", batch * one)]
+        ways += [("whole, one by one", one + pixels)] * (batch > 1)
         ways += [("frames", min(few, one)), ("tiles", min(of_tiles, one))]
-        if self.mode != "auto":
-            ways = [way for way in ways if way[0].split(",")[0] == self.mode]
-        return ways[:1] + ways[2:] if batch == 1 and self.mode in ("auto", "whole") else ways
+        return [way for way in ways if self.mode in ("auto", way[0].split(",")[0])]
 
     def encode_peak(self, budget: int) -> tuple[str, int]:
         """Return the mode that encoding takes with `budget` bytes, and its peak; ("", 0) for none."""
@@ -96,7 +93,7 @@ class Encoders:
 
     def decode_peak(self, budget: int) -> tuple[str, int]:
         """Return how a video is decoded with `budget` bytes, and the peak; ("", 0) if nothing is."""
-        if not (self.is_known and self.in_evaluation[1]):
+        if not (self.is_known and self.in_evaluation):
             return "", 0
         _, frames, rows, columns = self.shape
         scale, latents = self.number_bytes / 2, num_latent_frames(frames)
@@ -109,8 +106,8 @@ class Encoders:
 
 
 def find_encoders(
-    config: Config,
-    args: TrainArguments,
+    run: Run,
+    args: TrainKeys,
     shape: tuple[int, int, int, int],
     text_length: int,
     number_bytes: int,
@@ -118,9 +115,9 @@ def find_encoders(
 ) -> Encoders:
     """Return what the encoders of a configuration take; files that are missing need not exist.
     num_captions: the most of a micro-batch."""
-    model = ModelArguments.from_config(config)
+    model = run.model
     # A data section that is still to come counts as one of clips.
-    is_of_clips = "target" not in config.data or video_data(config) is not None
+    is_of_clips = run.data is None or video_data(run.data) is not None
     reads_clips = is_of_clips and not model.latent_input
     is_cached = args.latent_cache is not None
     frames = GivenFrames.parse(model.given_frames)
@@ -130,12 +127,18 @@ def find_encoders(
     )
     in_step = (reads_clips and not is_cached, encodes_clips or encodes_images)
     given = bool(args.eval_prompts or args.eval_prompt_file)
-    samples = args.has_evaluation and (given or bool(args.valid_data) or "," in args.split)
+    in_evaluation = args.has_evaluation and (given or bool(args.valid_data) or "," in args.split)
     if args.mode == "inference":
-        in_step, samples = (False, False), True
-    in_evaluation = (samples, samples)
-    text_bytes, text_peak = _text_encoder(config, args, text_length, number_bytes, num_captions)
-    is_known, mode = _first_stage(config)
+        in_step, in_evaluation = (False, False), True
+    text_bytes = text_peak = 0
+    if run.text_encoder is not None and run.text_encoder.kind is T5TextEncoder:
+        text_bytes = T5_NUMEL * number_bytes
+        if args.precision == "fp16":
+            text_bytes += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
+        scores = 2 * _T5_HEADS * text_length**2 * (_FLOAT32 + number_bytes)
+        rows = text_length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
+        text_peak = num_captions * (scores + rows)
+    is_known, mode = _first_stage(run.first_stage)
     return Encoders(
         text_bytes=text_bytes,
         text_peak=text_peak,
@@ -152,12 +155,11 @@ def find_encoders(
     )
 
 
-def _first_stage(config: Config) -> tuple[bool, str]:
+def _first_stage(stage: Component | None) -> tuple[bool, str]:
     """Return whether the first stage is the VAE of CogVideoX, and its encode_chunks."""
-    node = config.model.get("first_stage_config")
-    if is_none(node):
+    if stage is None:
         return False, "auto"
-    target, params = resolve(node, config.allow_import)
+    target, params = stage.kind, stage.arguments
     mode = str(params.get("encode_chunks") or "auto")
     if params.get("use_tiling"):
         mode = "tiles"
@@ -167,18 +169,3 @@ def _first_stage(config: Config) -> tuple[bool, str]:
     encoder = encoder.get("params", encoder)
     sizes = encoder.get("ch", 128), list(encoder.get("ch_mult", [1, 2, 2, 4]))
     return target is video_autoencoder_from_sat and sizes == (128, [1, 2, 2, 4]), mode
-
-
-def _text_encoder(
-    config: Config, args: TrainArguments, length: int, number_bytes: int, batch: int
-) -> tuple[int, int]:
-    """Return the bytes of the text encoder's weights, and the peak of its activations."""
-    node, _ = text_entry(config)
-    if node is None or is_none(node) or resolve(node, config.allow_import)[0] is not T5TextEncoder:
-        return 0, 0
-    weights = T5_NUMEL * number_bytes
-    if args.precision == "fp16":
-        weights += _T5_WO_NUMEL * (_FLOAT32 - number_bytes)
-    scores = 2 * _T5_HEADS * length**2 * (_FLOAT32 + number_bytes)
-    rows = length * (3 * _T5_INNER + 6 * _T5_WIDTH) * number_bytes
-    return weights, batch * (scores + rows)

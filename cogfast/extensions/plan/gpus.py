@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 
 _ATTENTION = (0.5, 0.4)  # shares, forward and backward, where no backend's are known: an assumption
 INSTALL_FLASH_ATTENTION = "pip install '.[fa4]'"
@@ -93,11 +93,6 @@ class Gpu:
     host_gb_per_s: float = 64
     least_gib: float = 0.0
 
-    @property
-    def memory(self) -> int:
-        """Return the bytes of the device's memory."""
-        return int(self.memory_gib * 2**30)
-
 
 # The first entry that matches a device counts. Hopper chips but H20's are assumed to reach the same shares.
 GPUS = (
@@ -134,7 +129,7 @@ def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
     name = text.strip().lower()
     for gpu in GPUS:
         if gpu.name == name:
-            return gpu.name, gpu.memory, gpu
+            return name, int(gpu.memory_gib * 2**30), gpu
     try:
         gib = float(name.removesuffix("gib").removesuffix("gb"))
     except ValueError:
@@ -154,10 +149,8 @@ def parse_gpu(text: str) -> tuple[str, int, Gpu | None]:
 def find_gpu(device_name: str, memory_gib: float) -> Gpu | None:
     """Return the entry of a device by the name and memory that torch reports, or None."""
     name = device_name.lower()
-    for gpu in GPUS:
-        if all(word in name for word in gpu.words) and memory_gib >= gpu.least_gib:
-            return gpu
-    return None
+    is_it = lambda gpu: all(word in name for word in gpu.words) and memory_gib >= gpu.least_gib
+    return next(filter(is_it, GPUS), None)
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

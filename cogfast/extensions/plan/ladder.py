@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cogfast.config import Config, with_words
-from cogfast.config.arguments import TrainArguments
+from cogfast.config import with_words
 from cogfast.core.device_memory import free_memory
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.memory.offloaded_activations import OffloadedActivations
+from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.memory import (
     GIB,
     MARGIN,
@@ -30,9 +30,10 @@ from cogfast.extensions.plan.memory import (
     setup_of,
     usable,
 )
-from cogfast.extensions.plan.trace import Traces
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy, apply_policies, describe
+from cogfast.train.keys import TrainKeys
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +50,22 @@ class Fitted:
     """A configuration after the changes. changes: `key=value` words, or a number of GPUs."""
 
     changes: tuple[str, ...]
-    config: Config
-    args: TrainArguments
+    run: Run
+    args: TrainKeys
     plan: MemoryPlan
 
     def describe(self) -> str:
         """Return the changes with the peak that follows."""
-        return (
-            f"{' '.join(self.changes)}: {self.plan.peak / GIB:.1f} GiB ({self.plan.largest.name})"
-        )
+        peak = f"{self.plan.peak / GIB:.1f} GiB ({self.plan.largest.name})"
+        return f"{' '.join(self.changes)}: {peak}"
 
 
-def climb(config: Config, args: TrainArguments, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
+def climb(run: Run, args: TrainKeys, plan: MemoryPlan, has_gpus: bool = False) -> Fitted:
     """Return the first changes of the ladder with which the run fits, or those that help if none do.
 
     has_gpus: also the changes that are no keys of the same layout: ZeRO-3, more GPUs.
     """
-    start = Fitted((), config, args, plan)
-    if plan.fits:
-        return start
-    found = start
+    start = found = Fitted((), run, args, plan)
     for rung in _rungs(args, plan.setup, has_gpus):
         if found.plan.fits:
             break
@@ -92,26 +89,26 @@ def _with(start: Fitted, changes: Sequence[str], before: Fitted) -> Fitted:
     """Plan the run of `start` with these changes. A later change of a key replaces an earlier one."""
     changes = tuple({change.partition("=")[0]: change for change in changes}.values())
     words = [word for change in changes if "GPUs" not in change for word in change.split()]
-    config = with_words(start.config, words, FIT)
-    args, setup = TrainArguments.from_config(config), start.plan.setup
+    run = Run(with_words(start.run.config, words, FIT))
+    args, setup = run.args, start.plan.setup
     gpus = [int(change.split()[0]) for change in changes if "GPUs" in change]
     number = gpus[-1] if gpus else setup.world_size
-    made = [word for word in words if word.startswith(_TRACED)]
-    traces: Traces | None = None
-    for each in (start, before):
-        if made == [w for c in each.changes for w in c.split() if w.startswith(_TRACED)]:
-            traces = each.plan.setup.traces
-    changed = setup_of(config, args, number, traces)
-    return Fitted(changes, config, args, plan_memory(changed, start.plan.card))
+    traced = lambda changes: [w for c in changes for w in c.split() if w.startswith(_TRACED)]
+    alike = [each for each in (before, start) if traced(each.changes) == traced(changes)]
+    changed = setup_of(run, args, number, alike[0].plan.setup.traces if alike else None)
+    return Fitted(changes, run, args, plan_memory(changed, start.plan.card))
 
 
-def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
+def _rungs(args: TrainKeys, setup: Setup, has_gpus: bool) -> Iterator[str]:
     """Yield the changes that apply to a run, in their order."""
     rules, encoders, layers = setup.rules, setup.encoders, setup.num_layers
-    is_frozen = setup.has_frozen_base
+    # Whether only adapters are trained in the blocks' linears
+    is_frozen = not any(
+        linear.weight.requires_grad for _, linear in base_linears(setup.transformer)
+    )
     if setup.choice != "auto":
         yield "args.activation_checkpointing=auto"
-    if (any(encoders.in_evaluation) or any(encoders.in_step)) and not encoders.are_offloaded:
+    if (encoders.in_evaluation or any(encoders.in_step)) and not encoders.are_offloaded:
         yield "args.offload_encoders=true"
     if encoders.is_known and encoders.encodes_clips and encoders.mode == "auto":
         yield "model.first_stage_config.params.encode_chunks=tiles"
@@ -124,7 +121,7 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
     for divisor in (2, 4, 8):
         if args.batch_size % divisor == 0:
             size, times = args.batch_size // divisor, args.gradient_accumulation_steps * divisor
-            yield (f"args.batch_size={size} args.gradient_accumulation_steps={times}")
+            yield f"args.batch_size={size} args.gradient_accumulation_steps={times}"
     if not setup.offloads and not args.compile:
         yield "args.offload_activations=true"
     if is_frozen and args.quantize_base == "none":
@@ -141,18 +138,16 @@ def _rungs(args: TrainArguments, setup: Setup, has_gpus: bool) -> Iterator[str]:
         number *= 2
 
 
-def fit_to_device(
-    config: Config, args: TrainArguments, groups: ProcessGroups
-) -> tuple[Config, TrainArguments]:
-    """Return the configuration that fits on the device of the rank with the least memory.
+def fit_to_device(run: Run, groups: ProcessGroups) -> Run:
+    """Return the run that fits on the device of the rank with the least memory.
 
     All ranks return the same. Raises ValueError if the whole ladder does not make it fit.
     """
     free, total = free_memory(groups.device)
     # Memory that other programs hold counts like a smaller card.
     card = min(groups.gather(int(min(total, free / (1 - MARGIN)))))
-    plan = plan_memory(setup_of(config, args, groups.world_size), card)
-    found = climb(config, args, plan)
+    plan = plan_memory(setup_of(run, run.args, groups.world_size), card)
+    found = climb(run, run.args, plan)
     if not found.plan.fits:
         raise ValueError(
             f"{FIT}: the run takes {plan.peak / GIB:.1f} GiB of {card / GIB:.1f}, and still "
@@ -162,12 +157,12 @@ def fit_to_device(
     if groups.is_main:
         for line in fit_lines(found):
             logger.info("%s: %s", FIT, line)
-    return found.config, found.args
+    return found.run
 
 
 def apply_checkpointing(
     transformer: DiffusionTransformer,
-    args: TrainArguments,
+    args: TrainKeys,
     groups: ProcessGroups,
     setup: Setup | None,
 ) -> tuple[Policy, ...]:
@@ -180,7 +175,13 @@ def apply_checkpointing(
     assert choice is not None, "from_config chooses one"
     policies: tuple[Policy, ...] = ("full" if choice == "auto" else choice,) * number
     if choice == "auto" and setup is not None:
-        chosen = choose_policies(setup, _budget(setup, groups.device))
+        device = groups.device
+        free, total = free_memory(device)
+        # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
+        is_gpu = device.type == "cuda"
+        held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
+        budget = free - total + usable(total) + held - gap_bytes(setup)
+        chosen = choose_policies(setup, budget)
         # The rank with the least memory decides: its blocks have climbed LADDER least.
         policies = min(groups.gather(chosen), key=lambda each: sum(map(LADDER.index, each)))
         logger.info("activation checkpointing: %s", describe(policies))
@@ -193,15 +194,6 @@ def apply_checkpointing(
     offload = OffloadedActivations(number, groups.device) if args.offload_activations else None
     apply_policies(transformer, policies, args.compile, offload)
     return policies
-
-
-def _budget(setup: Setup, device: torch.device) -> int:
-    """Return the bytes that the plan of a step may have so that the step fits."""
-    free, total = free_memory(device)
-    # The plan counts what lasts, which is in memory already. No allocator counts on a CPU.
-    is_gpu = device.type == "cuda"
-    held = torch.cuda.memory_allocated(device) if is_gpu else sum(base_parts(setup).values())
-    return free - total + usable(total) + held - gap_bytes(setup)
 
 
 def fit_lines(found: Fitted) -> list[str]:

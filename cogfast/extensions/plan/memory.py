@@ -9,7 +9,8 @@ with PyTorch's allocator.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -17,16 +18,12 @@ from typing import Any
 
 import torch
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.deepspeed_keys import stage_and_sums
-from cogfast.config.merged_config import to_dict
 from cogfast.distributed.context_parallel import split_context
 from cogfast.distributed.tensor_parallel import ParallelGroup
+from cogfast.distributed.zero_engine import stage_and_sums
 from cogfast.extensions.memory.offloaded_activations import NUM_RESIDENT
-from cogfast.extensions.memory.quantized_base import base_linears
 from cogfast.extensions.plan.encoders import Encoders, find_encoders
-from cogfast.extensions.plan.trace import Edges, Event, Trace, Traces
+from cogfast.extensions.plan.trace import Edges, Trace, Traces
 from cogfast.extensions.plan.zero import (
     Gradients,
     State,
@@ -41,7 +38,9 @@ from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import LADDER, Policy
 from cogfast.train.assembly import DTYPES, build_on_meta
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import build_optimizer
+from cogfast.train.run.opened import Run
 from cogfast.train.video_size import LatentSize, batch_sizes, largest_size
 
 GIB = 2**30
@@ -84,11 +83,6 @@ class Setup:
     @property
     def world_size(self) -> int:
         return self.model_size * self.rules.data_size
-
-    @property
-    def has_frozen_base(self) -> bool:
-        """Whether only adapters are trained in the blocks' linears."""
-        return not any(linear.weight.requires_grad for _, linear in base_linears(self.transformer))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -198,13 +192,11 @@ def choose_policies(setup: Setup, budget: int | None) -> tuple[Policy, ...]:
         fits = lambda risen, below=before, above=rung: (
             training_phase(setup, (below,) * (number - risen) + (above,) * risen).total <= budget
         )
-        low, high = 0, number
-        while low < high:  # the largest number of risen layers that fits
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        if low:
-            chosen = (before,) * (number - low) + (rung,) * low
-        if low < number:
+        # Layers that stay, where as many as fit have risen
+        stay = bisect_left(range(number, 0, -1), True, key=fits)
+        if stay < number:
+            chosen = (before,) * stay + (rung,) * (number - stay)
+        if stay > 0:
             break
     return chosen
 
@@ -246,36 +238,27 @@ def training_phase(setup: Setup, policies: Sequence[Policy]) -> Phase:
     most = step_bytes(setup.transformer, setup.rules) if leaves else _UNKNOWN
     kept = setup.kept(policies)
     is_partial = setup.offloads and "none" not in policies
-    best, most_bytes = dict[str, int](), -1
-
-    def note(below: int, running: int, transient: int = 0) -> None:
-        nonlocal best, most_bytes
-        total = min(gradients.held, most) + gradients.buffers + transient + below + running
-        if total <= most_bytes:
-            return
-        most_bytes = total
-        best = {
-            "gradients": min(gradients.held, most),
-            "ZeRO's buffers": gradients.buffers + transient,
-            "activations": below,
-            "block at work": running,
-        }
-
-    def follow(below: int, events: Sequence[Event]) -> None:
-        for event in events:
-            note(below, event.peak)
-            if event.numel:
-                note(below, event.live, gradients.arrive(event.numel))
-
     # Offloading leaves what the last blocks before the one at work keep.
     held = lambda end, number: sum(kept[max(0, end - number) if is_partial else 0 : end])
-    follow(edges.embedded + held(len(kept), NUM_RESIDENT), edges.head)
+    parts = [(held(len(kept), NUM_RESIDENT), edges.head)]
     for number in reversed(range(len(policies))):
-        events = setup.block(number, policies[number]).backward
-        follow(edges.embedded + held(number, 1), events)
-    follow(edges.embedded, edges.embed)
-    transient = gradients.finish()
-    note(0, 0, transient)
+        parts.append((held(number, 1), setup.block(number, policies[number]).backward))
+
+    def moments() -> Iterator[tuple[int, int, int, int]]:
+        """Yield the bytes of `names`."""
+        for of_blocks, events in [*parts, (0, edges.embed)]:
+            below = edges.embedded + of_blocks
+            for event in events:
+                yield min(gradients.held, most), gradients.buffers, below, event.peak
+                if event.numel:
+                    transient = gradients.arrive(event.numel)
+                    buffers = gradients.buffers + transient
+                    yield min(gradients.held, most), buffers, below, event.live
+        transient = gradients.finish()
+        yield min(gradients.held, most), gradients.buffers + transient, 0, 0
+
+    names = ("gradients", "ZeRO's buffers", "activations", "block at work")
+    best = dict(zip(names, max(moments(), key=sum), strict=True))
     return Phase("training", {**base_parts(setup), **best})
 
 
@@ -299,13 +282,13 @@ def _phases(setup: Setup, policies: Sequence[Policy], card: int | None) -> list[
     gradients = step_bytes(setup.transformer, setup.rules)
     phases.append(Phase("optimizer step", {**base, "gradients": gradients}))
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    mode, num_bytes = encoders.encode_peak(max(0, free)) if encoders.in_step[1] else ("", 0)
+    mode, num_bytes = encoders.encode_peak(free)
     if num_bytes:
         # Gradients of earlier micro-batches wait.
         waiting = {"gradients": gradients} if setup.rules.accumulation > 1 else {}
         parts = {**base, **waiting, **encoders.fetched(encoders.stage_bytes)}
         phases.append(Phase("encoding clips", {**parts, f"VAE ({mode})": num_bytes}))
-    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation[0]):
+    if encoders.in_step[0] or (encoders.are_offloaded and encoders.in_evaluation):
         parts = {**base, **encoders.fetched(encoders.text_bytes)}
         phases.append(Phase("encoding captions", {**parts, "T5": encoders.text_peak}))
     if setup.eval_shape is not None:
@@ -320,48 +303,53 @@ def _evaluation_phases(
     assert setup.eval_shape is not None, "there is an evaluation"
     phases = [Phase(name, {**base, "block at work": setup.traces.forward(setup.eval_shape)})]
     free = usable(card) - sum(base.values()) if card else _UNKNOWN
-    how, num_bytes = setup.encoders.decode_peak(max(0, free))
+    how, num_bytes = setup.encoders.decode_peak(free)
     if num_bytes:
         base |= setup.encoders.fetched(setup.encoders.stage_bytes)
         phases.append(Phase("decoding", {**base, f"VAE ({how})": num_bytes}))
     return phases
 
 
-def setup_of(
-    config: Config, args: TrainArguments, world_size: int, traces: Traces | None = None
-) -> Setup:
+def setup_of(run: Run, args: TrainKeys, world_size: int, traces: Traces | None = None) -> Setup:
     """Collect what decides the memory of a configuration on `world_size` ranks.
 
     traces: of the same model with the same layout, if there are some.
     """
-    traces = traces or Traces(_build(config, args))
+    tensor, context = args.model_parallel_size, args.context_parallel_size
+    if traces is None:
+        # The shard of the rank that has most, without memory and processes
+        group = stand_in(0, tensor) if tensor > 1 else None
+        transformer = build_on_meta(run.network, args, group)
+        if context > 1:
+            split_context(transformer, stand_in(context - 1, context))
+        traces = Traces(transformer)
     model = traces.transformer.config
-    clip, batches = largest_size(config, model), batch_sizes(config, model)
+    data = run.data_arguments
+    clip, batches = largest_size(data, model), batch_sizes(data, model)
     times, size = max(batches, key=lambda pair: pair[0] * pair[1].num_tokens(model))
     # Pictures are encoded one by one, which takes less than a clip.
     shape = (args.batch_size, clip.num_frames, *clip.pixels)
     captions = args.batch_size * max(times for times, _ in batches)
     number = DTYPES[args.precision].itemsize
-    encoders = find_encoders(config, args, shape, model.text_length, number, captions)
+    encoders = find_encoders(run, args, shape, model.text_length, number, captions)
     is_sampling = args.mode == "inference"
     # Guidance runs the conditional and the unconditional half together.
     evaluated = args.eval_batch_size or args.batch_size
     eval_shapes = [
-        (evaluated * times, _rows(size, model, args.context_parallel_size))
-        for times, size in ((2, clip), *batches)
+        (evaluated * times, _rows(size, model, context)) for times, size in ((2, clip), *batches)
     ]
+    most = max(times * _sample_bytes(encoders, size, model) for times, size in batches)
     return Setup(
         traces=traces,
-        rules=rules_of(config, args, world_size // args.model_parallel_size),
+        rules=rules_of(run.deepspeed, args, world_size // tensor, run.allow_import),
         size=size,
         batch_size=args.batch_size * times,
         choice=str(args.activation_checkpointing),
         encoders=encoders,
         eval_shape=max(eval_shapes, key=math.prod) if args.has_evaluation or is_sampling else None,
-        batch_bytes=args.batch_size
-        * max(times * _sample_bytes(encoders, size, model) for times, size in batches),
-        model_size=args.model_parallel_size,
-        context_size=args.context_parallel_size,
+        batch_bytes=args.batch_size * most,
+        model_size=tensor,
+        context_size=context,
         is_sampling=is_sampling,
         offloads=args.offload_activations,
     )
@@ -384,15 +372,6 @@ def _sample_bytes(encoders: Encoders, size: LatentSize, model: TransformerConfig
     return per_sample
 
 
-def _build(config: Config, args: TrainArguments) -> DiffusionTransformer:
-    """Build the shard of the rank that has most, without memory and processes."""
-    tensor, context = args.model_parallel_size, args.context_parallel_size
-    transformer = build_on_meta(config, args, stand_in(0, tensor) if tensor > 1 else None)
-    if context > 1:
-        split_context(transformer, stand_in(context - 1, context))
-    return transformer
-
-
 def stand_in(rank: int, size: int) -> ParallelGroup:
     """Return a group without processes: on the meta device a collective needs a name alone."""
     # Registers the collectives on the meta device. A run without groups needs no such import.
@@ -402,16 +381,13 @@ def stand_in(rank: int, size: int) -> ParallelGroup:
     return ParallelGroup(rank, size, named)
 
 
-def _num_moments(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int:
-    """Return the float32 numbers per weight that an optimizer keeps beside the EMA."""
-    if isinstance(optimizer, FusedEmaAdam):
-        return sum(x.shape == weight.shape for x in optimizer.state_of(weight).values()) - 1
-    return 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
-
-
-def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
+def rules_of(
+    section: Mapping[str, Any],
+    args: TrainKeys,
+    data_size: int,
+    allow_import: Sequence[str] = (),
+) -> ZeroRules:
     """Return where DeepSpeed and the optimizer keep the state of this configuration."""
-    section = to_dict(config.deepspeed)
     zero = section.get("zero_optimization") or {}
     number = DTYPES[args.precision].itemsize
     device = (zero.get("offload_optimizer") or {}).get("device")
@@ -421,16 +397,20 @@ def rules_of(config: Config, args: TrainArguments, data_size: int) -> ZeroRules:
     optimizer = build_optimizer(
         section.get("optimizer") or {},
         [{"params": [weight]}],
-        allow_import=config.allow_import,
+        allow_import=allow_import,
         lr=args.lr,
     )
     is_fused_adam = isinstance(optimizer, FusedEmaAdam)
+    # Float32 numbers per weight that the optimizer keeps beside the EMA
+    moments = 2 if "betas" in optimizer.defaults else int("momentum" in optimizer.defaults)
+    if isinstance(optimizer, FusedEmaAdam):
+        moments = sum(x.shape == weight.shape for x in optimizer.state_of(weight).values()) - 1
     return ZeroRules(
         stage=stage,
         data_size=data_size,
         weight_bytes=number,
         sum_bytes={"fp32": 4, "fp16": 2, "bf16": 2}.get(str(sum_dtype), number),
-        num_moments=_num_moments(optimizer, weight),
+        num_moments=moments,
         has_8bit_moments=args.optimizer_moments == "8bit",
         has_ema=is_fused_adam,
         has_host_ema=args.ema_device == "cpu",

@@ -130,7 +130,10 @@ def predict_step(plan: MemoryPlan, gpu: Gpu, backend: str | None = None) -> Step
     found = {kind: times * (of_forward[kind] + of_others[kind]) for kind in of_forward}
     if rules.is_muon:
         found["matmul"] += muon_flops(setup) / (gpu.shares.matmul * gpu.matmul_tflop_per_s * 1e12)
-    found["memory"] += _optimizer_bytes(setup) / (gpu.shares.memory * gpu.copy_tb_per_s * 1e12)
+    # FusedStep moves the state in and out, gradients twice, and new weights.
+    moved = rules.partition(setup.num_trained) * (2 * rules.sum_bytes + rules.weight_bytes)
+    moved += 2 * (setup.state.master + setup.state.moments + setup.state.ema)
+    found["memory"] += moved / (gpu.shares.memory * gpu.copy_tb_per_s * 1e12)
     computed = sum(found.values())
     links = _links(setup, forward + others, gpu, computed)
     seconds = computed + links.exposed + times * transfers
@@ -181,13 +184,6 @@ def _seconds(work: Work, gpu: Gpu, backend: str | None) -> dict[str, float]:
             computed = op.flops / rates[op.kind] if op.flops else 0.0
             found[name] += times * max(computed, op.num_bytes / copy)
     return found
-
-
-def _optimizer_bytes(setup: Setup) -> float:
-    """Return the bytes that FusedStep moves: state in and out, gradients twice, and new weights."""
-    state, rules = setup.state, setup.rules
-    numbers = rules.partition(setup.num_trained) * (2 * rules.sum_bytes + rules.weight_bytes)
-    return 2 * (state.master + state.moments + state.ema) + numbers
 
 
 def muon_flops(setup: Setup) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cogfast.config import Config, with_words
-from cogfast.config.arguments import TrainArguments
+from cogfast.core.keys import with_origins
 from cogfast.extensions.plan.gpus import GPUS
 from cogfast.extensions.plan.memory import GIB, MemoryPlan, plan_memory, rules_of, setup_of
 from cogfast.extensions.plan.seconds import GPUS_PER_MACHINE, StepTime, predict_step
@@ -14,6 +14,7 @@ from cogfast.extensions.plan.text import attention_of, checked, find_card, model
 from cogfast.extensions.plan.trace import Traces
 from cogfast.extensions.sparse.check import check_sparse
 from cogfast.train.preflight.mesh import check_mesh
+from cogfast.train.run.opened import Run
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _SHOWN = 2  # layouts for each number of GPUs
@@ -49,19 +50,20 @@ def find_layouts(
 
     Those of a number have the same global batch: deepspeed.train_batch_size, else the configuration's own.
     """
-    (name, memory, entry), (config, model) = find_card(gpu), checked(config)
+    (name, memory, entry), run = find_card(gpu), checked(config)
+    model, data = run.network, run.data_arguments
     if entry is None or memory is None:
         known = ", ".join(each.name for each in GPUS)
         text = f"--table has no rates of {name}" if name else "--table needs --gpu NAME"
         raise ValueError(f"{text}; use --gpu {known}")
-    args, traces = TrainArguments.from_config(config), dict[tuple[int, int], Traces]()
-    if args.mode == "inference" or rules_of(config, args, 1).is_offloaded:
+    args, traces = run.args, dict[tuple[int, int], Traces]()
+    if args.mode == "inference" or rules_of(run.deepspeed, args, 1, run.allow_import).is_offloaded:
         raise ValueError("--table predicts no sampling and no offload_optimizer; plan without it")
     found: dict[int, list[Layout] | str] = {}
     for world in worlds:
         copies = max(1, world // (args.model_parallel_size * args.context_parallel_size))
         samples = args.batch_size * args.gradient_accumulation_steps * copies
-        samples = config.deepspeed.get("train_batch_size") or samples
+        samples = run.deepspeed.get("train_batch_size") or samples
         layouts, peaks, why = list[Layout](), list[int](), ""
         for tensor, context in ((t, c) for t in _SIZES for c in _SIZES if t * c <= _SIZES[-1]):
             # Context parallelism sends less (docs/scaling.md): tensor parallelism is for what does not fit.
@@ -73,11 +75,11 @@ def find_layouts(
                 f"args.context_parallel_size={context}",
                 f"args.gradient_accumulation_steps={max(1, samples // at_once)}",
             )
-            changed = with_words(config, words, "--table")
-            args_here = TrainArguments.from_config(changed)
+            changed = Run(with_words(run.config, words, "--table"))
             try:
-                check_mesh(changed, args_here, model, world)
-                check_sparse(changed, args_here, model, is_training=True)
+                with with_origins(changed.origins):
+                    check_mesh(changed.args, model.config, data, model.target, world)
+                    check_sparse(changed.args, model.config, data, is_training=True)
             except ValueError as error:
                 why = why or str(error)
                 continue
@@ -85,11 +87,11 @@ def find_layouts(
                 why = f"{at_once} samples at once do not divide a batch of {samples}; set "
                 why += f"deepspeed.train_batch_size to a multiple of {at_once}"
                 continue
-            setup = setup_of(changed, args_here, world, traces.get((tensor, context)))
+            setup = setup_of(changed, changed.args, world, traces.get((tensor, context)))
             traces[tensor, context] = setup.traces
             plan = plan_memory(setup, memory)
             peaks.append(plan.peak)
-            backend, *_ = attention_of(args_here, plan, entry, is_here=gpu is None)
+            backend, *_ = attention_of(changed.args, plan, entry, is_here=gpu is None)
             step = predict_step(plan, entry, backend)
             if plan.fits and step is not None:
                 layouts.append(Layout(words, samples, plan, step))
@@ -133,7 +135,7 @@ def describe_table(config: Config, gpu: str | None, worlds: Iterable[int] = WORL
     step, setup = fitting[0][0].step, fitting[0][0].plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     lines = [
-        model_line(TrainArguments.from_config(config), fitting[0][0].plan),
+        model_line(Run(config).args, fitting[0][0].plan),
         f"on: {find_card(gpu)[0]}, {GPUS_PER_MACHINE} in a machine, ZeRO-{setup.rules.stage}, batches of "
         f"{setup.batch_size} x {frames} frames of {rows}x{columns}, cached latents",
         f"All figures are predicted, none was measured; {step.attention_rates}.",

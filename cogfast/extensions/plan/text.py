@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import counted
+from cogfast.core.keys import names_origins
+from cogfast.core.values import counted
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.extensions.conditions.check import check_conditions
 from cogfast.extensions.plan.gpus import INSTALL_FLASH_ATTENTION, Gpu, gpu_of, parse_gpu
-from cogfast.extensions.plan.ladder import FIT, Fitted, climb, fit_lines
+from cogfast.extensions.plan.ladder import FIT, climb, fit_lines
 from cogfast.extensions.plan.memory import (
     GIB,
     MemoryPlan,
@@ -28,10 +26,11 @@ from cogfast.extensions.plan.seconds import predict_step
 from cogfast.extensions.plan.zero import num_held
 from cogfast.extensions.sparse.check import check_sparse, follow_weights
 from cogfast.kernels.attention_backends import BACKENDS, backends_that_run
-from cogfast.model.config import TransformerConfig
 from cogfast.train.activation_checkpointing import describe
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.mesh import check_global_batch, check_mesh
+from cogfast.train.run.opened import Run
 
 _NAME_COLUMNS = 22
 _NOTHING_FITS = (
@@ -40,43 +39,58 @@ _NOTHING_FITS = (
 )
 
 
+@names_origins
 def describe_plan(config: Config, gpu: str | None = None, num_gpus: int | None = None) -> str:
     """Return the prediction for `config` as text.
 
     gpu: of --gpu; None: the one that is here. num_gpus: of --gpus; None: of this launch. Raises
     ValueError for a name that is not known and for a number of GPUs that does not divide.
     """
-    config, model = checked(config)
-    args, (name, memory, entry) = TrainArguments.from_config(config), find_card(gpu)
+    run = checked(config)
+    args, model, data = run.args, run.network, run.data_arguments
+    card_name, memory, entry = find_card(gpu)
     world_size = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    check_mesh(config, args, model, world_size)
-    check_sparse(config, args, model, is_training=args.mode != "inference")
+    check_mesh(args, model.config, data, model.target, world_size)
+    check_sparse(args, model.config, data, is_training=args.mode != "inference")
     if args.mode != "inference":
-        check_global_batch(config, args, world_size)
-    plan = plan_memory(setup_of(config, args, world_size), memory)
+        check_global_batch(args, run.deepspeed, world_size)
+    plan = plan_memory(setup_of(run, args, world_size), memory)
     changes: list[str] = []
-    fix: Fitted | None = None
     if args.fit == "auto" and memory is not None:
-        found = climb(config, args, plan)
+        found = climb(run, args, plan)
         if found.plan.fits:
             args, plan, changes = found.args, found.plan, fit_lines(found)
-    if not plan.fits:
-        fix = climb(config, args, plan, has_gpus=True)
-    lines = _lines(args, plan, name, fix, changes)
+    setup = plan.setup
+    lines = [model_line(args, plan), _layout_line(plan)]
+    if not setup.is_sampling:
+        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
+        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
+    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
+    if host:
+        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
+    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
+    lines += [f"{FIT}: {line}" for line in changes]
+    fix = None if plan.fits else climb(run, args, plan, has_gpus=True)
+    if fix is not None and fix.plan.fits:
+        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
+        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
+    elif fix is not None:
+        lines.append(_NOTHING_FITS)
     if entry is not None:
         lines += _time_lines(args, plan, entry, is_here=gpu is None)
     return "\n".join(lines) + "\n"
 
 
-def checked(config: Config) -> tuple[Config, TransformerConfig]:
-    """Return the configuration that a plan is made of, and its network, if they can be planned."""
+@names_origins
+def checked(config: Config) -> Run:
+    """Return the run that a plan is made of, if it can be planned."""
     run_without_dynamo()
     config = follow_weights(config)
     if config.model.get("network_config") is None:
         raise ValueError("model.network_config is missing; add a model file to --base")
-    network = transformer_arguments(config.model.network_config.params)
-    check_conditions(config, ModelArguments.from_config(config), network)
-    return config, TransformerConfig(**network)
+    run = Run(config)
+    check_conditions(run.model, run.fields)
+    return run
 
 
 def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
@@ -89,33 +103,7 @@ def find_card(name: str | None) -> tuple[str, int | None, Gpu | None]:
     return properties.name, properties.total_memory, gpu_of(torch.device("cuda:0"))
 
 
-def _lines(
-    args: TrainArguments,
-    plan: MemoryPlan,
-    card_name: str,
-    fix: Fitted | None,
-    changes: Sequence[str],
-) -> list[str]:
-    """Return the prediction as a table: a row for each part, a column for each phase."""
-    setup = plan.setup
-    lines = [model_line(args, plan), _layout_line(args, plan)]
-    if not setup.is_sampling:
-        asked = f"{setup.choice}: " if setup.choice == "auto" else ""
-        lines.append(f"activation checkpointing: {asked}{describe(plan.policies)}")
-    host = [f"{name} {_gib(n)} GiB" for name, n in host_parts(setup, plan.policies).items() if n]
-    if host:
-        lines.append(f"in host memory, for each GPU: {', '.join(host)}")
-    lines += ["", *_table(plan), "", _verdict(plan, card_name), *_gap_lines(plan)]
-    lines += [f"{FIT}: {line}" for line in changes]
-    if fix is not None and fix.plan.fits:
-        peak = f"{_gib(fix.plan.peak)} GiB, {fix.plan.largest.name}"
-        lines += ["", f"This makes it fit ({peak}):", *(f"  {change}" for change in fix.changes)]
-    elif fix is not None:
-        lines.append(_NOTHING_FITS)
-    return lines
-
-
-def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
+def model_line(args: TrainKeys, plan: MemoryPlan) -> str:
     transformer = plan.setup.transformer
     held = f"{num_held(transformer) / 1e6:.1f} M parameters"
     held += " a GPU" if plan.setup.model_size > 1 else ""
@@ -126,7 +114,7 @@ def model_line(args: TrainArguments, plan: MemoryPlan) -> str:
     return f"model: {layers} of width {width}, {held}{trained}, {args.precision}"
 
 
-def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
+def _layout_line(plan: MemoryPlan) -> str:
     setup = plan.setup
     frames, (rows, columns) = setup.size.num_frames, setup.size.pixels
     context = f" x cp {setup.context_size}" if setup.context_size > 1 else ""
@@ -139,21 +127,17 @@ def _layout_line(args: TrainArguments, plan: MemoryPlan) -> str:
 
 
 def _table(plan: MemoryPlan) -> list[str]:
+    """Return a row for each part, with a column for each phase."""
     names = list(dict.fromkeys(name for phase in plan.phases for name in phase.parts))
     # Parts that no phase has are left out.
     names = [n for n in names if any(phase.parts.get(n, 0) for phase in plan.phases)]
     widths = [max(8, len(phase.name)) for phase in plan.phases]
-
-    def row(name: str, cells: Sequence[str]) -> str:
-        columns = [f"  {cell.rjust(width)}" for cell, width in zip(cells, widths, strict=True)]
-        return "".join([name.ljust(_NAME_COLUMNS), *columns]).rstrip()
-
-    lines = [row("GiB per GPU", [phase.name for phase in plan.phases])]
+    cells = {"GiB per GPU": [phase.name for phase in plan.phases]}
     for name in names:
-        cells = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
-        lines.append(row(name, cells))
-    lines.append(row("total", [_gib(phase.total) for phase in plan.phases]))
-    return lines
+        cells[name] = [_gib(p.parts[name]) if p.parts.get(name) else "" for p in plan.phases]
+    cells["total"] = [_gib(phase.total) for phase in plan.phases]
+    aligned = lambda name, row: [name.ljust(_NAME_COLUMNS), *map(str.rjust, row, widths)]
+    return ["  ".join(aligned(name, row)).rstrip() for name, row in cells.items()]
 
 
 def _verdict(plan: MemoryPlan, card_name: str) -> str:
@@ -166,10 +150,9 @@ def _verdict(plan: MemoryPlan, card_name: str) -> str:
 
 def _gap_lines(plan: MemoryPlan) -> list[str]:
     """Return a warning if gaps in the allocator's memory may slow down a run that fits."""
-    step, gap = plan.phases[0], gap_bytes(plan.setup)
-    if plan.setup.is_sampling or plan.card is None or not plan.fits:
-        return []
-    if step.total + gap <= usable(plan.card):
+    step, gap, card = plan.phases[0], gap_bytes(plan.setup), plan.card
+    is_sampling = plan.setup.is_sampling
+    if card is None or is_sampling or not plan.fits or step.total + gap <= usable(card):
         return []
     return [
         f"It is tight: gaps between gradients and activations may take up to {_gib(gap)} GiB more in a "
@@ -178,7 +161,7 @@ def _gap_lines(plan: MemoryPlan) -> list[str]:
 
 
 def attention_of(
-    args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool = False
+    args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool = False
 ) -> tuple[str | None, list[str], str]:
     """Return the backend of attention that a plan assumes (None: no rates are known), those that it may
     choose, and the reason. is_here: the GPU is that of this machine."""
@@ -195,7 +178,7 @@ def attention_of(
     return named if named != "auto" else gpu.shares.fastest(able), able, why
 
 
-def _time_lines(args: TrainArguments, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
+def _time_lines(args: TrainKeys, plan: MemoryPlan, gpu: Gpu, is_here: bool) -> list[str]:
     """Describe a predicted step."""
     backend, able, why = attention_of(args, plan, gpu, is_here)
     step = predict_step(plan, gpu, backend)

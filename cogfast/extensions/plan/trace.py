@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from cogfast.core.live_bytes import LiveBytes
@@ -49,7 +50,6 @@ _KINDS: dict[Any, Kind] = {
 }
 _INT8 = (_ops.int8_linear, _ops.int8_linear_backward)
 _FP8 = (_ops.fp8_linear, _ops.fp8_linear_backward)
-_REDUCES = (_sends.all_reduce, _sends.all_reduce_)
 
 
 class Op(NamedTuple):
@@ -97,11 +97,14 @@ class Edges:
     work: Work
 
 
-def _nbytes(tensors: Any) -> int:
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in (nested) arguments."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _nbytes(*values: Any) -> int:
     """Return the bytes of tensors in (nested) arguments; an expanded one is read as it is stored."""
-    if isinstance(tensors, Tensor):
-        return min(tensors.nbytes, tensors.untyped_storage().nbytes())
-    return sum(map(_nbytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in _tensors(values))
 
 
 def scratch(op: Any, args: Sequence[Any]) -> int:
@@ -115,9 +118,8 @@ def scratch(op: Any, args: Sequence[Any]) -> int:
     if packet is _ops.choose_blocks:
         b, s, h, d = args[0].shape
         n = Blocks.of(s, args[2]).count
-        return (
-            b * h * n * (2 * 4 * d + n)
-        )  # means of queries and keys, and a byte for each pair of blocks
+        # means of queries and keys, and a byte for each pair of blocks
+        return b * h * n * (2 * 4 * d + n)
     if packet is _SPARSE_BACKWARD:
         b, s, h, _ = args[1].shape
         return 4 * b * h * s  # delta
@@ -152,7 +154,7 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Op | None:
     """Return what an op costs; None for one that moves nothing, such as a view."""
     packet = func._overloadpacket
-    if packet in _REDUCES:
+    if packet in (_sends.all_reduce, _sends.all_reduce_):
         size = int(args[2].rpartition("/")[2])
         return Op("sent", 0, 2 * (size - 1) / size * _nbytes(args[0]))
     if packet is _sends.all_gather_into_tensor:
@@ -167,7 +169,7 @@ def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         return None
     if not made and not func._schema.is_mutable:
         return None
-    num_bytes = _nbytes([*args, *kwargs.values(), *made])
+    num_bytes = _nbytes(*args, *kwargs.values(), *made)
     if not made:
         num_bytes += _nbytes(args[0])  # in place: read and written
     flops = _flops(packet, args, kwargs, out)
@@ -180,16 +182,6 @@ def _op_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
         num_bytes += 2 * args[0].numel() + 2 * args[1].numel() * (packet is _FP8[1])
         kind = "fp8"
     return Op(_KINDS.get(packet, kind), flops, num_bytes)
-
-
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
 
 
 class _Recorder(LiveBytes):
@@ -348,11 +340,11 @@ def _block_inputs(
         num_video = max(0, whole - config.text_length)
         width = config.head_width // 16 * (2 * num_video + 3 + 3)
         rotation = Rotation(torch.empty(2, width, device=_META), num_video, 1, 1)
-    hidden = torch.empty(batch, rows, config.hidden_size, dtype=transformer.dtype, device=_META)
-    conditioning = torch.empty(
-        batch, config.time_embed_dim, dtype=transformer.dtype, device=_META
-    ).requires_grad_(any(p.requires_grad for p in transformer.time_embedding.parameters()))
-    return hidden, conditioning, num_text, rotation
+    empty = partial(torch.empty, dtype=transformer.dtype, device=_META)
+    conditioning = empty(batch, config.time_embed_dim)
+    is_trained = any(p.requires_grad for p in transformer.time_embedding.parameters())
+    conditioning.requires_grad_(is_trained)
+    return empty(batch, rows, config.hidden_size), conditioning, num_text, rotation
 
 
 def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int) -> Edges:
@@ -369,9 +361,8 @@ def trace_edges(transformer: DiffusionTransformer, size: LatentSize, batch: int)
         return _Boundary.apply(hidden, seed, lambda: head.append(recorder.take_events()))
 
     shape = (batch, size.channels, size.frames, size.height, size.width)
-    extra = (
-        config.in_channels - size.channels
-    )  # of the conditions, such as image-to-video's first frame
+    # Channels of the conditions, such as image-to-video's first frame
+    extra = config.in_channels - size.channels
     empty = lambda *sides, **kind: torch.empty(sides, device=_META, **kind)
     text = empty(batch, config.text_length, config.text_hidden_size, dtype=transformer.dtype)
     conditions = None if extra <= 0 else empty(batch, extra, *shape[2:])
@@ -405,9 +396,12 @@ class Traces:
 
     def __init__(self, transformer: DiffusionTransformer) -> None:
         self.transformer = transformer
-        self._found: dict[tuple, Any] = {}
-        self._first_alike: list[int] = []  # by block
-        self._has_input_gradient: list[bool] = []  # by block
+        # Called with the arguments behind the transformer.
+        self.edges = cache(partial(trace_edges, transformer))
+        self.forward = cache(partial(trace_forward, transformer))
+        self._block = cache(partial(trace_block, transformer))
+        # Each block has the number of the first one that is alike, and whether their inputs have gradients.
+        self._alike: list[tuple[int, bool]] = []
         first_of_kind: dict[tuple, int] = {}
         has_input_gradient = transformer.patch_embedding.weight.requires_grad
         for number, block in enumerate(transformer.blocks):
@@ -416,27 +410,13 @@ class Traces:
             is_split = isinstance(block, SequenceParallelBlock)
             ends = (block.is_first, block.is_last) if is_split else ()
             kind = (has_input_gradient, trained, modules, ends)
-            self._first_alike.append(first_of_kind.setdefault(kind, number))
-            self._has_input_gradient.append(has_input_gradient)
+            self._alike.append((first_of_kind.setdefault(kind, number), has_input_gradient))
             has_input_gradient = has_input_gradient or bool(trained)
 
     def block(self, number: int, shape: tuple[int, int], policy: Policy) -> Trace:
         """Return the trace of a block; see trace_block."""
-        first = self._first_alike[number]
-        has_input = self._has_input_gradient[first]
-        make = lambda: trace_block(self.transformer, first, shape, policy, has_input)
-        return self._once((first, shape, policy), make)
-
-    def edges(self, size: LatentSize, batch: int) -> Edges:
-        return self._once((size, batch), lambda: trace_edges(self.transformer, size, batch))
-
-    def forward(self, shape: tuple[int, int]) -> int:
-        return self._once((shape,), lambda: trace_forward(self.transformer, shape))
-
-    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        if key not in self._found:
-            self._found[key] = make()
-        return self._found[key]
+        first, has_input_gradient = self._alike[number]
+        return self._block(first, shape, policy, has_input_gradient)
 
 
 @cache

@@ -84,10 +84,9 @@ def num_trained(transformer: DiffusionTransformer) -> int:
 
 def num_held(transformer: DiffusionTransformer) -> int:
     """Return all weights, also those that are no parameters: of 8 bits, or in host memory."""
-    held = [linear.weight for _, linear in base_linears(transformer)]
-    return num_partitioned(transformer) + sum(
-        weight.numel() for weight in held if not isinstance(weight, nn.Parameter)
-    )
+    weights = (linear.weight for _, linear in base_linears(transformer))
+    others = sum(weight.numel() for weight in weights if not isinstance(weight, nn.Parameter))
+    return num_partitioned(transformer) + others
 
 
 def num_partitioned(transformer: DiffusionTransformer) -> int:
@@ -186,9 +185,7 @@ class Gradients:
     def _reduce(self) -> int:
         """Move the waiting gradients to their partitions; both are in memory for a moment."""
         rules = self.rules
-        transient = min(self._waiting, rules.bucket) * self._number
-        if rules.is_alone:
-            transient = self._waiting * self._number
+        at_once = self._waiting if rules.is_alone else min(self._waiting, rules.bucket)
         # Sums in another dtype are added in place; others get a partition for each micro-batch.
         is_in_place = rules.sum_bytes != self._number
         self._reduced += self._waiting
@@ -198,7 +195,7 @@ class Gradients:
             before += numel
         self._summed = max(self._before, flat) if is_in_place else self._before + flat
         self._waiting, self.held = 0, self._summed
-        return transient
+        return at_once * self._number
 
 
 def step_bytes(transformer: DiffusionTransformer, rules: ZeroRules) -> int:

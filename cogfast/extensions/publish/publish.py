@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -19,10 +19,9 @@ from typing import Any
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from cogfast.config.arguments import TrainArguments, conditions_of_run
 from cogfast.config.components import own_objective
-from cogfast.config.json_files import brief, read_limited
-from cogfast.config.values import OF_TEXTS, counted, printable
+from cogfast.core.json_files import brief, read_limited
+from cogfast.core.values import OF_TEXTS, counted, printable
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.extensions.formats.convert import convert
 from cogfast.extensions.formats.image_scale import difference_of_run
@@ -30,8 +29,10 @@ from cogfast.extensions.page.record import read_run
 from cogfast.extensions.pipeline_folder.pipeline_folder import is_hub_id
 from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.model.config import member_of
+from cogfast.model.keys import conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest, run_of
 from cogfast.model.weights.run_checkpoint import open_run
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +98,11 @@ def push(path: Path, repo: str) -> Thread:
     return thread
 
 
-def warn_of_missing_token(args: TrainArguments) -> None:
+def warn_of_missing_token(args: TrainKeys) -> None:
     from huggingface_hub import get_token
 
     if args.push_to_hub is not None and get_token() is None:
         logger.warning("args.push_to_hub=%s: %s", args.push_to_hub, _LOGIN)
-
-
-def _tag(inputs: Sequence[str]) -> str:
-    if {"image", "frames"} & set(inputs):
-        return "image-to-video"
-    return "video-to-video" if inputs else "text-to-video"
 
 
 def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
@@ -115,7 +110,8 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     manifest, record = read_manifest(checkpoint), read_run(run_of(checkpoint))
     config = manifest.get("config") or {}
     args, data = config.get("args") or {}, (config.get("data") or {}).get("params") or {}
-    if own := own_objective(config.get("model") or {}):
+    model = config.get("model") or {}
+    if own := own_objective(model):
         text = f"{checkpoint} was {own}, so that the card's code would sample wrong videos"
         raise ValueError(f"{text}; publish what cogfast convert writes with code that samples it")
     kinds = {s["kind"] for held in manifest["slices"].values() for s in held.values()}
@@ -127,8 +123,9 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
     to = "diffusers" if adapters is None else "peft"
     convert(checkpoint, target, to, ema, dtype=dtype if adapters is None else None)
     facts = source.facts
-    inputs = conditions_of_run(config.get("model") or {})
+    inputs = conditions_of_run(model)
     is_i2v, is_control = inputs == ["image"], inputs == ["control"]
+    tag = "image" if {"image", "frames"} & set(inputs) else "video" if inputs else "text"
     is_rotary = facts["position"] == "rotary"
     member = member_of(facts["patch_size"], is_i2v, is_rotary)
     in_channels = facts["out_channels"] * (1 + member.has_image)
@@ -140,7 +137,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         **({} if base is None else {"base_model": base}),
         **(_license(Path(load)) if load else {"license": "other"}),
         "library_name": "diffusers",
-        "pipeline_tag": _tag(inputs),
+        "pipeline_tag": f"{tag}-to-video",
         "tags": ["cogvideox", "diffusers", *([] if adapters is None else ["lora"]), "cogfast"],
         "widget": widget,
     }
@@ -171,7 +168,7 @@ def write_files(checkpoint: Path, repo: str, folder: Path) -> Path:
         is_lora=adapters is not None,
         is_i2v=is_i2v,
         is_control=is_control,
-        has_dynamic_guidance="guiders.DynamicCFG" in json.dumps(config.get("model") or {}),
+        has_dynamic_guidance="guiders.DynamicCFG" in json.dumps(model),
         other_inputs="" if is_i2v or is_control else ", ".join(inputs),
         clips=counted(manifest.get("num_samples", 0), "clip"),
         settings={name: value for name, value in settings.items() if value is not None},
@@ -190,7 +187,7 @@ def _copy_videos(record: Any, args: dict, folder: Path) -> list[dict]:
     prompts alone: a caption of the data is none of them."""
     try:
         known = {"eval_prompts", "eval_prompt_file"} & args.keys()
-        own = TrainArguments(**{key: args[key] for key in known})
+        own = TrainKeys(**{key: args[key] for key in known})
         texts = {prompt.text for prompt in given_prompts(own)}
     except (ValueError, TypeError) as error:
         logger.warning("prompts are left out of the card (%s)", brief(str(error)))
@@ -211,11 +208,10 @@ def _is_own_file(run: Path, name: str) -> bool:
     """Return whether a run's folder itself has this file. A link of a run that was downloaded may lead to
     any file here."""
     path = Path(os.path.realpath(run), name)
-    is_own = os.path.realpath(path) == str(path) and path.is_file()
-    if not is_own:
-        text = "%s is not published: it must be a file of the run, and no link"
-        logger.warning(text, brief(name))
-    return is_own
+    if os.path.realpath(path) == str(path) and path.is_file():
+        return True
+    logger.warning("%s is not published: it must be a file of the run, and no link", brief(name))
+    return False
 
 
 def _base_id(load: str, member: str | None) -> str | None:
@@ -235,10 +231,10 @@ def _base_id(load: str, member: str | None) -> str | None:
 
 def _license(base: Path) -> dict[str, Any]:
     """Return the licence that the README.md of the base's folder names."""
-    try:
+    with suppress(ValueError, yaml.YAMLError, TypeError):
         text = read_limited(base / "README.md", 1 << 20).decode(errors="replace")
         found = yaml.safe_load((_FRONT.match(text) or ["", ""])[1]) or {}
         kept = {k: str(found[k]) for k in ("license", "license_name", "license_link") if k in found}
-    except (ValueError, yaml.YAMLError, TypeError):
-        kept = {}
-    return kept if "license" in kept else {"license": "other"}
+        if "license" in kept:
+            return kept
+    return {"license": "other"}

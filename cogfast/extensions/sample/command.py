@@ -11,14 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import ModelArguments, TrainArguments, conditions_of_run
-from cogfast.config.json_files import brief
-from cogfast.config.merged_config import leaves, to_dict
-from cogfast.config.values import counted, show
+from cogfast.config import Config
+from cogfast.config.merged_config import leaves
 from cogfast.core.addresses import shown
 from cogfast.core.device_memory import free_memory
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.json_files import brief
+from cogfast.core.keys import names_origins
+from cogfast.core.values import counted, show
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups, start_processes
 from cogfast.extensions.conditions.given_frames import GivenFrames
@@ -36,14 +36,18 @@ from cogfast.extensions.sample.sizes import sampled_sizes
 from cogfast.extensions.sparse.check import choose_attention, follow_weights, use_attention
 from cogfast.kernels.block_kernels import choose_kernels
 from cogfast.model.autoencoder import DecodePlan, VideoAutoencoder
+from cogfast.model.keys import ModelKeys, conditions_of_run
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.model.weights.run_checkpoint import RunFiles
 from cogfast.train.assembly import assemble_diffusion, assemble_encoder, assemble_transformer
 from cogfast.train.encode import Encoder
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import choose_for_sampling
-from cogfast.train.preflight.check import check_sample, log_unused
+from cogfast.train.preflight.check import check_sample
 from cogfast.train.preflight.parts import warn_of_different_schedules, warn_of_image_scale
 from cogfast.train.run.folder import git, plain_sections
+from cogfast.train.run.opened import Run
+from cogfast.train.run.terminal import log_unused
 from cogfast.train.video_size import LatentSize, warn_of_other_positions
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
+@names_origins
 def sample(
     config: Config,
     prompts: Sequence[str],
@@ -70,7 +75,8 @@ def sample(
     those of data.params.tensors, for each name once or once per prompt.
     """
     config = follow_weights(config, [lora.path for lora in loras])
-    args = TrainArguments.from_config(config)
+    run = Run(config)
+    args, model, data, network = run.args, run.model, run.data_arguments, run.network_target
     if not args.compile:
         run_without_dynamo()
     check_sample(config, weights, [name for name, of_name in files.items() if any(of_name)])
@@ -79,14 +85,13 @@ def sample(
             prompt, option = prompts[of_name.index(None)], name.replace("_", "-")
             text = f"--{option}: the prompt {brief(prompt)} has none; give one for each prompt"
             raise ValueError(text)
-    check_negative_prompt(config)
-    _refuse_results(out)
-    _check_writable(out)
-    sizes, data = sampled_sizes(config, args, files["image"]), data_arguments(config)
+    assert run.sampler is not None, "check_sample asks for one"
+    check_negative_prompt(args.negative_prompt, run.sampler)
+    _check_folder(out)
+    sizes = sampled_sizes(args, run.fields, data, files["image"])
     # Before the weights: a video that is too short should not cost the user a long start.
-    model = ModelArguments.from_config(config)
     inputs = read_inputs(files, sizes, data, GivenFrames.parse(model.given_frames))
-    arrays = read_tensors(tensors, len(prompts), config)
+    arrays = read_tensors(tensors, len(prompts), network, data)
     # Before the model is built, so that a wrong path costs no time.
     adapters = open_loras(loras, ema)
     groups = start_processes(
@@ -94,7 +99,7 @@ def sample(
     )
     groups.check_same({**leaves(plain_sections(config)), "prompts": prompts})
     # The cheap parts first; weights of 11 GB are read below.
-    diffusion = assemble_diffusion(config)
+    diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
     refuse_fixed_frames(diffusion.sampler)
     if groups.is_main:
         log_unused(config)
@@ -102,35 +107,39 @@ def sample(
             logger.info("a prompt is empty: its video is sampled without a caption")
         warn_of_different_schedules(diffusion)
         if weights is None:
-            warn_of_image_scale(config)
-        _warn_of_other_loras(config, loras)
+            warn_of_image_scale(run)
+        _warn_of_other_loras(model, loras)
     # If there is no run, --ema reads the averaged weights of args.load.
     source = args.load if weights is None and ema else weights
     # Rounded and offloaded weights are for training; adapters are merged into the original ones.
-    whole = dataclasses.replace(args, quantize_base="none", offload_blocks=0)
+    whole = args.changed(quantize_base="none", offload_blocks=0)
     transformer = assemble_transformer(
-        config, whole, groups, source, ema, allow_missing=args.force_inference
+        run.network, whole, groups, source, ema, allow_missing=args.force_inference
     ).eval()
     add_loras(transformer, adapters)
-    run = None if weights is None else find_run_checkpoint(Path(weights))
-    manifest = {} if run is None else read_manifest(run)
+    trained = None if weights is None else find_run_checkpoint(Path(weights))
+    manifest = {} if trained is None else read_manifest(trained)
     if manifest and groups.is_main:
         warn_of_other_positions(transformer.config, sizes, manifest)
     before, stored = manifest.get("attention"), manifest.get("attention_backend")
-    use_attention(transformer, choose_attention(config, args, transformer.config, before, groups))
+    chosen = choose_attention(args, transformer.config, data, before, groups)
+    use_attention(transformer, chosen)
     is_sparse = transformer.sparse_share is not None
     backend = choose_for_sampling(args, transformer.config, groups, stored, is_sparse)
     transformer.use_kernels(choose_kernels(args.kernels, backend))
-    encoder = assemble_encoder(config, args, transformer, groups)
+    encoder = assemble_encoder(run, args, transformer, groups)
     plan = _limit_memory(encoder, args, groups, sizes)
     # In SAT's inference.yaml, batch_size is the number of videos per prompt, sampled one at a time.
     pair = args.batch_size, 1
     num_copies, at_a_time = pair if args.mode == "inference" else pair[::-1]
-    wanted = []
+    wanted, rows = [], []
     for i in range(len(prompts) * num_copies):
         n = i // num_copies
         own = {name: values[n] for name, values in arrays.items()}
         wanted.append(Prompt(i, prompts[n], args.seed + i, size=sizes[n], tensors=own, **inputs[n]))
+        height, width = sizes[n].pixels
+        row = {"text": prompts[n], "seed": args.seed + i, "height": height, "width": width}
+        rows.append(row | {name: str(of[n]) for name, of in files.items() if of[n] is not None})
     maker = VideoMaker(
         transformer,
         diffusion,
@@ -140,20 +149,12 @@ def sample(
         negative_prompt=args.negative_prompt,
     )
     if ema is None:
-        ema = run is not None and "shadow" in RunFiles(run, manifest).kinds
+        ema = trained is not None and "shadow" in RunFiles(trained, manifest).kinds
     settings = {"weights": weights or args.load, "ema": ema}
     settings["lora"] = [dataclasses.asdict(lora) for lora in loras]
     if tensors:
         settings["tensors"] = list(tensors)
-    settings |= _settings(config, args, maker, plan)
-    rows = []
-    for prompt in wanted:
-        assert prompt.size is not None, "every prompt gets a size"
-        height, width = prompt.size.pixels
-        row = {"text": prompt.text, "seed": prompt.seed, "height": height, "width": width}
-        of_prompt = prompt.index // num_copies
-        given = {name: of_name[of_prompt] for name, of_name in files.items()}
-        rows.append(row | {name: str(path) for name, path in given.items() if path is not None})
+    settings |= _settings(run.sections["model"], args, maker, plan)
     own = {"negative_prompt": args.negative_prompt, "prompts": rows}  # written as they were given
     text = json.dumps(shown(settings) | own, indent=2, ensure_ascii=False) + "\n"
     try:
@@ -175,17 +176,17 @@ def sample(
             f"{out}: cannot be written ({error}); {counted(kept, 'sample')} kept in it; free disk space "
             "and sample again into another folder (--out)"
         ) from None
+    what = f"{counted(len(written), 'video')} and contact_sheet.png"
     if args.only_save_latents:
-        number = counted(len(written), "file of latents", "files of latents")
-        logger.info("wrote %s to %s", number, out)
-    else:
-        logger.info("wrote %s and contact_sheet.png to %s", counted(len(written), "video"), out)
+        what = counted(len(written), "file of latents", "files of latents")
+    logger.info("wrote %s to %s", what, out)
     groups.close()
     return written
 
 
-def _refuse_results(out: Path) -> None:
-    """Raise ValueError if `out` is a file, or has samples whose prompts and seeds would be lost."""
+def _check_folder(out: Path) -> None:
+    """Raise ValueError, before any time is spent on sampling, if `out` is a file, cannot be written, or
+    has samples whose prompts and seeds would be lost."""
     for folder in (out, *out.parents):
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--out {out}: {folder} is a file; give a folder with --out")
@@ -195,18 +196,13 @@ def _refuse_results(out: Path) -> None:
             f"--out {out}: has samples of an earlier call ({samples[0].name}); give another folder with "
             "--out"
         )
-
-
-def _check_writable(out: Path) -> None:
-    """Raise ValueError if no folder can be made at `out`, before any time is spent on sampling."""
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not os.access(there, os.W_OK):
         raise ValueError(f"--out {out}: {there} cannot be written; give another folder with --out")
 
 
-def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
+def _warn_of_other_loras(model: ModelKeys, loras: Sequence[LoraOverlay]) -> None:
     """Warn of adapters that were trained with other conditions, or another scale of the first frame."""
-    model = ModelArguments.from_config(config)
     for lora in loras:
         run = find_run_checkpoint(Path(lora.path))
         section = {} if run is None else (read_manifest(run).get("config") or {}).get("model") or {}
@@ -217,18 +213,13 @@ def _warn_of_other_loras(config: Config, loras: Sequence[LoraOverlay]) -> None:
     for lora in loras if "image" in model.inputs else ():
         trained = scale_of_run(Path(lora.path))
         if trained is not None and trained[0] != model.image_latent_scale:
-            logger.warning(
-                "--lora %s was trained with model.image_latent_scale=%s, and this samples with %s; add "
-                "model.image_latent_scale=%s",
-                lora.path,
-                trained[0],
-                model.image_latent_scale,
-                trained[0],
-            )
+            text = "--lora %s was trained with model.image_latent_scale=%s, and this samples with %s; add "
+            text += "model.image_latent_scale=%s"
+            logger.warning(text, lora.path, trained[0], model.image_latent_scale, trained[0])
 
 
 def _limit_memory(
-    encoder: Encoder, args: TrainArguments, groups: ProcessGroups, sizes: Sequence[LatentSize]
+    encoder: Encoder, args: TrainKeys, groups: ProcessGroups, sizes: Sequence[LatentSize]
 ) -> DecodePlan | None:
     """Set the first stage to decode in tiles, and to encode conditions in parts, if the largest video needs
     too much memory. Return the plan of decoding; None if only latents are saved.
@@ -247,14 +238,9 @@ def _limit_memory(
             stage.limit_encode_memory(budget, (args.batch_size, *shape))
     if args.only_save_latents:
         return None
-
-    def limit() -> DecodePlan | None:
-        # Only these ranks decode: the others need no first stage.
-        if not groups.is_first_of_model:
-            return None
-        return encoder.first_stage.limit_decode_memory(budget, *shape)
-
-    plan = groups.broadcast(groups.on_all(limit))
+    # Only the first ranks of models decode: the others need no first stage.
+    limit = lambda: encoder.first_stage.limit_decode_memory(budget, *shape)
+    plan = groups.broadcast(groups.on_all(limit if groups.is_first_of_model else lambda: None))
     assert plan is not None, "rank 0 decodes"
     needed = plan.num_bytes / _GIB
     if plan.num_bytes > budget and asked is not None:
@@ -271,16 +257,15 @@ def _limit_memory(
 
 
 def _settings(
-    config: Config, args: TrainArguments, maker: VideoMaker, plan: DecodePlan | None
+    model: Mapping[str, Any], args: TrainKeys, maker: VideoMaker, plan: DecodePlan | None
 ) -> dict[str, Any]:
-    """Return all settings that affect the result, for all prompts."""
-    plain = to_dict(config.model)
+    """Return all settings that affect the result, for all prompts. model: the section."""
     size = maker.size
     return {
         "dtype": args.precision,
         "num_steps": maker.sampler.num_steps,
-        "sampler": plain["sampler_config"],
-        "denoiser": plain["denoiser_config"],
+        "sampler": model["sampler_config"],
+        "denoiser": model["denoiser_config"],
         "channels": size.channels,
         "frames": size.frames,
         "num_frames": size.num_frames,

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import brief
-from cogfast.config.values import counted, show
 from cogfast.core.files import WriteError
+from cogfast.core.json_files import brief
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted, show
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.batches import in_unit_range
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -54,6 +53,7 @@ from cogfast.extensions.sample.prompt_files import GivenPrompt, given_prompts
 from cogfast.extensions.sample.sizes import read_image
 from cogfast.train.assembly import Diffusion, assemble_batches, assemble_order
 from cogfast.train.encode import Encoder
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import samples_place
 from cogfast.train.video_size import LatentSize
 
@@ -81,7 +81,7 @@ class Evaluator:
         diffusion: Diffusion,
         encoder: Encoder,
         dataset: SizedDataset | None,
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         folder: Path,
         resize: Resize = "crop",
@@ -172,7 +172,8 @@ class Evaluator:
         """Return the mean loss of the held-out batches, at the middle of each timestep band."""
         # Sum of losses per band, and number of samples. float64 makes the order negligible.
         sums = torch.zeros(NUM_BANDS + 1, dtype=torch.float64, device=self.groups.device)
-        order = self._order()
+        of_rank = self.batch_size * self.accumulation
+        order = assemble_order(self._held_out, _SEED, of_rank * self.groups.data_size)
         num_steps = order.num_steps(1) if self.args.strict_eval else self.args.eval_iters
         groups, encoder = self.groups, self.encoder
         num_batches = num_steps * self.accumulation
@@ -192,9 +193,9 @@ class Evaluator:
                 inputs = (latents, in_model(conditioning, groups), *others)
                 sums += groups.on_all(partial(self._band_losses, *inputs), self.network_ranks)
             batches.share_bad()
-        of_ranks = self.groups.gather(sums.tolist())  # sync: the result of the evaluation
+        of_ranks = groups.gather(sums.tolist())  # sync: the result of the evaluation
         # All ranks of one model have its sums: count them once.
-        of_models = of_ranks[:: self.groups.model_size]
+        of_models = of_ranks[:: groups.model_size]
         *bands, number = (sum(column) for column in zip(*of_models, strict=True))
         bands = [band / number for band in bands]
         named = {f"valid_loss_band_{i}": value for i, value in enumerate(bands)}
@@ -215,16 +216,14 @@ class Evaluator:
         assert self.dataset is not None, "there is held-out data"
         return self.dataset
 
-    def _order(self) -> GlobalOrder:
-        of_rank = self.batch_size * self.accumulation
-        return assemble_order(self._held_out, _SEED, of_rank * self.groups.data_size)
-
     def _batches(self, num_steps: int) -> ModelBatches:
-        args, size = self.args, self.batch_size
-        # The workers of training stay alive meanwhile.
-        given = {"seed": _SEED, "num_workers": min(1, args.num_workers)}
-        given["gradient_accumulation_steps"] = self.accumulation
-        args = replace(args, batch_size=size, **given)
+        args = self.args.changed(
+            batch_size=self.batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            seed=_SEED,
+            # The workers of training stay alive meanwhile.
+            num_workers=min(1, self.args.num_workers),
+        )
         name = "bad_samples_valid.jsonl"
         return assemble_batches(
             self._held_out, args, self.groups, self.folder, num_steps=num_steps, list_name=name
@@ -324,34 +323,40 @@ class Evaluator:
         dataset, texts = self._held_out, [prompt.text for prompt in self.given]
         # Each text gets the conditions of a held-out video.
         # Given prompts are all sampled; eval_num_samples limits held-out captions alone.
-        clips = _clips(dataset)
+        clips: Sequence[int] = range(len(dataset))
+        if isinstance(dataset, CaptionedVideos) and dataset.clips.buckets is not None:
+            # Pictures are left out if there are clips.
+            is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
+            clips = np.flatnonzero(is_clip).tolist() or clips
         number = len(texts) or min(self.args.eval_num_samples, len(clips))
         # Evenly spaced over the data
         chosen = [clips[i * len(clips) // number] for i in range(number)]
-        captions = None if self.inputs else _captions(dataset)
+        captions = None if self.inputs else _captions(dataset, chosen)
         if captions is not None:
-            prompts = [Prompt(i, captions[sample], _SEED + i) for i, sample in enumerate(chosen)]
+            prompts = [Prompt(i, caption, _SEED + i) for i, caption in enumerate(captions)]
         else:
             prompts = self._of_samples(chosen, texts, size)
         if not texts:
-            names = [file_name(prompt, start).removeprefix(start) for prompt in prompts]
-            samples = [chosen[prompt.index] for prompt in prompts]
-            self._write_references(dict(zip(names, samples, strict=True)))
+            for prompt in prompts:
+                name = file_name(prompt, start).removeprefix(start)
+                path = self.folder / "reference" / f"{name}.mp4"
+                if not path.exists():
+                    self._write_reference(path, chosen[prompt.index])
         return prompts
 
-    def _write_references(self, samples: Mapping[str, int]) -> None:
-        """Write the held-out clips of captions, once in a run. samples: {name: index in the data}."""
-        for name, sample in samples.items():
-            path = self.folder / "reference" / f"{name}.mp4"
-            if path.exists():
-                continue
-            try:
-                clip = _clip(self._held_out, sample)
-                if clip is not None:
-                    write_video(path, *clip)
-            # A clip on the run's page is worth no run: whatever the libraries raise is logged.
-            except Exception as error:
-                logger.warning("%s is not written (%s); training continues", path, error)
+    def _write_reference(self, path: Path, sample: int) -> None:
+        """Write a held-out clip as it is trained, if it has a video file."""
+        dataset, index = _whole(self._held_out, sample)
+        if not isinstance(dataset, CaptionedVideos):
+            return
+        try:
+            # Not `dataset[index]`: an item of a cache has latents.
+            item = CaptionedVideos.__getitem__(dataset, index)
+            frames = item["video"].cpu().permute(0, 2, 3, 1)  # [F, H, W, 3]; sync: once per clip
+            write_video(path, frames, item["fps"])
+        # A clip on the run's page is worth no run: whatever the libraries raise is logged.
+        except Exception as error:
+            logger.warning("%s is not written (%s); training continues", path, error)
 
     def _of_samples(
         self, chosen: Sequence[int], texts: Sequence[str], size: LatentSize
@@ -375,9 +380,9 @@ class Evaluator:
     def _prompt(self, index: int, sample: int, text: str | None, video: LatentSize) -> Prompt:
         """Build a prompt from a sample of the data set. text: replaces its caption."""
         dataset: Any = self._held_out  # a cache, or a user's own class, may have first_frame
-        item, image, image_latents = dataset[sample], None, None
+        item, given = dataset[sample], dict[str, Any]()
         if self.encoder.image_input and "image_latents" in item:
-            image_latents = item["image_latents"]
+            given["image_latents"] = item["image_latents"]
         elif self.encoder.image_input:
             if "noised_image_mean" in item:  # a cache of noised images holds no clean frame
                 pixels = dataset.first_frame(sample)
@@ -388,25 +393,16 @@ class Evaluator:
             # The sample may be of another bucket.
             if pixels.shape[1:] != video.pixels and pixels.dtype == torch.uint8:
                 pixels = resize_picture(pixels.permute(1, 2, 0), video.pixels, self.resize)
-            image = in_unit_range(pixels)
-        others: dict[str, Any] = {}
+            given["image"] = in_unit_range(pixels)
         if "control" in self.encoder.conditions:
-            others["control"] = _video(dataset, sample, item, "control", video)
+            given["control"] = _video(dataset, sample, item, "control", video)
         if {"frames", "masked_video"} & set(self.encoder.conditions):
-            others["video"] = _video(dataset, sample, item, "video", video)
-            others["mask"] = self._mask(dataset, sample, item, video)
-        embedding = None if text else item.get("prompt_embedding")
-        caption: str = text or item.get("txt", "")
-        return Prompt(
-            index,
-            caption,
-            _SEED + index,
-            image=image,
-            image_latents=image_latents,
-            embedding=embedding,
-            tensors={name: item[name] for name in self.tensors},
-            **others,
-        )
+            given["video"] = _video(dataset, sample, item, "video", video)
+            given["mask"] = self._mask(dataset, sample, item, video)
+        if not text:
+            given["embedding"] = item.get("prompt_embedding")
+        given["tensors"] = {name: item[name] for name in self.tensors}
+        return Prompt(index, text or item.get("txt", ""), _SEED + index, **given)
 
     def _mask(
         self, dataset: SizedDataset, index: int, item: Mapping[str, Any], video: LatentSize
@@ -426,46 +422,30 @@ class Evaluator:
         return None if path is None else read_image(path, size.pixels, self.resize, "the image")
 
 
-def _clips(dataset: SizedDataset) -> Sequence[int]:
-    """Return the numbers of the samples, without pictures if there are clips."""
-    if not isinstance(dataset, CaptionedVideos) or dataset.clips.buckets is None:
-        return range(len(dataset))
-    is_clip = ~np.isin(dataset.clips.buckets, dataset.settings.picture_buckets)
-    return np.flatnonzero(is_clip).tolist() or range(len(dataset))
+def _whole(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the data set that a part of one was taken of, and the place of a sample there."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return dataset, index
 
 
-def _captions(dataset: SizedDataset) -> Sequence[str] | None:
+def _captions(dataset: SizedDataset, samples: Sequence[int]) -> list[str] | None:
     """Return the captions if the data set lists them without decoding and has no embeddings."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        inner = _captions(whole)
-        return None if inner is None else [inner[i] for i in dataset.indices]
-    if isinstance(dataset, CaptionedVideos) and not isinstance(dataset, CachedVideos):
-        return dataset.captions
-    return None
+    captions = []
+    for whole, index in (_whole(dataset, sample) for sample in samples):
+        if not isinstance(whole, CaptionedVideos) or isinstance(whole, CachedVideos):
+            return None
+        captions.append(whole.captions[index])
+    return captions
 
 
 def _video(
     dataset: SizedDataset, index: int, item: Mapping[str, Any], name: str, video: LatentSize
 ) -> Tensor:
     """Return the clip, the control or the mask of a held-out sample at the size of the videos, [F, C, H, W]."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        return _video(whole, dataset.indices[index], item, name, video)
-    if isinstance(dataset, CaptionedVideos):
-        pixels = dataset.read_video(name, index, Bucket(video.num_frames, *video.pixels))
+    whole, index = _whole(dataset, index)
+    if isinstance(whole, CaptionedVideos):
+        pixels = whole.read_video(name, index, Bucket(video.num_frames, *video.pixels))
     else:
         pixels = item[name]
     return pixels.cpu()  # sync: a clip of an evaluation, which DALI has decoded on the GPU
-
-
-def _clip(dataset: SizedDataset, index: int) -> tuple[Tensor, float] | None:
-    """Return a video as it is trained, uint8 [F, H, W, 3], and its rate; None without a video file."""
-    if isinstance(dataset, Subset):
-        whole: Any = dataset.dataset
-        return _clip(whole, dataset.indices[index])
-    if not isinstance(dataset, CaptionedVideos):
-        return None
-    # Not `dataset[index]`: an item of a cache has latents.
-    sample = CaptionedVideos.__getitem__(dataset, index)
-    return sample["video"].cpu().permute(0, 2, 3, 1), sample["fps"]  # sync: once per clip

@@ -11,14 +11,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import select
+from cogfast.config import Config
 from cogfast.config.components import is_none
-from cogfast.config.merged_config import COMMAND_LINE, leaves, to_dict
+from cogfast.config.merged_config import leaves, to_dict
 from cogfast.config.sat_classes import NETWORKS
 from cogfast.config.sat_network import transformer_arguments
-from cogfast.config.values import show
 from cogfast.core.addresses import hint, shown
+from cogfast.core.component import Component
+from cogfast.core.keys import COMMAND_LINE
+from cogfast.core.values import select, show
 
 _GUIDERS = "cogfast.diffusion.guidance"
 _SAMPLER = "model.sampler_config.params"
@@ -36,11 +37,10 @@ INPUTS = {
 }
 
 
-def sampled_tensors(config: Config) -> Mapping[str, Sequence[int]]:
+def sampled_tensors(network: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
     """Return {name: shape} of data.params.tensors that each sampled video needs: all for a network of the
-    user's, none for cogfast's own, which reads none."""
-    is_own = config.model.network_config.target in NETWORKS
-    return {} if is_own else data_arguments(config).get("tensors") or {}
+    user's, none for cogfast's own, which reads none. network: the name of its class."""
+    return {} if network in NETWORKS else data.get("tensors") or {}
 
 
 def input_words(conditions: Sequence[str], given_frames: object) -> str:
@@ -117,7 +117,17 @@ class SamplingFlags:
             node = sampler if key.endswith("_config") else sampler["guider_config"]["params"]
             put(node, key, value, "--guidance")
         if self.frames is not None:
-            put(args, "args.sampling_num_frames", self._latent_frames(config), "--frames")
+            from cogfast.core.shapes import num_latent_frames
+            from cogfast.train.video_size import frames_problem
+
+            network = transformer_arguments(config.model.network_config.params)
+            problem = frames_problem(network, self.frames, "--frames")
+            if problem is not None:
+                raise ValueError(problem)
+            latent_frames = num_latent_frames(self.frames)
+            # CogVideoX 1.5 pads the latent frames.
+            latent_frames += -latent_frames % network["patch_size"].t
+            put(args, "args.sampling_num_frames", latent_frames, "--frames")
         if self.num_videos is not None:
             # With this mode, as in SAT's inference.yaml, batch_size is the number of videos per
             # prompt. The settings of a model folder have it already.
@@ -152,19 +162,6 @@ class SamplingFlags:
             )
         return f"{key}.params.scale", scale
 
-    def _latent_frames(self, config: Config) -> int:
-        """Return --frames in latent frames, with the padding of CogVideoX 1.5."""
-        from cogfast.core.shapes import num_latent_frames
-        from cogfast.train.video_size import frames_problem
-
-        assert self.frames is not None, "called for --frames"
-        network = transformer_arguments(config.model.network_config.params)
-        problem = frames_problem(network, self.frames, "--frames")
-        if problem is not None:
-            raise ValueError(problem)
-        latent_frames = num_latent_frames(self.frames)
-        return latent_frames + -latent_frames % network["patch_size"].t
-
 
 def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
     """Return the params of the sampler, which `flag` changes."""
@@ -174,10 +171,9 @@ def _params(model: dict[str, Any], flag: str) -> dict[str, Any]:
     return node.setdefault("params", {})
 
 
-def check_negative_prompt(config: Config) -> None:
+def check_negative_prompt(prompt: str | None, sampler: Component) -> None:
     """Raise ValueError if args.negative_prompt is set and the sampler has no guidance to use it."""
-    prompt = config.args.get("negative_prompt")
-    guider = (to_dict(config.model)["sampler_config"].get("params") or {}).get("guider_config")
+    guider = sampler.params.get("guider_config")
     if prompt is None or (guider and not guider["target"].endswith(".IdentityGuider")):
         return
     raise ValueError(

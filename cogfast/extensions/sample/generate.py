@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -22,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from cogfast.config.values import counted
 from cogfast.core.files import write_whole
 from cogfast.core.shapes import pad_latent_frames
 from cogfast.core.slot_random import SlotRandom
+from cogfast.core.values import counted
 from cogfast.data.batches import in_unit_range
 from cogfast.data.video.writer import contact_sheet, to_frames, write_video
 from cogfast.diffusion.denoiser import Conditioning, Network
@@ -167,7 +168,14 @@ class VideoMaker:
         """Sample scaled latents [B, C, T, h, w] in float32, one per prompt."""
         size, rng = self.size_of(prompts[0]), self._random(prompts)
         shape = (len(prompts), size.channels, size.frames, size.height, size.width)
-        text = self._unconditional_text(conditioning.text)
+        # The text of guidance's unconditional half, [B, L, E]
+        text = torch.zeros_like(conditioning.text)
+        if self.negative_prompt is not None:
+            assert self.negative is not None, "condition has encoded it"
+            text = self.negative.to(text).expand_as(text)
+        # New noise at every call, keyed by the seed of each prompt
+        calls = itertools.count(1)
+        noise_like = lambda x: rng.normal(f"sampler step {next(calls)}", x.shape)
         # Guidance is for the text alone: both halves see the image, the control and the tensors.
         return self.sampler(
             self.denoiser,
@@ -175,19 +183,12 @@ class VideoMaker:
             rng.normal("sample", shape),
             conditioning,
             dataclasses.replace(conditioning, text=text),
-            _NoiseOfSteps(rng),
+            noise_like,
         )
 
     def frames(self, latents: Tensor, num_frames: int) -> np.ndarray:
         """Decode one video's latents [C, T, h, w] to uint8 frames [F, H, W, 3]."""
         return to_frames(self.encoder.decode(latents[None], num_frames)[0])
-
-    def _unconditional_text(self, like: Tensor) -> Tensor:
-        """Return the text [B, L, E] of guidance's unconditional half."""
-        if self.negative_prompt is None:
-            return torch.zeros_like(like)
-        assert self.negative is not None, "condition has encoded it"
-        return self.negative.to(like).expand_as(like)
 
     def _random(self, prompts: Sequence[Prompt]) -> SlotRandom:
         # The seed is in the place of the slot, so a video does not depend on its batch.
@@ -254,31 +255,6 @@ def _stack(values: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(given)
 
 
-class _NoiseOfSteps:
-    """New noise at every call of a sampler, keyed by the seed of each prompt."""
-
-    def __init__(self, rng: SlotRandom) -> None:
-        self.rng, self.num_calls = rng, 0
-
-    def __call__(self, like: Tensor) -> Tensor:
-        self.num_calls += 1
-        return self.rng.normal(f"sampler step {self.num_calls}", like.shape)
-
-
-def share(prompts: Sequence[Prompt], groups: ProcessGroups, is_in_step: bool) -> list[Prompt]:
-    """Return the prompts of this replica.
-
-    is_in_step: all replicas get the same number; some repeat the last prompt.
-    """
-    # In turn, so that replicas finish together and the first files are the first prompts'.
-    mine = list(prompts[groups.data_rank :: groups.data_size])
-    most = -(-len(prompts) // groups.data_size)
-    while is_in_step and len(mine) < most:
-        # Another rank makes the same video, so writing its file twice is harmless.
-        mine.append(prompts[-1])
-    return mine
-
-
 def file_name(prompt: Prompt, start: str = "") -> str:
     """Return a readable file name that is unique to the prompt. start: before the prompt's number."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.text.lower()).strip("-")[:40].strip("-")
@@ -328,9 +304,13 @@ def write_samples(
     done: dict[int, _Row] = {}
     error: Exception | None = None
     network_ranks = network_ranks or groups.model_control
+    # In turn, so that replicas finish together and the first files are the first prompts'.
+    mine = list(prompts[groups.data_rank :: groups.data_size])
     # Then all replicas sample in step, each the same number of batches.
     is_in_step = network_ranks is not None
-    mine = share(prompts, groups, is_in_step)
+    if is_in_step:
+        # Another rank makes the same video, so writing its file twice is harmless.
+        mine += [prompts[-1]] * (-(-len(prompts) // groups.data_size) - len(mine))
     run = groups.on_all if is_in_step else groups.together
     if groups.is_main and sys.stderr.isatty():
         maker.bar = StepBar(len(mine), maker.sampler.num_steps)
@@ -374,15 +354,12 @@ def write_samples(
         except Exception as caught:
             error = error or caught
     if groups.is_main and rows:
-        videos = [
-            SampledVideo(file_name(prompt), folder / merged[prompt.index].file, prompt.text)
-            for prompt in prompts
-            if prompt.index in merged
-        ]
         try:
             _write_overview(folder, rows, start_of_names)
             if not latents_only:
-                report_videos(videos)
+                path = lambda prompt: folder / merged[prompt.index].file
+                found = [prompt for prompt in prompts if prompt.index in merged]
+                report_videos([SampledVideo(file_name(p), path(p), p.text) for p in found])
         except Exception as caught:
             error = error or caught
     groups.agree(error)
@@ -449,15 +426,17 @@ def _write(
 ) -> None:
     """Write the file of each sample, the video or its latents [C, T, h, w], and note it in `done`."""
     for prompt, latents in samples:
-        size, stem = maker.size_of(prompt), file_name(prompt, start)
-        thumbnails = None
-        name = stem + (".safetensors" if latents_only else ".mp4")
+        size, thumbnails = maker.size_of(prompt), None
+        name = file_name(prompt, start) + (".safetensors" if latents_only else ".mp4")
         if latents_only:
             _write_latents(folder / name, latents, prompt, size)
         else:
             frames = maker.frames(latents, size.num_frames)
             write_video(folder / name, frames, size.fps)
-            thumbnails = _thumbnails(frames)
+            # At most 6, first and last included; unique, since a video may have fewer frames.
+            chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
+            stride = max(1, frames.shape[2] // 360)
+            thumbnails = frames[chosen][:, ::stride, ::stride]
         done[prompt.index] = _Row(name, prompt.text, thumbnails)
 
 
@@ -469,14 +448,6 @@ def _write_overview(folder: Path, rows: Sequence[_Row], start: str) -> None:
     pictures = [(row.thumbnails, row.text) for row in rows if row.thumbnails is not None]
     if pictures:
         contact_sheet(folder / f"{start}contact_sheet.png", *map(list, zip(*pictures, strict=True)))
-
-
-def _thumbnails(frames: np.ndarray) -> np.ndarray:
-    """Reduce frames [F, H, W, 3] to at most 6 frames, subsampled for the contact sheet."""
-    # Evenly spaced, first and last included; unique, since a video may have fewer frames.
-    chosen = np.unique(np.linspace(0, len(frames) - 1, 6).round().astype(int))
-    stride = max(1, frames.shape[2] // 360)
-    return frames[chosen][:, ::stride, ::stride]
 
 
 def _write_latents(path: Path, latents: Tensor, prompt: Prompt, size: LatentSize) -> None:

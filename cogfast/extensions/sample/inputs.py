@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
-from cogfast.config.values import nearest
+from cogfast.core.values import nearest
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.buckets import have_same_shape
 from cogfast.data.datasets import mask_of
@@ -39,29 +38,38 @@ def read_inputs(
     files: by option, with underscores, one for each prompt. sizes: of the prompts' videos. data: data.params,
     whose rate and choice of frames are those of the clips that were trained.
     """
+    settings = {name: data[name] for name in _SETTINGS if data.get(name) is not None}
+    num_given = 0 if given_frames is None else given_frames.number  # frames of a video; 0: all
     # Each option, file and size once
-    read = cache(_Reader(data, 0 if given_frames is None else given_frames.number))
+    read = cache(partial(_read, settings, num_given))
     found = []
     for i, size in enumerate(sizes):
         given = {name: path for name, of_name in files.items() if (path := of_name[i]) is not None}
-        names = [name for name in ("image", "control") if name in given]
+        names = [name for name in ("image", "control", "video") if name in given]
         own = {name: read(name, given[name], size) for name in names}
-        if "video" in given:
-            own["video"] = read("video", given["video"], size)
-            if "mask" in given:
-                _check_shapes(given["video"], given["mask"])
-            ones = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
-            own["mask"] = read("mask", given["mask"], size) if "mask" in given else ones
-        elif ends := [name for name in ("first_frame", "last_frame") if name in given]:
-            own |= _ends({name: read(name, given[name], size) for name in ends}, size)
+        ends = [name for name in ("first_frame", "last_frame") if name in given]
+        if "video" in given and "mask" in given:
+            _check_shapes(given["video"], given["mask"])
+            own["mask"] = read("mask", given["mask"], size)
+        elif "video" in given or ends:
+            own["mask"] = torch.ones(size.num_frames, 1, *size.pixels, dtype=torch.uint8)
+        if "video" not in given and ends:
+            # A video [F, 3, H, W] that is black but for the given ends, which the mask leaves out
+            own["video"] = torch.zeros(size.num_frames, 3, *size.pixels, dtype=torch.uint8)
+            for name in ends:
+                at = 0 if name == "first_frame" else -1
+                own["video"][at], own["mask"][at] = read(name, given[name], size), 0
         found.append(own)
     return found
 
 
-def read_tensors(words: Sequence[str], num_prompts: int, config: Config) -> dict[str, list[Tensor]]:
-    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor."""
-    shapes, files = sampled_tensors(config), dict[str, list[str]]()
-    takes = f"{config.model.network_config.target} takes {', '.join(shapes) or 'none'} of {KEY}"
+def read_tensors(
+    words: Sequence[str], num_prompts: int, network: str, data: Mapping[str, Any]
+) -> dict[str, list[Tensor]]:
+    """Return the tensors that the network needs by name, one for each prompt. words: NAME=FILE of --tensor.
+    network: the name of its class. data: the data set's arguments."""
+    shapes, files = sampled_tensors(network, data), dict[str, list[str]]()
+    takes = f"{network} takes {', '.join(shapes) or 'none'} of {KEY}"
     for word in words:
         name, _, file = word.partition("=")
         if name not in shapes or not file:
@@ -92,50 +100,34 @@ def _check_shapes(video: Path, mask: Path) -> None:
         )
 
 
-def _ends(pictures: Mapping[str, Tensor], size: LatentSize) -> dict[str, Tensor]:
-    """Return a video uint8 [F, 3, H, W] of black but for the given ends, and the mask [F, 1, H, W] of the rest."""
-    frames, at = size.num_frames, {"first_frame": 0, "last_frame": size.num_frames - 1}
-    video = torch.zeros(frames, 3, *size.pixels, dtype=torch.uint8)
-    mask = torch.ones(frames, 1, *size.pixels, dtype=torch.uint8)
-    for name, picture in pictures.items():
-        video[at[name]], mask[at[name]] = picture, 0
-    return {"video": video, "mask": mask}
+def _read(
+    settings: Mapping[str, Any], num_given: int, name: str, path: Path, size: LatentSize
+) -> Tensor:
+    """Read one file at the size of a video: an image [3, H, W] in [-1, 1], a picture of an end uint8, a video
+    uint8 [F, 3, H, W], or a mask uint8 [F, 1, H, W].
 
-
-class _Reader:
-    """Reads one file at the size of a video."""
-
-    def __init__(self, data: Mapping[str, Any], num_given: int) -> None:
-        """num_given: frames of a video that the model is given; 0: all."""
-        self.num_given = num_given
-        self.data = {name: data[name] for name in _SETTINGS if data.get(name) is not None}
-
-    def __call__(self, name: str, path: Path, size: LatentSize) -> Tensor:
-        """Return an image [3, H, W] in [-1, 1], a picture of an end uint8, a video uint8 [F, 3, H, W], or a
-        mask uint8 [F, 1, H, W]."""
-        option, resize = f"--{name.replace('_', '-')}", self.data.get("resize", "crop")
-        if name == "image":
-            return read_image(path, size.pixels, resize, option)
-        if name.endswith("frame"):
-            return resize_picture(open_image(path, option), size.pixels, resize)
-        try:
-            if name == "mask" and is_picture(str(path)):
-                picture = resize_picture(open_image(path, option), size.pixels, resize)
-                frames = picture.expand(size.num_frames, -1, -1, -1)
-            else:
-                frames = self._video(path, size)
-            return mask_of(frames, str(path), "it") if name == "mask" else frames
-        except BadSample as error:
-            fix = "; or sample fewer (--frames)" if ", need " in error.reason else ""
-            raise ValueError(f"{option} {path}: {error.reason}{fix}") from None
-
-    def _video(self, path: Path, size: LatentSize) -> Tensor:
-        settings = ClipSettings(
-            video_size=size.pixels,
-            max_num_frames=self.num_given or size.num_frames,
-            video_backend="pyav",
-            **{"fps": DEFAULT_FPS, **self.data},
-        )
-        video = read_clip(str(path), settings)[0]
-        missing = size.num_frames - len(video)
-        return torch.cat([video, video.new_zeros(missing, *video.shape[1:])]) if missing else video
+    num_given: frames of a video that the model is given; 0: all.
+    """
+    option, resize = f"--{name.replace('_', '-')}", settings.get("resize", "crop")
+    if name == "image":
+        return read_image(path, size.pixels, resize, option)
+    if name.endswith("frame"):
+        return resize_picture(open_image(path, option), size.pixels, resize)
+    try:
+        if name == "mask" and is_picture(str(path)):
+            picture = resize_picture(open_image(path, option), size.pixels, resize)
+            frames = picture.expand(size.num_frames, -1, -1, -1)
+        else:
+            clip = ClipSettings(
+                video_size=size.pixels,
+                max_num_frames=num_given or size.num_frames,
+                video_backend="pyav",
+                **{"fps": DEFAULT_FPS, **settings},
+            )
+            frames = read_clip(str(path), clip)[0]
+            if missing := size.num_frames - len(frames):
+                frames = torch.cat([frames, frames.new_zeros(missing, *frames.shape[1:])])
+        return mask_of(frames, str(path), "it") if name == "mask" else frames
+    except BadSample as error:
+        fix = "; or sample fewer (--frames)" if ", need " in error.reason else ""
+        raise ValueError(f"{option} {path}: {error.reason}{fix}") from None

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
 from cogfast.core.files import read_limited
+from cogfast.core.values import counted
+from cogfast.train.keys import TrainKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class GivenPrompt:
     image: Path | None = None
 
 
-def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
+def given_prompts(args: TrainKeys) -> list[GivenPrompt]:
     """Return the prompts of args.eval_prompts or args.eval_prompt_file, with their images.
 
     Raises ValueError if a file cannot be read, an image is missing or the numbers differ.
@@ -32,7 +32,20 @@ def given_prompts(args: TrainArguments) -> list[GivenPrompt]:
     texts = list(args.eval_prompts)
     images: list[Path | None] = [None] * len(texts)
     if args.eval_prompt_file is not None:
-        texts, images = _read_prompt_file(Path(args.eval_prompt_file))
+        path = Path(args.eval_prompt_file)
+        key = f"args.eval_prompt_file={path}"
+        pairs = split_prompts([line for _, line in _lines(path, key)], key)
+        if not pairs:
+            raise ValueError(f"{key} has no prompt; write one per line")
+        without = [prompt for prompt, image in pairs if not image]
+        # All or none: a model takes an image with every prompt or with no prompt.
+        if 0 < len(without) < len(pairs):
+            raise ValueError(
+                f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
+                f"{without[0][:80]!r} has no image; give every prompt an image, or none"
+            )
+        texts = [prompt for prompt, _ in pairs]
+        images = [_find_file(image, path, key) if image else None for _, image in pairs]
     if args.eval_images is not None:
         if any(images):
             raise ValueError(
@@ -66,22 +79,6 @@ def utf8_lines(data: bytes, name: str) -> list[str]:
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not UTF-8; save the prompts as UTF-8") from None
     return re.split(r"\r\n|\r|\n", text)  # str.splitlines also splits within prompts
-
-
-def _read_prompt_file(path: Path) -> tuple[list[str], list[Path | None]]:
-    key = f"args.eval_prompt_file={path}"
-    pairs = split_prompts([line for _, line in _lines(path, key)], key)
-    if not pairs:
-        raise ValueError(f"{key} has no prompt; write one per line")
-    without = [prompt for prompt, image in pairs if not image]
-    # All or none: a model takes an image with every prompt or with no prompt.
-    if 0 < len(without) < len(pairs):
-        raise ValueError(
-            f"{key}: {len(pairs) - len(without)} of {len(pairs)} lines are prompt@@image, but "
-            f"{without[0][:80]!r} has no image; give every prompt an image, or none"
-        )
-    images = [_find_file(image, path, key) if image else None for _, image in pairs]
-    return [prompt for prompt, _ in pairs], images
 
 
 def files_of_prompts(option: str, names: Sequence[str], num_prompts: int) -> list[Path | None]:

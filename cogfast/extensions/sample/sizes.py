@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.core.shapes import SPATIAL_COMPRESSION, PatchSize, num_pixel_frames
 from cogfast.data.video.clip import checked_size, resize_picture
 from cogfast.data.video.picture import read_pixels
 from cogfast.data.video.transform import Resize
 from cogfast.model.config import Family, TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import DEFAULT_FPS, LatentSize, check_frames, check_size, size_problem
 
 
 def sampled_sizes(
-    config: Config, args: TrainArguments, images: Sequence[Path | None]
+    args: TrainKeys,
+    network: dict[str, Any],
+    data: Mapping[str, Any],
+    images: Sequence[Path | None],
 ) -> list[LatentSize]:
     """Return the size of each prompt's video.
 
@@ -28,8 +29,6 @@ def sampled_sizes(
     side of the data section; the data section's size; the model's. ValueError for a size that the
     model does not support.
     """
-    network = transformer_arguments(config.model.network_config.params)
-    data = data_arguments(config)
     patch: PatchSize = network["patch_size"]
     channels = network["out_channels"]
     fps = args.sampling_fps or data.get("fps", DEFAULT_FPS)
@@ -39,26 +38,31 @@ def sampled_sizes(
         num_frames = num_pixel_frames(args.sampling_num_frames - surplus)
     elif "max_num_frames" in data:
         num_frames = data["max_num_frames"]
-        check_frames(config, network, num_frames, "data.params.max_num_frames")
+        check_frames(network, num_frames, "data.params.max_num_frames")
     else:
         num_frames = network["num_frames"]
     sizes = []
     for image in images:
-        height, width = _pixels(config, args, network, data, image)
+        height, width = _pixels(args, network, data, image)
         rows, columns = height // SPATIAL_COMPRESSION, width // SPATIAL_COMPRESSION
         sizes.append(LatentSize.of_video(channels, num_frames, rows, columns, patch.t, fps))
     return sizes
 
 
 def _pixels(
-    config: Config, args: TrainArguments, network: dict[str, Any], data: Any, image: Path | None
+    args: TrainKeys, network: dict[str, Any], data: Any, image: Path | None
 ) -> tuple[int, int]:
     given = data.get("video_size")
     key, size = "args.sampling_image_size", args.sampling_image_size
     if size is None and image is not None and network["patch_size"].joins_frames:
         # The video has the image's aspect ratio, as in upstream's 1.5-I2V.
         short_side = min(given if given is not None else _published_size(network))
-        height, width = _fit_image(image, network["patch_size"], short_side)
+        height, width, _ = open_image(image).shape
+        scale, patch = short_side / min(height, width), network["patch_size"]
+        # Pixels of one token: sides must be multiples of these.
+        rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
+        height = round(height * scale / rows) * rows
+        width = round(width * scale / columns) * columns
         problem = size_problem(network, height, width, f"--image {image}: video size")
         if problem is not None:
             raise ValueError(f"{problem}, or set {key}")
@@ -71,21 +75,12 @@ def _pixels(
             held = map(min, held, _published_size(network))
         return tuple(held)
     height, width = map(int, size)
-    check_size(config, network, height, width, key)
+    check_size(network, height, width, key)
     return height, width
 
 
 def _published_size(network: dict[str, Any]) -> tuple[int, int]:
     return Family.of_config(TransformerConfig(**network)).member.video_size
-
-
-def _fit_image(path: Path, patch: PatchSize, short_side: int) -> tuple[int, int]:
-    """Scale the image's size to `short_side` pixels, rounded to whole patches."""
-    height, width, _ = open_image(path).shape
-    # Pixels of one token: sides must be multiples of these.
-    rows, columns = (SPATIAL_COMPRESSION * side for side in (patch.h, patch.w))
-    scale = short_side / min(height, width)
-    return round(height * scale / rows) * rows, round(width * scale / columns) * columns
 
 
 def open_image(path: Path, name: str = "--image") -> Tensor:

@@ -23,13 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.json_files import brief, read_json
 from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import refuse
-from cogfast.config.values import nearest
+from cogfast.core.component import Component
 from cogfast.core.files import WriteError, write_text
+from cogfast.core.json_files import brief, read_json
+from cogfast.core.values import KeyProblem, nearest
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import samples_place
 from cogfast.train.watchers.watcher import Watcher
 
@@ -52,14 +51,19 @@ _OF_RANK += ("LOCAL_", "GROUP_", "ROLE_")
 class Scores(Watcher):
     """Runs the commands of a run's evaluations, one after the other."""
 
-    def __init__(self, args: TrainArguments, folder: Path, metrics: Metrics, step: int = 0) -> None:
+    def __init__(self, args: TrainKeys, folder: Path, metrics: Metrics, step: int = 0) -> None:
         self.args, self.folder, self.metrics = args, folder, metrics
         is_used = args.eval_command is not None and metrics.groups.is_main
         self.words = shlex.split(args.eval_command or "") if is_used else []
         self.file = folder / "waiting_scores.json"  # `waiting`, for the run that resumes this one
         # Steps without scores yet; the command runs for the first one.
-        has_left = bool(self.words) and step > 0 and self.file.exists()
-        self.waiting = self._left(step) if has_left else []
+        self.waiting: list[int] = []
+        if self.words and step > 0 and self.file.exists():
+            try:
+                left = read_json(self.file, list[int], "remove it", _MOST_BYTES)
+                self.waiting = sorted({each for each in left if 0 <= each <= step})
+            except ValueError as error:
+                logger.warning("%s", error)
         self.process: subprocess.Popen | None = None
         self.outputs: list[IO[bytes]] = []  # its output, and its error output
         self.deadline = math.inf
@@ -67,7 +71,9 @@ class Scores(Watcher):
     def add(self, step: int) -> None:
         """Score the videos that were sampled at `step`."""
         # A run that resumes at its last step makes that step's evaluation again.
-        if self.words and step not in self.waiting and not self._is_scored(step):
+        logged = (key for line in self.metrics.history if line["step"] == step for key in line)
+        scores = (key for key in logged if key.startswith("score/"))
+        if self.words and step not in self.waiting and not any(scores):
             self.waiting.append(step)
             self._write_waiting()
             self.after_step(step)
@@ -126,19 +132,6 @@ class Scores(Watcher):
         wanted = [*self.waiting, *([choose(found, key=found.__getitem__)] if found else [])]
         return {max((s for s in steps if s <= step), default=step) for step in wanted}
 
-    def _is_scored(self, step: int) -> bool:
-        lines = (line for line in self.metrics.history if line["step"] == step)
-        return any(key.startswith("score/") for line in lines for key in line)
-
-    def _left(self, step: int) -> list[int]:
-        """Return the steps up to `step` that the run had not scored when it was stopped."""
-        try:
-            steps: list[int] = read_json(self.file, list[int], "remove it", _MOST_BYTES)
-            return sorted({left for left in steps if 0 <= left <= step})
-        except ValueError as error:
-            logger.warning("%s", error)
-            return []
-
     def _write_waiting(self) -> None:
         try:
             write_text(self.file, json.dumps(self.waiting))
@@ -188,25 +181,25 @@ class Scores(Watcher):
         self.process, self.outputs = None, []
 
 
-def check_scores(config: Config, args: TrainArguments) -> None:
-    """Check args.eval_command and args.keep_best."""
+def check_scores(args: TrainKeys, data: Component | None) -> None:
+    """Check args.eval_command and args.keep_best. data: the data set."""
     command, best, problem = args.eval_command, args.keep_best, None
     if best is not None and not re.fullmatch(r"-?score/.+|-valid_loss", best):
         text = f"args.keep_best={brief(best)} must be score/NAME, -score/NAME if lower is better, or -valid_loss"
         text += " (a minus sign in front means that lower is better)"
-        refuse(config, "args.keep_best", f"{text}{nearest(best, ['-valid_loss'])}")
+        raise args.problem("keep_best", f"{text}{nearest(best, ['-valid_loss'])}")
     if best is not None and "score/" in best and command is None and args.resume is None:
         text = f"args.keep_best={brief(best)} needs args.eval_command, which computes the scores"
-        refuse(config, "args.keep_best", f"{text}; give it on the command line")
+        raise args.problem("keep_best", f"{text}; give it on the command line")
     if best == "-valid_loss" and not args.has_evaluation and args.resume is None:
         text = "args.keep_best=-valid_loss needs held-out losses, but there are no evaluations;"
-        refuse(config, "args.keep_best", f"{text} set args.eval_interval")
+        raise args.problem("keep_best", f"{text} set args.eval_interval")
     # Only a manifest may name held-out rows, which are not read here.
-    is_known = str(config.data.get("target")).endswith(("SFTDataset", "VideoFolder", "VideoList"))
+    is_known = str(data and data.target).endswith(("SFTDataset", "VideoFolder", "VideoList"))
     is_all_trained = re.fullmatch(r"[^,]*(,[ 0.]+(,.*)?)?", args.split) and not args.valid_data
     if best == "-valid_loss" and is_known and is_all_trained and args.resume is None:
         text = "args.keep_best=-valid_loss needs held-out losses, but no data is held out;"
-        refuse(config, "args.keep_best", f"{text} set args.valid_data or args.split=9,1,0")
+        raise args.problem("keep_best", f"{text} set args.valid_data or args.split=9,1,0")
     if command is None:
         return
     try:
@@ -222,7 +215,7 @@ def check_scores(config: Config, args: TrainArguments) -> None:
     if problem is None and not args.has_evaluation:
         problem = "scores the videos of evaluations, but there are none; set args.eval_interval"
     if problem is not None:
-        refuse(config, COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
+        raise KeyProblem(COMMAND_KEY, f"{COMMAND_KEY}={brief(command)} {problem}")
 
 
 def scores_of(output: str) -> dict[str, float]:

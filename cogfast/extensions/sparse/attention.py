@@ -33,9 +33,8 @@ from cogfast.kernels.torch_library import from_gpu, register_op
 BLOCK = 128  # rows; PyTorch's and flash-attn's tuned kernels for Hopper take blocks of 128 x 128
 _TILE = 8  # rows and columns of the part of a video in a block, which has 2 frames
 _OP = "sparse_attention"
-_CHUNK = (
-    4  # blocks of queries per call on a CPU: their keys and values stay in the second-level cache
-)
+# Blocks of queries per call on a CPU: their keys and values stay in the second-level cache.
+_CHUNK = 4
 _MOST_SHAPES = 64  # FlexAttention is compiled for each; PyTorch stops at 8
 
 _COMPILED: set[Any] = set()  # for what FlexAttention is compiled
@@ -148,7 +147,7 @@ def attended_keys(q: Tensor, k: Tensor, num_text: int, share: float, rows: Tenso
     return blocks[:, :, rows // BLOCK].repeat_interleave(BLOCK, -1)[..., : q.shape[1]]
 
 
-def _choose_fake(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
+def empty_choice(q: Tensor, *others: object) -> Choice:
     b, rows, h, _ = q.shape
     n = -(-rows // BLOCK)
     counts = lambda: q.new_empty(b, h, n, dtype=torch.int32)
@@ -162,7 +161,7 @@ _choose_blocks = register_op(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     gpu=from_gpu("choose_blocks", "launch", "cogfast.extensions.sparse"),
     cpu=choose_blocks_reference,
-    fake=_choose_fake,
+    fake=empty_choice,
 )
 
 
@@ -274,34 +273,41 @@ class _Group:
             total[whole:] += piece[end:]
 
 
-def _groups(kv_indices: Tensor, num_rows: int, num_text: int, num_kept: int) -> Iterator[_Group]:
-    """Yield the groups of a head. kv_indices: [N, N] of Choice."""
+def _groups(
+    kv_indices: Tensor, num_rows: int, num_text: int, num_kept: int
+) -> Iterator[tuple[tuple[int, int], _Group]]:
+    """Yield each group of all heads with the numbers of its sample and head. kv_indices: of Choice."""
     blocks = Blocks.of(num_rows, num_text)
     text_rows, end = min(blocks.text * BLOCK, num_rows), blocks.text + blocks.free
-    if text_rows:
-        yield _Group(slice(0, text_rows), 1, None, num_rows)
-    for first, last in [*pairwise([*range(blocks.text, end, _CHUNK), end]), (end, blocks.count)]:
-        if first < last:
-            rows = slice(first * BLOCK, min(last * BLOCK, num_rows))
-            chosen = kv_indices[first:last, : blocks.text + num_kept]
-            yield _Group(rows, last - first, chosen, num_rows)
+    parts = [*pairwise([*range(blocks.text, end, _CHUNK), end]), (end, blocks.count)]
+    for head in np.ndindex(kv_indices.shape[:2]):
+        if text_rows:
+            yield head, _Group(slice(0, text_rows), 1, None, num_rows)
+        for first, last in parts:
+            if first < last:
+                rows = slice(first * BLOCK, min(last * BLOCK, num_rows))
+                chosen = kv_indices[head][first:last, : blocks.text + num_kept]
+                yield head, _Group(rows, last - first, chosen, num_rows)
+
+
+def _empty_results(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    b, num_rows, h, _ = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(b, h, num_rows, dtype=dtype)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, num_text: int, num_kept: int
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, S, H, D] and lse [B, H, S]."""
-    b, num_rows, h, _ = q.shape
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(b, h, num_rows, dtype=torch.promote_types(q.dtype, torch.float32))
-    for i, j in np.ndindex(b, h):
+    out, lse = _empty_results(q)
+    for (i, j), group in _groups(kv_indices, q.shape[1], num_text, num_kept):
         head = (i, slice(None), j)
-        for group in _groups(kv_indices[i, j], num_rows, num_text, num_kept):
-            result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
-                group.queries(q[head]), group.keys(k[head]), group.keys(v[head])
-            )
-            out[head][group.rows] = result.flatten(0, 2)
-            lse[i, j, group.rows] = logs.flatten()
+        result, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
+            group.queries(q[head]), group.keys(k[head]), group.keys(v[head])
+        )
+        out[head][group.rows] = result.flatten(0, 2)
+        lse[i, j, group.rows] = logs.flatten()
     return out, lse
 
 
@@ -316,25 +322,24 @@ def _attend_backward(
     num_text: int,
     num_kept: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, dq = q.shape[1], q.new_empty(q.shape)
+    dq = q.new_empty(q.shape)
     # Many blocks of queries add to a block of keys: a sum in 16 bits would round at every addition.
     dk, dv = (torch.zeros(k.shape, dtype=lse.dtype) for _ in range(2))
-    for i, j in np.ndindex(q.shape[0], q.shape[2]):
+    for (i, j), group in _groups(kv_indices, q.shape[1], num_text, num_kept):
         head = (i, slice(None), j)
-        for group in _groups(kv_indices[i, j], num_rows, num_text, num_kept):
-            parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                group.queries(dout[head]),
-                group.queries(q[head]),
-                group.keys(k[head]),
-                group.keys(v[head]),
-                group.queries(out[head]),
-                group.queries(lse[i, j]),
-                0.0,
-                False,
-            )
-            dq[head][group.rows] = parts[0].flatten(0, 2)
-            group.add_to(dk[head], parts[1])
-            group.add_to(dv[head], parts[2])
+        parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            group.queries(dout[head]),
+            group.queries(q[head]),
+            group.keys(k[head]),
+            group.keys(v[head]),
+            group.queries(out[head]),
+            group.queries(lse[i, j]),
+            0.0,
+            False,
+        )
+        dq[head][group.rows] = parts[0].flatten(0, 2)
+        group.add_to(dk[head], parts[1])
+        group.add_to(dv[head], parts[2])
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -342,12 +347,7 @@ _sparse_attention = register_op(
     "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_indices, SymInt num_text,"
     " SymInt num_kept) -> (Tensor, Tensor)",
     cpu=_attend,
-    fake=lambda q, k, v, kv_indices, num_text, num_kept: (
-        q.new_empty(q.shape),
-        q.new_empty(
-            q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)
-        ),
-    ),
+    fake=_empty_results,
 )
 _sparse_attention_backward = register_op(
     "sparse_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments, sparse_share
 from cogfast.config.load import with_words
-from cogfast.config.merged_config import refuse
+from cogfast.core.values import KeyProblem
 from cogfast.distributed.parallelize import run_without_dynamo
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.sparse.attention import BLOCK, Blocks, attended_keys, sparse_attention
+from cogfast.extensions.sparse.keys import sparse_share
 from cogfast.model.config import TransformerConfig
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import find_run_checkpoint, read_manifest
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import Shape, find_error, run_shape
 from cogfast.train.video_size import bucket_sizes, largest_size
 
@@ -59,16 +60,19 @@ def _stored_attention(weights: Path) -> str | None:
 
 
 def check_sparse(
-    config: Config, args: TrainArguments, model: TransformerConfig, is_training: bool = False
+    args: TrainKeys,
+    model: TransformerConfig,
+    data: Mapping[str, Any],
+    is_training: bool = False,
 ) -> None:
-    """Check that args.attention can run here, in training at the size of the data.
+    """Check that args.attention can run here, in training at the size of the data (the data set's arguments).
 
     Raises ValueError if it cannot.
     """
-    share, named = sparse_share(args.attention or "dense"), f"{_KEY}={args.attention}"
+    share, named = args.sparse_share, f"{_KEY}={args.attention}"
     if is_training and args.sparse_warmup and share is None:
         text = f"args.sparse_warmup={args.sparse_warmup} needs args.attention=sparse:SHARE; set it"
-        refuse(config, "args.sparse_warmup", f"{text}, or args.sparse_warmup=0")
+        raise args.problem("sparse_warmup", f"{text}, or args.sparse_warmup=0")
     if share is None:
         return
     if is_training and args.compile and args.sparse_warmup:
@@ -76,47 +80,45 @@ def check_sparse(
             f"args.sparse_warmup={args.sparse_warmup} changes blocks that args.compile=true would "
         )
         text += "compile again for each number of kept blocks; set one of the two to its default"
-        refuse(config, "args.sparse_warmup", text)
-    lengths = {size.num_tokens(model) for size in bucket_sizes(config, model)}
+        raise args.problem("sparse_warmup", text)
+    lengths = {size.num_tokens(model) for size in bucket_sizes(data, model)}
     if is_training and args.compile and len(lengths) > _MOST_COMPILED:
         text = f"args.compile=true compiles blocks again for each of {len(lengths)} lengths of the buckets with "
-        refuse(config, "args.compile", f"{text}{named}, half a minute each; set it to false")
+        raise args.problem("compile", f"{text}{named}, half a minute each; set it to false")
     if args.attention_backend not in ("auto", "fa4"):
         text = f"args.attention_backend={args.attention_backend} has no block-sparse kernels; set it to auto"
-        refuse(config, "args.attention_backend", f"{text} (FlexAttention) or fa4")
+        raise args.problem("attention_backend", f"{text} (FlexAttention) or fa4")
     if args.attention_backend == "fa4" and args.deterministic:
         text = "args.attention_backend=fa4 has no block-sparse gradients that repeat bit for bit,"
         text += " as args.deterministic=true asks"
-        refuse(config, "args.attention_backend", f"{text}; set it to auto")
+        raise args.problem("attention_backend", f"{text}; set it to auto")
     if not torch.cuda.is_available():
         return
     width = model.head_width
     if width not in _WIDTHS:
         text = f"{named} takes head widths that are multiples of 16 up to 256, not {width}"
-        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
+        raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
     device = int(os.environ.get("LOCAL_RANK", "0"))
     least = (9, 0) if args.attention_backend == "fa4" else (8, 0)
     capability = torch.cuda.get_device_capability(device)
     if capability < least:
         here, needed = (".".join(map(str, x)) for x in (capability, least))
         text = f"{named} needs a GPU of compute capability {needed}, this is {here}"
-        refuse(config, _KEY, f"{text}; set {_KEY}=dense")
-    tokens = largest_size(config, model).num_tokens(model) - model.text_length
+        raise KeyProblem(_KEY, f"{text}; set {_KEY}=dense")
+    tokens = largest_size(data, model).num_tokens(model) - model.text_length
     if is_training and tokens < _LEAST_TOKENS:
         text = (
             f"{named} gains nothing below {_LEAST_TOKENS:,} video tokens, and the largest clip has "
         )
-        refuse(
-            config,
-            _KEY,
-            f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips",
+        raise KeyProblem(
+            _KEY, f"{text}{tokens:,} (blocks have {BLOCK}); set {_KEY}=dense, or longer clips"
         )
 
 
 def choose_attention(
-    config: Config,
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
+    data: Mapping[str, Any],
     stored: str | None,
     groups: ProcessGroups,
     is_training: bool = False,
@@ -124,13 +126,13 @@ def choose_attention(
     """Return "dense" or "sparse:SHARE": what args.attention says, else `stored`, that of the checkpoint
     that is resumed or sampled."""
     chosen = args.attention or stored or "dense"
-    check_sparse(config, replace(args, attention=chosen), model, is_training)
+    check_sparse(args.changed(attention=chosen), model, data, is_training)
     share = sparse_share(chosen)
     if groups.is_main and stored is not None and chosen != stored:
         text = "attention: %s instead of the checkpoint's %s, as args.attention says"
         logger.warning(text, chosen, stored)
     if groups.is_main and share is not None:
-        rows = largest_size(config, model).num_tokens(model)
+        rows = largest_size(data, model).num_tokens(model)
         blocks = Blocks.of(rows, model.text_length)
         pairs = blocks.attended(rows, blocks.num_kept(share)) / rows**2
         log = logger.warning if pairs == 1 and share else logger.info
@@ -138,16 +140,16 @@ def choose_attention(
         log("attention: %s, %.1f%% of %s rows: %s", chosen, 100 * pairs, f"{rows:,}", what)
     if is_training and share is not None and groups.device.type == "cuda":
         # At the size of a step, since each shape has a kernel of its own.
-        shape, text = run_shape(config, args, model), model.text_length
+        shape, text = run_shape(data, args, model), model.text_length
         error = groups.on_main(lambda: sparse_error(shape, text, share, args, groups.device))
         if error is not None:
             named = f"{_KEY}={chosen} gives wrong numbers here by args.attention_backend="
-            refuse(config, _KEY, f"{named}{args.attention_backend}: {error}; set {_KEY}=dense")
+            raise KeyProblem(_KEY, f"{named}{args.attention_backend}: {error}; set {_KEY}=dense")
     return chosen
 
 
 def sparse_error(
-    shape: Shape, num_text: int, share: float, args: TrainArguments, device: torch.device
+    shape: Shape, num_text: int, share: float, args: TrainKeys, device: torch.device
 ) -> str | None:
     """Compare block-sparse attention of q, k, v [B, S, H, D] on a device with plain arithmetic over the same
     blocks; return what is wrong, or None."""

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cogfast.extensions.sparse.attention import BLOCK, Blocks, Choice
+from cogfast.extensions.sparse.attention import BLOCK, Blocks, Choice, empty_choice
 from cogfast.kernels.gpu.launch import jit, next_power_of_2
 
 
@@ -145,11 +145,9 @@ def launch(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
     blocks = Blocks.of(num_rows, num_text)
     n = blocks.count
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=q.device)
-    means = new(2, b, h, d, n, dtype=torch.float32)
-    counts, nothing, q_counts = new(b, h, n), new(b, h, n), new(b, h, n)
-    indices, q_indices = new(b, h, n, n), new(b, h, n, n)
-    mass, chosen = new(b, h, n, dtype=torch.float32), new(b, h, n, n, dtype=torch.int8)
+    choice = empty_choice(q)
+    means = q.new_empty(2, b, h, d, n, dtype=torch.float32)
+    chosen = q.new_empty(b, h, n, n, dtype=torch.int8)
     grid = (n, b * h)
     block_means_kernel[grid](
         means,
@@ -167,10 +165,10 @@ def launch(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
     n_block = next_power_of_2(n)
     warps = num_warps(n_block)
     choose_blocks_kernel[grid](
-        counts,
-        indices,
-        nothing,
-        mass,
+        choice.kv_counts,
+        choice.kv_indices,
+        choice.nothing,
+        choice.kept_mass,
         chosen,
         means,
         num_rows,
@@ -183,5 +181,6 @@ def launch(q: Tensor, k: Tensor, num_text: int, num_kept: int) -> Choice:
         N_BLOCK=n_block,
         num_warps=warps,
     )
-    blocks_of_keys_kernel[grid](q_counts, q_indices, chosen, N_BLOCK=n_block, num_warps=warps)
-    return Choice(counts, indices, q_counts, q_indices, nothing, mass)
+    of_keys = choice.q_counts, choice.q_indices
+    blocks_of_keys_kernel[grid](*of_keys, chosen, N_BLOCK=n_block, num_warps=warps)
+    return choice

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cogfast.core import files
+from cogfast.core.addresses import CACHE_VARIABLE, OF_CHAIN, is_url
 from cogfast.extensions.stores import copies
+from cogfast.extensions.stores.keys import parse_cache
 from cogfast.extensions.stores.ranges import WEB, RangeFile, read_range, waited
-from cogfast.extensions.stores.store_errors import NO_BUCKET, OF_CHAIN, StoreError, brief, diagnosis
+from cogfast.extensions.stores.store_errors import NO_BUCKET, StoreError, brief, diagnosis
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 # Read by every process of a run; args.local_cache sets it before the processes that read data begin.
-CACHE_VARIABLE = "COGFAST_LOCAL_CACHE"  # FOLDER or FOLDER:SIZE
 _PATIENCE = 60.0  # seconds after which a call is not repeated
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds
 _PIECE = 32 << 20  # bytes of a request of a large object
@@ -53,8 +54,6 @@ _IN_USE = 5.0  # seconds after its last use for which a local copy is not remove
 _IN_WORK = 3600.0  # seconds after its last write for which an unfinished one is not
 _KEPT = 0.9  # of the limit, to which the local cache is cut
 _OURS = re.compile(r"[0-9a-f]{32}(\.[^.]*)?\.(xxh3|[0-9a-f]{12}\.incomplete)")  # checksums, drafts
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 # Fields of a listing that change with the object, by the names of the stores
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha256", "LastModified", "Last-Modified")
 _VERSIONS += ("modify", "mtime", "created")
@@ -68,10 +67,6 @@ _OWN = ("s3://", "gs://", "hf://")
 class Stat:
     num_bytes: int
     version: str  # changes whenever the file does; of a URL 16 hexadecimal digits
-
-
-def is_url(name: str | Path) -> bool:
-    return "://" in str(name)
 
 
 def join(folder: str, name: str) -> str:
@@ -384,19 +379,6 @@ def _check_fits(folder: Path, limit: int, num_bytes: int, in_use: int = 0) -> No
         text = f"{folder}: the local cache is too small: {num_bytes} bytes are more than its {limit}, of which "
         fix = "set args.local_cache=FOLDER:SIZE to a larger SIZE, or a folder with more space"
         raise StoreError(f"{text}{in_use} are in use; {fix}")
-
-
-def parse_cache(text: str) -> tuple[Path, int | None]:
-    """Read FOLDER or FOLDER:SIZE, such as /nvme:500GB. ValueError if the size is none."""
-    folder, colon, size = text.rpartition(":")
-    if not colon and not _SIZE.fullmatch(text):
-        return Path(os.path.expanduser(text)).absolute(), None
-    match = _SIZE.fullmatch(size)
-    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
-    if not folder or number <= 0:
-        rule = "must be FOLDER or FOLDER:SIZE, as /nvme:500GB, with a SIZE above 0 in bytes, K, M, G or T"
-        raise ValueError(f"args.local_cache={text}: {rule}")
-    return Path(os.path.expanduser(folder)).absolute(), number
 
 
 @contextmanager

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import errno
 import math
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
-_CHAIN = re.compile(r"[\w+.-]+::\S*://")  # of file systems, as fsspec has them
-OF_CHAIN = "has :: in it; use addresses of one scheme"
 _OTHER_REGION = "the bucket is in another region; set AWS_DEFAULT_REGION"
 _NO_CREDENTIALS = "set {keys}"
 # Part of an error that no repetition ends -> its fix
@@ -47,28 +43,6 @@ _REQUEST = re.compile(r"(https?://[^\s/\"]+)/[^\s\"]*")
 
 class StoreError(OSError):
     """An object cannot be read or written. The text is one line: `URL: reason; fix`."""
-
-
-def check_address(text: str) -> None:
-    """Raise ValueError for an address without a name, or one that is not written as the stores take it."""
-    if _CHAIN.match(text):
-        raise ValueError(f"{text}: {OF_CHAIN}")
-    match = _ADDRESS.fullmatch(text.strip())
-    if match is None:
-        return
-    scheme = match[1].lower()
-    name = match[2].lstrip("/") if scheme in _KEYS else match[2]  # file:///folder is an address
-    if not name.strip("/"):
-        raise ValueError(f"{text}: an address names a bucket or file; write {scheme}://NAME")
-    rule = "an address has a scheme in small letters and two slashes"
-    if text != text.strip():
-        rule = "an address has no blanks around it"
-    elif {".", ".."}.intersection(name.split("/")):
-        name, rule = posixpath.normpath(f"/{name}")[1:], "an address has no . or .. between slashes"
-    elif scheme.startswith("s3") and (key := name.partition("?versionId=")[0]) != name:
-        name, rule = key, "versions of objects are not read"
-    if (fixed := f"{scheme}://{name}") != text:
-        raise ValueError(f"{text}: {rule}; write {fixed}")
 
 
 def diagnosis(url: str, error: Exception) -> tuple[str, str, float]:

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cogfast.config.values import counted
 from cogfast.core.addresses import distinct
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSample
 from cogfast.data.sources.clip_list import OTHER_VIDEOS, ClipList, OtherFiles, PackedStrings, join
 from cogfast.data.sources.file_index import user_index
@@ -160,65 +160,57 @@ def list_shard(
     The list is read from the index in the user's cache folder if the shard and its .meta.jsonl have not changed.
     """
     meta = _meta_file(url)
-    try:
-        about = found.get(url) or store.stat(url)
-        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
-    except OSError as error:
-        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     # Another key selects other captions, which the index holds.
     name = url if store.is_url(url) else os.path.abspath(url)
     index, known = user_index("shard", [name, caption_key]), distinct(url)  # it may be signed
-    version = about.version + (f"-{of_meta.version}" if of_meta else "")
-    kept = index.get(known, version)
-    if kept is None:
-        try:
+    try:
+        about = found.get(url) or store.stat(url)
+        of_meta = store.stat(meta) if os.path.exists(meta) else found.get(meta)
+        version = about.version + (f"-{of_meta.version}" if of_meta else "")
+        kept = index.get(known, version)
+        if kept is None:
             kept = _rows(url, about.num_bytes, caption_key, of_meta is not None)
-        except OSError as error:
-            raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
-        index.keep([(known, version, *kept)])
+            index.keep([(known, version, *kept)])
+    except OSError as error:
+        raise ValueError(f"{url}: the shard cannot be read ({error}); {_FIX}") from None
     rows, faults = kept
     # Logged at every start, also when they come from the index.
     for fault in faults:
         logger.warning("%s %s", url, fault)
-    files, captions, places, others = [], [], [], []
-    further = {name: ([], []) for name in OTHER_VIDEOS}  # files and places
     pictures = tuple(end[1:] for end in PICTURE_ENDINGS)
     kinds = VIDEO_KINDS + (pictures if has_pictures else ())
+    # Kinds of the video and of further files, by what stands before them. A mask may be a picture for all frames.
+    kinds_of = {f"{name}.": kinds for name in OTHER_VIDEOS}
+    kinds_of |= {"": kinds, "mask.": VIDEO_KINDS + pictures}
+    columns = {start: ([], []) for start in kinds_of}  # files and places
+    captions, others = [], []
     kept = {*in_data((f"{url}/{key}.{k}" for key, _, members in rows for k in members), url)}
     for key, caption, members in rows:
         if f"{url}/{key}.{next(iter(members))}" not in kept:
             continue
-        # A sample with several videos is read from the first kind in VIDEO_KINDS.
-        kind = next((k for k in kinds if k in members), None)
-        if kind is None:
+        if not any(k in members for k in kinds):
             others.append(f"{key}: {', '.join(members)}")
             continue
-        files.append(f"{url}{MEMBER}{key}.{kind}")
         captions.append(worded(caption))
-        places.append(members[kind])
-        for name, (own, own_places) in further.items():
-            # A mask may be a picture for all frames of a video.
-            own_kinds = VIDEO_KINDS + pictures if name == "mask" else kinds
-            other = next((f"{name}.{k}" for k in own_kinds if f"{name}.{k}" in members), None)
-            own.append("" if other is None else f"{url}{MEMBER}{key}.{other}")
-            own_places.append((-1, -1) if other is None else members[other])
-    if not files:
+        for start, (files, places) in columns.items():
+            # A sample with several videos is read from the first kind in VIDEO_KINDS.
+            kind = next((start + k for k in kinds_of[start] if start + k in members), None)
+            files.append("" if kind is None else f"{url}{MEMBER}{key}.{kind}")
+            places.append((-1, -1) if kind is None else members[kind])
+    if not captions:
         raise ValueError(
             f"{url}: contains no video ({', '.join(kinds)}); leave the shard out of the data"
         )
     if others:
         text = "%s: not read: %s (names up to the first dot) without a video: %s"
         logger.warning(text, url, counted(len(others), "sample"), named(others))
-    return ClipList(
-        files=PackedStrings(files),
-        captions=PackedStrings(captions),
-        places=np.array(places, dtype=np.int64),
-        others={
-            name: OtherFiles(PackedStrings(own), np.array(own_places, dtype=np.int64))
-            for name, (own, own_places) in further.items()
-            if any(own)
-        },
-    )
+    further = {
+        start[:-1]: OtherFiles(PackedStrings(files), np.array(places, dtype=np.int64))
+        for start, (files, places) in columns.items()
+        if any(files)
+    }
+    videos, packed = further.pop(""), PackedStrings(captions)
+    return ClipList(files=videos.files, captions=packed, places=videos.places, others=further)
 
 
 Row = tuple[str, str, dict[str, tuple[int, int]]]  # key, caption, {kind: (offset, bytes)}

@@ -24,6 +24,8 @@ from cogfast.model.weights.tensor_files import SafetensorsFiles
 COLOURS = 3
 NUM_BANDS = COLOURS * TEMPORAL_COMPRESSION * SPATIAL_COMPRESSION**2
 FORMAT = "cogfast-wavelet-1"
+_SIDES = {"dt": TEMPORAL_COMPRESSION, "dh": SPATIAL_COMPRESSION, "dw": SPATIAL_COMPRESSION}
+_FIX = "write it with scripts/quickstart.py prepare FOLDER"
 
 
 def haar_matrix(size: int) -> Tensor:
@@ -62,25 +64,15 @@ def to_blocks(video: Tensor) -> Tensor:
             f"use rows and columns that are multiples of {SPATIAL_COMPRESSION}"
         )
     # The first frame is a block alone, as in the VAE: it is repeated to the length of a block.
-    return rearrange(
-        torch.cat([video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1), video], dim=2),
-        "b c (t dt) (h dh) (w dw) -> b t h w (c dt dh dw)",
-        dt=TEMPORAL_COMPRESSION,
-        dh=SPATIAL_COMPRESSION,
-        dw=SPATIAL_COMPRESSION,
-    )
+    first = video[:, :, :1].expand(-1, -1, TEMPORAL_COMPRESSION - 1, -1, -1)
+    whole = torch.cat([first, video], dim=2)
+    return rearrange(whole, "b c (t dt) (h dh) (w dw) -> b t h w (c dt dh dw)", **_SIDES)
 
 
 def _from_blocks(blocks: Tensor) -> Tensor:
     """Blocks [B, T, h, w, 768] -> video [B, 3, 4(T-1)+1, 8h, 8w]."""
-    video = rearrange(
-        blocks,
-        "b t h w (c dt dh dw) -> b c (t dt) (h dh) (w dw)",
-        c=COLOURS,
-        dt=TEMPORAL_COMPRESSION,
-        dh=SPATIAL_COMPRESSION,
-        dw=SPATIAL_COMPRESSION,
-    )
+    pattern = "b t h w (c dt dh dw) -> b c (t dt) (h dh) (w dw)"
+    video = rearrange(blocks, pattern, c=COLOURS, **_SIDES)
     # The mean of block 0's four frames is the still picture closest to them.
     first = video[:, :, :TEMPORAL_COMPRESSION].mean(dim=2, keepdim=True)
     return torch.cat([first, video[:, :, TEMPORAL_COMPRESSION:]], dim=2)
@@ -100,16 +92,12 @@ class WaveletState:
         if not Path(path).is_file():
             raise ValueError(
                 f"first_stage_config.params.ckpt_path={path} does not exist (a relative path starts at "
-                "the current folder); set model.first_stage_config.params.ckpt_path to its path, or "
-                "write it with scripts/quickstart.py prepare FOLDER"
+                f"the current folder); set model.first_stage_config.params.ckpt_path to its path, or {_FIX}"
             )
         files = SafetensorsFiles(Path(path))
         found, tensors = files.metadata.get("format"), {n: files.read(n) for n in files.names()}
         if found != FORMAT:
-            raise ValueError(
-                f"ckpt_path={path} has format {found!r} instead of {FORMAT!r}; "
-                "write it with scripts/quickstart.py prepare FOLDER"
-            )
+            raise ValueError(f"ckpt_path={path} has format {found!r} instead of {FORMAT!r}; {_FIX}")
         bands = tensors.get("bands", torch.zeros(0))
         is_list = bands.dtype == torch.int64 and bands.ndim == 1
         rows = set(bands.tolist()) if is_list else set()  # sync: none, CPU tensors
@@ -119,10 +107,8 @@ class WaveletState:
             is_whole &= held.dtype == torch.float32 and held.shape == bands.shape
             is_whole = is_whole and bool(held.isfinite().all())
         if not is_whole or not (tensors["scale"] > 0).all():
-            raise ValueError(
-                f"ckpt_path={path} is damaged: bands, mean and scale must be finite and of one length; "
-                "write it with scripts/quickstart.py prepare FOLDER"
-            )
+            fault = "bands, mean and scale must be finite and of one length"
+            raise ValueError(f"ckpt_path={path} is damaged: {fault}; {_FIX}")
         return cls(bands, tensors["mean"], tensors["scale"])
 
 
@@ -143,15 +129,13 @@ class WaveletAutoencoder(nn.Module):
         state: WaveletState | None = None,
     ) -> None:
         super().__init__()
-        if (ckpt_path is None) == (state is None):
+        if state is None and ckpt_path is not None:
+            state = WaveletState.load(ckpt_path)
+        elif state is None or ckpt_path is not None:
             raise ValueError(
                 f"the wavelet needs either ckpt_path (got {ckpt_path}) or a state; give one of them"
             )
-        if state is None:
-            assert ckpt_path is not None, "either ckpt_path or a state is given"
-            state = WaveletState.load(ckpt_path)
-        self.state = state
-        self.latent_channels = len(self.state.bands)
+        self.state, self.latent_channels = state, len(state.bands)
         self._register("cpu")
 
     def _register(self, device: torch.device | str) -> None:

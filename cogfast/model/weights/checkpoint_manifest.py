@@ -14,14 +14,13 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import cogfast.extensions.stores.mirror as mirror
-from cogfast.config.json_files import Size, brief, is_inside, keys, parse_json, read_json
-from cogfast.config.values import Range
 from cogfast.config.yaml_files import check_plain
 from cogfast.core.addresses import each_text, shown
 from cogfast.core.files import (
@@ -32,6 +31,8 @@ from cogfast.core.files import (
     read_limited,
     wait_until,
 )
+from cogfast.core.json_files import Size, brief, is_inside, keys, parse_json, read_json
+from cogfast.core.values import Range
 
 FORMAT = "cogfast-checkpoint-3"
 _MOST_BYTES = 1 << 30  # of a manifest; with 512 ranks and 2,000 parameters it has about 2**28
@@ -42,12 +43,8 @@ _SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 _Count = Annotated[int, Range(0, 2**48)]
 _Part = Annotated[int, Range(0, 2**20)]
 _FORMAT = keys({"format": str})
-_PARAMETER = keys(
-    {
-        "shape": list[_Count],
-        "cut": NotRequired[tuple[_Part, Size]],  # dim, num_parts
-    }
-)
+# cut: dim, num_parts
+_PARAMETER = keys({"shape": list[_Count], "cut": NotRequired[tuple[_Part, Size]]})
 _SLICE = keys(
     {
         "parameter": str,
@@ -149,7 +146,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 def find_run_checkpoint(path: Path) -> Path | None:
     """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run or a folder of
     checkpoints; None if it is none of these."""
-    if (path / "manifest.json").is_file() or _is_torn(path):
+    if _is_checkpoint(path):
         return path
     if path.name == "checkpoints" and _complete(path):
         return newest_checkpoint(path.parent)
@@ -161,20 +158,19 @@ def find_run_checkpoint(path: Path) -> Path | None:
 def _has_checkpoints(folder: Path) -> bool:
     """Return whether a folder holds cogfast's checkpoint-<step>, the layout `finetune`."""
     # Other trainers have folders of that name, too. A step's old one stays until its new one has the name.
-    found = folder.glob("checkpoint-*") if folder.is_dir() else ()
-    return any((p / "manifest.json").is_file() or _is_torn(p) for p in found)
+    return folder.is_dir() and any(map(_is_checkpoint, folder.glob("checkpoint-*")))
 
 
-def _is_torn(path: Path) -> bool:
-    """Return whether a folder is a checkpoint whose manifest is missing."""
-    return path.is_dir() and any(path.glob("rank-*.safetensors"))
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, whose manifest may be missing."""
+    has_manifest = (path / "manifest.json").is_file()
+    return has_manifest or (path.is_dir() and any(path.glob("rank-*.safetensors")))
 
 
 def _complete(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that have a manifest, newest first."""
-    if not folder.is_dir():
-        return []
-    steps = {path: step for path in folder.iterdir() if (step := step_of(path)) is not None}
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
     found = [path for path in steps if (path / "manifest.json").is_file()]
     return sorted(found, key=steps.__getitem__, reverse=True)
 
@@ -213,7 +209,9 @@ def config_of(checkpoint: Path, manifest: dict) -> dict[str, dict[str, Any]]:
         check_plain(sections)
     except ValueError as error:
         raise refusal(checkpoint, DamageError(f"manifest.json: {error}")) from None
-    found = {name: _with_infinities(values) for name, values in sections.items()}
+    # JSON has no infinities, which are stored as text.
+    number = lambda text: float(text) if text in ("Infinity", "-Infinity") else text
+    found = {name: each_text(values, number) for name, values in sections.items()}
     load = (found.get("args") or {}).get("load")
     if isinstance(load, str) and "://" not in load and not os.path.isabs(load):
         found["args"]["load"] = _from_start(run_of(checkpoint), load)
@@ -228,11 +226,6 @@ def _from_start(run: Path, path: str) -> str:
         if isinstance(folder, str) and os.path.exists(found := os.path.join(folder, path)):
             return path if folder == os.getcwd() else found
     return path
-
-
-def _with_infinities(node: Any) -> Any:
-    """Return a stored value with the numbers that JSON has not, which are stored as text."""
-    return each_text(node, lambda text: float(text) if text in ("Infinity", "-Infinity") else text)
 
 
 def trained_settings(path: Path) -> dict[str, tuple[object, str]]:
@@ -253,10 +246,8 @@ class DamagedRun(ValueError):
         self.good = next((p for p in _complete(folder) if p != bad and _is_good(p)), None)
         text = "its folder has no other checkpoint"
         if self.good is not None:
-            step, name = step_of(self.good), mirror.name_of(self.good)
-            text = (
-                f"the last good one is that of step {step}: give {name} (training: with --resume)"
-            )
+            text = f"the last good one is that of step {step_of(self.good)}: "
+            text += f"give {mirror.name_of(self.good)} (training: with --resume)"
         super().__init__(f"{what}; {text}")
 
 
@@ -285,11 +276,9 @@ def check_files(draft: Path, sizes: Mapping[str, int]) -> None:
 
 def verify_files(folder: Path, manifest: dict, names: Iterable[str]) -> None:
     """Raise DamageError if the checksum of one of these files differs from the manifest's."""
-    checksums = manifest["checksums"]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        check = lambda name: check_checksum(fetch(folder, name), checksums[name], name)
-        for checked in [pool.submit(check, name) for name in names]:
-            checked.result()
+        check = lambda name: check_checksum(fetch(folder, name), manifest["checksums"][name], name)
+        deque(pool.map(check, names), maxlen=0)  # raises the first error
 
 
 def fetch(folder: Path, name: str) -> Path:

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from cogfast.config.json_files import Range, Size, brief, check, read_json
-from cogfast.config.values import show
+from cogfast.core.json_files import Range, Size, brief, check, read_json
 from cogfast.core.shapes import SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION, PatchSize
+from cogfast.core.values import show
 from cogfast.model.config import TransformerConfig, inpainting_channels
 from cogfast.model.weights.shard import Shard, join
 from cogfast.model.weights.source import WeightSource, with_flat_patches
@@ -57,14 +57,13 @@ LINEARS = [name for name in _MODULES if not name.endswith(("norm", ".weight"))]
 _NOT_IN_DIFFUSERS = "unused_position_embeddings"  # only SAT's files have it; no code reads it
 logger = logging.getLogger(__name__)
 CLASS_NAME = "CogVideoXTransformer3DModel"
-_DIFFUSERS_OUTPUT_NORM_EPS = 1e-5  # diffusers' value; the models were trained with 1e-6
 # Keys of config.json with the only values that cogfast's network has. They are diffusers' defaults.
 _FIXED = {
     "activation_fn": "gelu-approximate",
     "attention_bias": True,
     "flip_sin_to_cos": True,
     "freq_shift": 0,
-    "norm_eps": _DIFFUSERS_OUTPUT_NORM_EPS,
+    "norm_eps": 1e-5,  # the models were trained with 1e-6
     "timestep_activation_fn": "silu",
 }
 # PEFT, diffusers, ComfyUI's files and DDP put these before the names of weights.
@@ -212,22 +211,16 @@ def _read_config(folder: Path) -> _Config:
                 f"{show(value)}, as all CogVideoX models; use a CogVideoX model, or correct the file"
             )
     config = check(given, _Config, str(file))
-    _check_pipeline_class(folder)
-    return config
-
-
-def _check_pipeline_class(folder: Path) -> None:
-    """Raise ValueError if the pipeline around a transformer folder gives it other inputs."""
+    # The pipeline around a transformer folder may give it other inputs.
     file = folder.parent / "model_index.json"
-    if folder.name != "transformer" or not file.is_file():
-        return
-    kind = read_json(file).get("_class_name")
-    text = f"{file}: _class_name={brief(show(kind))}"
-    if kind not in _PIPELINES:
-        raise ValueError(
-            f"{text} is the pipeline of a model derived from CogVideoX, with inputs that cogfast does not "
-            f"make; use a folder of {', '.join(_PIPELINES)}"
-        )
+    if folder.name == "transformer" and file.is_file():
+        kind = read_json(file).get("_class_name")
+        if kind not in _PIPELINES:
+            raise ValueError(
+                f"{file}: _class_name={brief(show(kind))} is the pipeline of a model derived from CogVideoX, "
+                f"with inputs that cogfast does not make; use a folder of {', '.join(_PIPELINES)}"
+            )
+    return config
 
 
 def _facts(config: _Config) -> dict[str, Any]:
@@ -276,14 +269,10 @@ def log_positions(config: TransformerConfig, path: Path) -> None:
     sample_size = _sample_size(config)[1:]
     if sample_size != own:
         rows, columns = (side * SPATIAL_COMPRESSION for side in sample_size)
-        logger.warning(
-            "%s: trained at %dx%d with integer positions, which diffusers' pipelines use only at this "
-            "size (sample_height and sample_width of config.json); at other sizes they rescale them "
-            "(pos_embed_config.params.positions: pipeline trains rescaled positions)",
-            path,
-            rows,
-            columns,
-        )
+        text = "%s: trained at %dx%d with integer positions, which diffusers' pipelines use only at this size "
+        text += "(sample_height and sample_width of config.json); at other sizes they rescale them "
+        text += "(pos_embed_config.params.positions: pipeline trains rescaled positions)"
+        logger.warning(text, path, rows, columns)
 
 
 def diffusers_config(config: TransformerConfig) -> dict[str, Any]:
@@ -334,13 +323,12 @@ def diffusers_tensors(
     source: WeightSource, config: TransformerConfig, dtype: torch.dtype | None = None
 ) -> Iterator[Outgoing]:
     """Yield the tensors of `source` under diffusers' names, without the tables it computes itself."""
-    is_conv = not config.patch_size.joins_frames
     for name, shape in source.shapes.items():
         # diffusers computes 2B's table, and has no name for SAT's unused one.
         is_computed = name == "position_table.weight" and config.position == "sincos"
         if is_computed or name == _NOT_IN_DIFFUSERS:
             continue
-        if name == "patch_embedding.weight" and is_conv:
+        if name == "patch_embedding.weight" and not config.patch_size.joins_frames:
             shape = (shape[0], config.in_channels, config.patch_size.h, config.patch_size.w)
         theirs = diffusers_names(name)
         for index, target in enumerate(theirs):

@@ -10,7 +10,7 @@ from cogfast.core.shapes import PatchSize
 from cogfast.extensions.formats.adapters import adapters_of
 from cogfast.model.config import TransformerConfig, member_of
 from cogfast.model.lora import is_lora_parameter
-from cogfast.model.transformer import assemble_transformer
+from cogfast.model.transformer import DiffusionTransformer, assemble_transformer
 from cogfast.model.weights.source import Shapes, WeightSource, first_of, num_blocks
 
 _LATENT_CHANNELS = 16  # of CogVideoX's VAE
@@ -30,7 +30,9 @@ def identify(source: WeightSource, out_channels: int = _LATENT_CHANNELS) -> Tran
     out_channels: latent channels, needed where the patch embedding is flat (CogVideoX 1.5).
     ValueError if the tensors are no complete transformer or contradict the format's facts.
     """
-    shapes = plain_shapes(source.shapes)
+    # Weights of a model without LoRA
+    plain = [name for name in source.shapes if not is_lora_parameter(name)]
+    shapes = {name.replace(".original.", "."): source.shapes[name] for name in plain}
     absent = [name for name in _NEEDED if name not in shapes]
     if absent and source.is_partial and "hidden_size" in source.facts:
         return _config(source, source.facts)  # a run that trained only a part of the model
@@ -78,15 +80,6 @@ def _config(source: WeightSource, fields: dict[str, Any]) -> TransformerConfig:
         raise ValueError(f"{source.description}: {error}") from None
 
 
-def plain_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes without adapters, under the names of a model without LoRA."""
-    return {
-        name.replace(".original.", "."): tuple(shape)
-        for name, shape in shapes.items()
-        if not is_lora_parameter(name)
-    }
-
-
 def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[str, Any]:
     patch, rows = shapes["patch_embedding.weight"], shapes["output.weight"][0]
     size = source.facts.get("patch_size") or _patch_size(rows, out_channels, source)
@@ -97,29 +90,33 @@ def _of_shapes(shapes: Shapes, source: WeightSource, out_channels: int) -> dict[
             f"{source.description}: tokens of width {patch[0]} do not divide into heads of width "
             f"{head}; the files belong to different models, copy those of one"
         )
-    ofs = shapes.get("ofs_embedding.fc1.weight")
-    unused = shapes.get("unused_position_embeddings")
     # 1.5 is always rotary, also in formats that do not store positions.
     is_rotary = source.is_rotary or size.joins_frames
+    patch_numel = size.t * size.h * size.w
     found = {
         "num_layers": num_blocks(shapes),
         "hidden_size": patch[0],
         "num_attention_heads": patch[0] // head,
-        "in_channels": patch[1] // (size.t * size.h * size.w),
-        "out_channels": rows // (size.t * size.h * size.w),
+        "in_channels": patch[1] // patch_numel,
+        "out_channels": rows // patch_numel,
         "patch_size": size,
         "text_hidden_size": shapes["text_embedding.weight"][1],
         "time_embed_dim": shapes["time_embedding.fc1.weight"][0],
-        "ofs_embed_dim": None if ofs is None else ofs[0],
+        "ofs_embed_dim": shapes.get("ofs_embedding.fc1.weight", (None,))[0],
         "position": "rotary" if is_rotary else "sincos",
         # The table of a model that is not rotary is 2B's, which is computed.
         "learnable_position": is_rotary and "position_table.weight" in shapes,
         "qk_norm": "blocks.0.attention.query_norm.bias" in shapes,
         "elementwise_affine": "final_norm.weight" in shapes,
     }
-    if unused is not None:
+    if unused := shapes.get("unused_position_embeddings"):
         found["max_sequence_length"] = unused[0]
-    return found | _adapters(source, found["num_layers"])
+    if adapters := adapters_of(source):
+        found |= {"lora_rank": adapters.ranks[0], "lora_targets": adapters.targets}
+        found |= {} if adapters.alpha is None else {"lora_alpha": adapters.alpha}
+        if len(adapters.layers) < found["num_layers"]:
+            found["lora_layers"] = adapters.layers
+    return found
 
 
 def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize:
@@ -132,14 +129,10 @@ def _patch_size(rows: int, out_channels: int, source: WeightSource) -> PatchSize
     return PatchSize(frames, _PATCH_HW, _PATCH_HW)
 
 
-def _adapters(source: WeightSource, num_layers: int) -> dict[str, Any]:
-    """Return the fields about LoRA: rank, targets, and the layers with adapters if not all have."""
-    found = adapters_of(source)
-    if found is None:
-        return {}
-    alpha = {} if found.alpha is None else {"lora_alpha": found.alpha}
-    some = {"lora_layers": found.layers} if len(found.layers) < num_layers else {}
-    return {"lora_rank": found.ranks[0], "lora_targets": found.targets, **alpha, **some}
+def may_be_left_out(model: DiffusionTransformer) -> set[str]:
+    """Return the names of the parameters that files may lack: those without use, and 2B's computed table."""
+    is_computed = model.config.position == "sincos"
+    return {*model.unused_parameter_names(), *["position_table.weight"] * is_computed}
 
 
 def lacking_of(
@@ -148,12 +141,9 @@ def lacking_of(
     """Return the names that `source` lacks of the model, and the shapes of all."""
     with torch.device("meta"):
         model = assemble_transformer(config)
-    optional = set(model.unused_parameter_names())
-    if config.position == "sincos":
-        # 2B's table is computed, so a file may leave it out.
-        optional.add("position_table.weight")
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return [name for name in wanted if name not in source.shapes and name not in optional], wanted
+    may_lack = may_be_left_out(model)
+    return [name for name in wanted if name not in source.shapes and name not in may_lack], wanted
 
 
 def check_complete(source: WeightSource, config: TransformerConfig) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.extensions.formats.adapters import adapters_of, check_config, only_adapters
 from cogfast.extensions.formats.completed import adapters_for, completed, fitted
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
-from cogfast.model.weights.identify import identify
+from cogfast.model.weights.identify import identify, may_be_left_out
 from cogfast.model.weights.open import open_source
 from cogfast.model.weights.shard import Shard
 from cogfast.model.weights.source import Shapes, Target, WeightSource, first_of, num_blocks
@@ -44,12 +44,9 @@ class LoadReport:
         """Log what was loaded, and a warning for tensors that the model does not have."""
         logger.info("%s", self)
         if self.unexpected:
-            logger.warning(
-                "%s: %s with unknown names, which the model does not have and cogfast does not use: %s",
-                self.description,
-                counted(len(self.unexpected), "tensor"),
-                first_of(self.unexpected),
-            )
+            text = "%s: %s with unknown names, which the model does not have and cogfast does not use: %s"
+            number = counted(len(self.unexpected), "tensor")
+            logger.warning(text, self.description, number, first_of(self.unexpected))
 
 
 def load_transformer(
@@ -109,8 +106,14 @@ def load_source(
 ) -> LoadReport:
     """Load from an open source; otherwise as load_transformer. path: the name in error messages."""
     # args.force_train and args.force_inference also permit bf16 weights in fp16.
-    if not allow_missing:
-        _check_dtype(path, source.main_dtype, transformer.dtype)
+    is_bf16 = not allow_missing and source.main_dtype == torch.bfloat16
+    if is_bf16 and transformer.dtype == torch.float16:
+        raise ValueError(
+            f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
+            "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
+            "deepspeed.fp16.enabled=false, or args.force_train=true to continue (sampling: "
+            "args.force_inference=true)"
+        )
     parameters: dict[str, Target] = {**dict(transformer.named_parameters()), **(held or {})}
     parameters |= transformer.kept_buffers()
     shards = shards or {}
@@ -122,9 +125,12 @@ def load_source(
         check_family(path, Family.of_config(found), transformer.config)
         check_depth_and_width(path, source.shapes, transformer.config)
 
-    targets = {name: _target(name, parameters) for name in source.shapes}
     unexpected, loaded = list(source.unexpected), []
-    for name, target in targets.items():
+    for name in source.shapes:
+        # With LoRA a parameter is one level deeper.
+        module, _, kind = name.rpartition(".")
+        names = (name, f"{module}.original.{kind}")
+        target = next((candidate for candidate in names if candidate in parameters), None)
         if target is None:
             unexpected.append(name)
         elif source.shapes[name] == tuple(wanted[target]):
@@ -137,7 +143,8 @@ def load_source(
                 "(for a learned position table its num_frames, latent_height and latent_width)"
             )
     missing = sorted(parameters.keys() - {target for _, target in loaded})
-    required = [name for name in missing if not _may_be_missing(name, transformer)]
+    may_lack = transformer.added | may_be_left_out(transformer)
+    required = [n for n in missing if n not in may_lack and not is_lora_parameter(n)]
     if required and not source.is_partial and not allow_missing:
         raise ValueError(
             f"{path}: {len(required)} tensors of the model are not in the checkpoint, first "
@@ -156,31 +163,6 @@ def load_source(
             parameter.copy_(source.read(name, shards.get(target)).reshape(parameter.shape))
     lacking = required if source.is_partial else []
     return LoadReport(source.description, len(loaded), missing, unexpected, lacking)
-
-
-def _check_dtype(path: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    if found == torch.bfloat16 and wanted == torch.float16:
-        raise ValueError(
-            f"{path}: has bf16 weights, and models trained in bf16 overflow in fp16, whose largest "
-            "number is 65504 (NaN, black videos); set deepspeed.bf16.enabled=true and "
-            "deepspeed.fp16.enabled=false, or args.force_train=true to continue (sampling: "
-            "args.force_inference=true)"
-        )
-
-
-def _target(name: str, parameters: Container[str]) -> str | None:
-    """Return the parameter that a checkpoint's tensor belongs to; with LoRA it is one level deeper."""
-    module, _, kind = name.rpartition(".")
-    for candidate in (name, f"{module}.original.{kind}"):
-        if candidate in parameters:
-            return candidate
-    return None
-
-
-def _may_be_missing(name: str, transformer: DiffusionTransformer) -> bool:
-    is_computed = name == "position_table.weight" and transformer.config.position == "sincos"
-    is_new = is_lora_parameter(name) or name in transformer.added
-    return is_computed or is_new or name in transformer.unused_parameter_names()
 
 
 def check_family(path: str, found: Family, config: TransformerConfig) -> None:

@@ -20,27 +20,21 @@ def open_source(path: Path, ema: bool | None = False) -> WeightSource:
     folder; a PEFT file or folder; a run of cogfast or one of its checkpoints. ema: open the moving average, which SAT folders and runs may have; None: that of a run,
     if it has one. Reading a tensor that is not finite raises ValueError.
     """
-    return _open(path, ema).checked()
-
-
-def _open(path: Path, ema: bool | None) -> WeightSource:
     # Runs first: their checkpoints are safetensors files, too.
     checkpoint = find_run_checkpoint(path)
     if checkpoint is not None:
-        return open_run(checkpoint, ema)
+        return open_run(checkpoint, ema).checked()
     source = _open_named(path)
-    if source is None and ema and path.is_file():
-        raise ValueError(
-            f"{path}: is one file, and EMA weights are in a folder; give the SAT folder"
-        )
-    if source is None:
-        return open_sat(find_sat_files(path, bool(ema)))
-    if ema:
+    if source is not None and ema:
         raise ValueError(
             f"{source.description}: has no EMA weights; only SAT folders and runs can have them, "
             "use the plain weights"
         )
-    return source
+    if source is None and ema and path.is_file():
+        raise ValueError(
+            f"{path}: is one file, and EMA weights are in a folder; give the SAT folder"
+        )
+    return (source or open_sat(find_sat_files(path, bool(ema)))).checked()
 
 
 def _open_named(path: Path) -> WeightSource | None:

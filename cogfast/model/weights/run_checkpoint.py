@@ -170,12 +170,11 @@ def open_run(
 
     sections = config_of(checkpoint_dir, manifest)
     facts = _config_of_run(checkpoint_dir, sections.get("model", {}))  # {}: it has no network
-    load = sections.get("args", {}).get("load")
     # Known if all videos of the run had one size.
     sizes = manifest.get("video_sizes") or []
     trained_size = {"trained_size": tuple(sizes[0])} if len(sizes) == 1 else {}
     which = "EMA weights" if ema else "weights"
-    family = Family.of_config(TransformerConfig(**facts)) if facts else None
+    member = Family.of_config(TransformerConfig(**facts)).member if facts else None
     return WeightSource(
         description=f"{which} of step {manifest['step']} in {name_of(checkpoint_dir)}",
         shapes=files.shapes,
@@ -185,9 +184,9 @@ def open_run(
         is_partial=True,
         trained=frozenset(manifest["parameters"]),
         lora_alpha=facts.get("lora_alpha", SAT_ALPHA) if facts else None,
-        base=load,
+        base=sections.get("args", {}).get("load"),
         positions=sections.get("model", {}).get("learned_positions"),
-        member=None if family is None else family.member.name,
+        member=None if member is None else member.name,
     )
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cogfast.config.arguments import LearnedPositions
-from cogfast.config.json_files import brief
-from cogfast.config.values import counted
+from cogfast.core.json_files import brief
 from cogfast.core.shapes import PatchSize, TokenGrid
+from cogfast.core.values import counted
+from cogfast.model.keys import LearnedPositions
 from cogfast.model.lora import SAT_ALPHA
 from cogfast.model.weights.shard import Shard
 
@@ -62,9 +62,7 @@ class WeightSource:
     convolutions: Shapes = field(default_factory=dict)  # the shapes of flat adapters in their file
     lora_alpha: float | None = None  # None: unknown; SAT's default is 1
     base: str | None = None  # of a run: the model that it started from
-    positions: LearnedPositions | None = (
-        None  # of a run: what it made of that model's learned table
-    )
+    positions: LearnedPositions | None = None  # of a run: what became of that model's learned table
     member: str | None = None  # the published model that adapters were trained on, if known
 
     def __post_init__(self) -> None:
@@ -92,14 +90,20 @@ class WeightSource:
         rows, inputs = self.shapes[name]
         if inputs >= num_inputs:
             return self
+        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
+        pad = lambda values: F.pad(values, (0, num_inputs - inputs))
+        return replace(self._changed(name, (rows, num_inputs), pad), facts=facts)
+
+    def _changed(
+        self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]
+    ) -> WeightSource:
+        """Return these weights with `change`, which gives a tensor of `shape`, applied to one of them."""
 
         def read(other: str, shard: Shard | None) -> Tensor:
             found = self.read(other, shard)
-            return F.pad(found, (0, num_inputs - inputs)) if other == name else found
+            return change(found) if other == name else found
 
-        facts = {key: value for key, value in self.facts.items() if key != "in_channels"}
-        shapes = self.shapes | {name: (rows, num_inputs)}
-        return replace(self, read=read, shapes=shapes, facts=facts)
+        return replace(self, read=read, shapes={**self.shapes, name: shape})
 
     def without(self, name: str) -> WeightSource:
         """Return these weights without the tensor `name`, and without what the format says of tables."""
@@ -120,17 +124,13 @@ class WeightSource:
         if old == new:
             return self
 
-        def read(other: str, shard: Shard | None) -> Tensor:
-            found = self.read(other, shard)
-            if other != name:
-                return found
-            text, video = found.float().split([num_text, old.num_tokens], dim=1)
+        def interpolated(values: Tensor) -> Tensor:
+            text, video = values.float().split([num_text, old.num_tokens], dim=1)
             video = video.transpose(1, 2).unflatten(2, (old.t, old.h, old.w))  # [1, M, t, h, w]
             video = F.interpolate(video, size=(new.t, new.h, new.w), mode="trilinear")
             return torch.cat([text, video.flatten(2).transpose(1, 2)], dim=1)
 
-        shapes = self.shapes | {name: (1, num_text + new.num_tokens, width)}
-        return replace(self, read=read, shapes=shapes)
+        return self._changed(name, (1, num_text + new.num_tokens, width), interpolated)
 
     @property
     def alpha(self) -> float:
@@ -208,8 +208,8 @@ def load_state(
     numbers that are not finite.
     """
     wanted = module.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_tensors(where, shapes, {name: tensor.dtype for name, tensor in state.items()})
+    tensors = state.items()
+    check_tensors(where, {k: v.shape for k, v in tensors}, {k: v.dtype for k, v in tensors})
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
     if missing or unexpected:
@@ -268,20 +268,11 @@ def with_flat_patches(source: WeightSource) -> WeightSource:
             f"{source.description}: its config has patch_size={configured}, its tensors {patch}; use "
             "the config.json that belongs to these tensors"
         )
-    # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w).
+    # Row-major, so a reshape alone: the kernel's values are in the order (C, h, w). Tensor parallelism
+    # splits only the blocks, never this weight.
     flat = (shape[0], math.prod(shape[1:]))
-
-    def read(name: str, shard: Shard | None) -> Tensor:
-        values = source.read(name, shard)
-        # Tensor parallelism splits only the blocks, never this weight.
-        return values.reshape(flat) if name == key and shard is None else values
-
-    return replace(
-        source,
-        shapes={**source.shapes, key: flat},
-        read=read,
-        facts={**source.facts, "patch_size": patch},
-    )
+    found = source._changed(key, flat, lambda values: values.reshape(flat))
+    return replace(found, facts={**source.facts, "patch_size": patch})
 
 
 def num_blocks(shapes: Shapes) -> int:

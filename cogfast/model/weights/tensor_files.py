@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct
 from torch import Tensor
 
-from cogfast.config.json_files import InsideNames, brief, keys, read_json
 from cogfast.core.files import LFS, ChecksumFile, is_disk_full, is_lfs_pointer
+from cogfast.core.json_files import InsideNames, brief, keys, read_json
 
 # The *.bin files of weights; accelerate has others beside them.
 TORCH_FILES = "*pytorch_model*.bin"
 _NESTED = ("model", "module", "state_dict")  # keys of the weights beside other states
+# Types of numpy's generator state, which SAT's training checkpoints contain
+_NUMPY_TYPES: list[Any] = [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.uint32]
 _INDEX = keys({"weight_map": InsideNames})
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -284,7 +288,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             _check_stored(path)
-        with torch.serialization.safe_globals(_numpy_rng_globals()):
+        with torch.serialization.safe_globals(_NUMPY_TYPES):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         reason = error.strerror or error
@@ -314,14 +318,6 @@ def _check_stored(path: Path) -> None:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed, which torch.save never does")
-
-
-def _numpy_rng_globals() -> list[Any]:
-    """Return the types of numpy's generator state, which SAT's training checkpoints contain."""
-    import numpy as np
-    from numpy._core.multiarray import _reconstruct
-
-    return [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.uint32]
 
 
 def write_torch_file(path: Path, key: str, tensors: Sequence[Outgoing]) -> None:

@@ -60,7 +60,10 @@ def load_checkpoint(path: Path, manifest: dict, engine: ZeroEngine, groups: Proc
                 step()
             except DamageError as error:
                 damage = str(error)
-    _refuse_damage(path, groups, damage)
+    found = next((text for text in groups.gather(damage) if text is not None), None)
+    if found is not None:
+        # Rank 0 raises the error, so that the user reads it once.
+        groups.agree(refusal(path, DamageError(found)) if groups.is_main else None)
     _fill_frozen(files, engine)
     for piece in engine.slices:
         # Counters are those of a parameter; all of a partition have had the same steps.
@@ -88,14 +91,6 @@ def _share_of_files(needed: Collection[str], groups: ProcessGroups) -> list[str]
     here = [rank for rank, (other, _) in enumerate(reports) if other == host]
     together = sorted(set().union(*(reports[rank][1] for rank in here)))
     return together[here.index(groups.rank) :: len(here)]
-
-
-def _refuse_damage(path: Path, groups: ProcessGroups, damage: str | None) -> None:
-    """End all ranks with the same error if one of them has found damage."""
-    found = next((text for text in groups.gather(damage) if text is not None), None)
-    if found is not None:
-        # Rank 0 raises the error, so that the user reads it once.
-        groups.agree(refusal(path, DamageError(found)) if groups.is_main else None)
 
 
 def _fill_slices(files: RunFiles, engine: ZeroEngine) -> None:

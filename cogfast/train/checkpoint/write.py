@@ -19,8 +19,9 @@ import logging
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -29,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 import cogfast.extensions.stores.store as store
-from cogfast.config.arguments import FolderLayout
 from cogfast.core.files import WriteError, is_disk_full, read_limited, sync, write_text
 from cogfast.distributed.lost_ranks import is_of_another_rank
 from cogfast.distributed.process_groups import OtherRankError, ProcessGroups
@@ -51,6 +51,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     write_manifest,
 )
 from cogfast.model.weights.tensor_files import Outgoing, write_safetensors
+from cogfast.train.keys import FolderLayout
 from cogfast.train.own_classes import Classes
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class _LatestError(RuntimeError):
 _LOGGED = (OSError, WriteError, OtherRankError, DamagedWeights, _LatestError)
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager):
     """Writes the checkpoints of a run into `folder` and keeps the newest `keep_last` (0: all).
 
     Every rank creates one and calls its methods at the same steps. layout: args.folder_layout, which
@@ -110,9 +111,6 @@ class CheckpointWriter:
         self._error: Exception | None = None
         self._has_failed = False  # whether the last save failed
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Complete the pending save, also if the run ends with an error."""
         try:
@@ -138,7 +136,7 @@ class CheckpointWriter:
                 # At the first save and not at the start: a run that never saves needs no host memory for it.
                 # PyTorch's optimizers make their state in the first step that is not skipped.
                 self._snapshot = None
-                self._snapshot = self.groups.on_all(self._allocate)
+                self._snapshot = self.groups.on_all(lambda: _Snapshot(self.engine))
         except (MemoryError, RuntimeError) as error:
             self._report_failure(step, error)
             return
@@ -160,12 +158,6 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _allocate(self) -> _Snapshot:
-        """Allocate the host buffers."""
-        # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
-        self.engine.allocate_state([])
-        return _Snapshot(self.engine)
 
     def _write(self, about: dict, export: Export | None) -> None:
         """Write one checkpoint, in the thread.
@@ -236,10 +228,6 @@ class CheckpointWriter:
 
     def _describe(self, draft: Path, reports: list, about: dict, export: Export | None) -> None:
         """Write the manifest and what is exported."""
-        # Every rank knows those of its own partitions; together they cover all parameters.
-        counters: dict[str, dict[str, float]] = {}
-        for report in reports:
-            counters.update(report[3])
         assert self._snapshot is not None, "save takes it before it starts this thread"
         manifest = {
             "format": FORMAT,
@@ -248,7 +236,10 @@ class CheckpointWriter:
             "bytes": {name: size for name, *_, size in reports},
             "checksums": {name: checksum for name, _, checksum, *_ in reports},
             "optimizer": type(self.engine.optimizer).__name__,
-            "counters": counters,
+            # Every rank knows those of its own partitions; together they cover all parameters.
+            "counters": {
+                name: counters for report in reports for name, counters in report[3].items()
+            },
             **about,
         }
         if self.url is None:
@@ -368,6 +359,8 @@ class _Snapshot:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
+        # FusedEmaAdam's state, which has the EMA, even if all steps so far were skipped.
+        engine.allocate_state([])
         self.kinds = ("master", *engine.state_kinds())
         named = dict(engine.transformer.named_parameters())
         self.shards = {name: shard_of(parameter) for name, parameter in named.items()}
@@ -441,35 +434,26 @@ class _Snapshot:
         if self.copied is not None:
             self.copied.synchronize()  # in the writer's thread, so training is not blocked
         self._check_finite()
-        tensors: list[Outgoing] = []
-        slices: dict[str, dict] = {}
-
-        def add(
-            kind: str,
-            parameter: str,
-            start: int,
-            numel: int,
-            read: Callable[[], Tensor],
-            dtype: torch.dtype = torch.float32,
-        ) -> None:
+        outgoing = [
+            (kind, p.parameter, p.start, p.numel, partial(self._values, kind, p), torch.float32)
+            for kind in self.kinds
+            for p in self.engine.slices
+            if self._is_written_here(p.parameter) and (kind, p.part) in self.partitions
+        ]
+        # Each rank has buffers of its own: those of rank 0 are saved.
+        buffers = self.buffers if self.engine.data_rank == 0 else {}
+        outgoing += [
+            ("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
+            for name, values in {**self.frozen_values, **buffers}.items()
+        ]
+        tensors, slices = [], {}
+        for kind, parameter, start, numel, read, dtype in outgoing:
             key = f"{kind}/{parameter}/{start}"
             tensors.append(Outgoing(key, (numel,), dtype, read))
             slices[key] = {"parameter": parameter, "kind": kind, "start": start, "numel": numel}
             shard = self.shards.get(parameter)
             if shard is not None:
                 slices[key]["share"] = [shard.index, shard.count]
-
-        written = [p for p in self.engine.slices if self._is_written_here(p.parameter)]
-        for kind in self.kinds:
-            for piece in written:
-                if (kind, piece.part) not in self.partitions:
-                    continue
-                read = partial(self._values, kind, piece)
-                add(kind, piece.parameter, piece.start, piece.numel, read)
-        # Each rank has buffers of its own: those of rank 0 are saved.
-        buffers = self.buffers if self.engine.data_rank == 0 else {}
-        for name, values in {**self.frozen_values, **buffers}.items():
-            add("frozen", name, 0, values.numel(), partial(values.view, -1), values.dtype)
         return slices, write_safetensors(path, tensors)
 
     def _check_finite(self) -> None:
@@ -490,10 +474,10 @@ class _Snapshot:
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Return {parameter: {counter: value}}. Call it after `write`, which waits for the copies."""
-        of_part: dict[int, dict[str, float]] = {}
+        of_part: dict[int, dict[str, float]] = defaultdict(dict)
         for (part, key), value in self.numbers.items():
-            of_part.setdefault(part, {})[key] = float(value)
-        return {piece.parameter: of_part.get(piece.part, {}) for piece in self.engine.slices}
+            of_part[part][key] = float(value)
+        return {piece.parameter: of_part[piece.part] for piece in self.engine.slices}
 
 
 def frozen_to_keep(transformer: DiffusionTransformer) -> dict[str, nn.Parameter]:

@@ -10,16 +10,13 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import refuse
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.plan.gpus import (
     INSTALL_FLASH_ATTENTION,
@@ -36,6 +33,7 @@ from cogfast.kernels.attention_backends import (
 )
 from cogfast.model.config import TransformerConfig
 from cogfast.train.assembly import DTYPES
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import largest_size
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class Measured:
         return f"{self.name:<10} forward {self.forward_ms:8.3f}  backward {self.backward_ms:8.3f}"
 
 
-def check_attention(config: Config, args: TrainArguments, head_width: int) -> None:
+def check_attention(args: TrainKeys, head_width: int) -> None:
     """Refuse an args.attention_backend that cannot run on this machine, and name those that can."""
     name = args.attention_backend
     if name == "auto":
@@ -81,12 +79,12 @@ def check_attention(config: Config, args: TrainArguments, head_width: int) -> No
     if reason is not None:
         names = ", ".join(["auto", *backends_that_run(*case)])
         text = f"args.attention_backend={name}: {reason}; this machine can run: {names}"
-        refuse(config, "args.attention_backend", text)
+        raise args.problem("attention_backend", text)
 
 
 def choose_for_training(
-    config: Config,
-    args: TrainArguments,
+    data: Mapping[str, Any],
+    args: TrainKeys,
     model: TransformerConfig,
     groups: ProcessGroups,
     stored: str | None,
@@ -105,12 +103,12 @@ def choose_for_training(
         names = groups.gather(fastest_on_cpu(dtype) if is_own else None)
         return names[0] if len({*names}) == 1 else "flash"
     # Every rank must use one backend: two ranks could measure two different winners.
-    shape = run_shape(config, args, model)
+    shape = run_shape(data, args, model)
     return groups.on_main(lambda: fastest_here(shape, groups.device, DTYPES[args.precision]))
 
 
 def choose_for_sampling(
-    args: TrainArguments,
+    args: TrainKeys,
     model: TransformerConfig,
     groups: ProcessGroups,
     stored: str | None,
@@ -143,13 +141,13 @@ def choose_for_sampling(
     return None
 
 
-def run_shape(config: Config, args: TrainArguments, model: TransformerConfig) -> Shape:
+def run_shape(data: Mapping[str, Any], args: TrainKeys, model: TransformerConfig) -> Shape:
     """Return attention's input shape in a training step.
 
-    Frames and size are those in the config's data section (the largest bucket), else the largest
+    Frames and size are those of the data set's arguments (the largest bucket), else the largest
     that the model supports. The heads are those of one rank.
     """
-    size = largest_size(config, model)
+    size = largest_size(data, model)
     heads = model.num_attention_heads // (args.model_parallel_size * args.context_parallel_size)
     return args.batch_size, size.num_tokens(model), heads, model.head_width
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cogfast.config import Config, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments, select
+from cogfast.config import Config
 from cogfast.config.components import is_none, own_objective, own_optimizer
-from cogfast.config.json_files import brief
-from cogfast.config.load import COMMAND_KEY
-from cogfast.config.merged_config import DEFAULT, find_origin, level, refuse, to_dict
-from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY, transformer_arguments
-from cogfast.config.sat_unused import own_defaults
-from cogfast.config.values import Problems, counted, cut, nearest, one_line, show
-from cogfast.core.files import open_regular
+from cogfast.config.sat_network import LORA_KEY, NETWORK_KEY
+from cogfast.core.addresses import is_url
+from cogfast.core.component import Component
+from cogfast.core.json_files import brief
+from cogfast.core.keys import DEFAULT, find_origin, names_origins
+from cogfast.core.values import KeyProblem, Problems, cut, nearest, one_line, select, show
 from cogfast.data.video.clip import checked_batches, checked_buckets, checked_size
 from cogfast.extensions.conditions.check import (
     check_conditions,
@@ -39,10 +36,10 @@ from cogfast.extensions.sample.prompt_files import given_prompts
 from cogfast.extensions.sample.sizes import open_image
 from cogfast.extensions.scores.scores import check_scores
 from cogfast.extensions.sparse.check import check_sparse
-from cogfast.extensions.stores.store import is_url
 from cogfast.model.config import Family, TransformerConfig, derived_models
+from cogfast.model.keys import ModelKeys
 from cogfast.model.lora import SAT_ALPHA
-from cogfast.model.transformer import network_class
+from cogfast.model.transformer import Network, network_class
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, trained_settings
 from cogfast.model.weights.diffusers import diffusers_config, find_diffusers_folder
 from cogfast.model.weights.identify import identify
@@ -50,6 +47,7 @@ from cogfast.model.weights.load import check_depth_and_width, check_family, fitt
 from cogfast.model.weights.open import open_source
 from cogfast.train.assembly import build_on_meta, video_data
 from cogfast.train.checkpoint.write import frozen_to_keep
+from cogfast.train.keys import TrainKeys
 from cogfast.train.preflight.attention_choice import check_attention
 from cogfast.train.preflight.compilers import check_compilers, check_fp8
 from cogfast.train.preflight.memory_keys import check_offload, check_optimizer_state
@@ -58,8 +56,9 @@ from cogfast.train.preflight.parts import (
     check_frozen_parts,
     fit_rates,
     missing_frozen,
-    try_diffusion,
-    try_training_parts,
+    try_build,
+    try_optimizer,
+    with_warmup,
 )
 from cogfast.train.run.folder import (
     adapters_to_resume,
@@ -68,6 +67,7 @@ from cogfast.train.run.folder import (
     checkpoint_to_resume,
     resumed_in_run_folder,
 )
+from cogfast.train.run.opened import Run
 from cogfast.train.video_size import check_frames, check_latent_frames, check_size
 
 logger = logging.getLogger(__name__)
@@ -82,217 +82,230 @@ _EVALUATION_FILES = {
 _MOST_NAME_BYTES = 200  # of a folder name, at most 255; date and time are appended
 
 
-def _check_name(config: Config, args: TrainArguments) -> None:
+def _check_name(args: TrainKeys) -> None:
     """Check that the run's name is one folder: it must not leave args.save nor make folders in it."""
     name = args.experiment_name
     is_folder = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_folder or len(name.encode()) > _MOST_NAME_BYTES:
         text = f"args.experiment_name={brief(repr(name))} must be a folder name of at most "
         text += f"{_MOST_NAME_BYTES} bytes, printable and without slashes"
-        refuse(config, "args.experiment_name", f"{text}; args.save sets the folder above it")
+        raise args.problem("experiment_name", f"{text}; args.save sets the folder above it")
 
 
-def _check_run_folder(config: Config, args: TrainArguments) -> None:
+def _check_run_folder(run: Run) -> None:
     """Check what can be checked before clips are encoded, which may take hours (args.encode_first)."""
+    args = run.args
     try:
         check_creatable(args)
         is_left_out = args.run_folder is None or is_url(args.run_folder)
         checkpoint = None if is_left_out else resumed_in_run_folder(args)
         if checkpoint is not None and adapters_to_resume(checkpoint) is None:
             manifest = read_manifest(checkpoint, RESUMABLE)
-            fitted, *_ = fit_rates(config, args, sys.maxsize, manifest)
+            fitted = with_warmup(run.config, fit_rates(run.origins, args, sys.maxsize, manifest)[0])
             # Global batch and trainer of this run are not known yet: they are compared when it starts.
             known = manifest["global_batch"], manifest.get("classes", {})
             check_changes(checkpoint, manifest, fitted, *known)
     except ValueError as error:
         text = str(error)
         key = next((k for k in ("run_folder", "save") if text.startswith(f"args.{k}")), "resume")
-        refuse(config, f"args.{key}", text)
+        raise args.problem(key, text) from None
 
 
-def _check_export(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
+def _check_export(args: TrainKeys, model: Mapping[str, Any], network: Network) -> None:
     """Refuse exports of models that diffusers' class cannot represent."""
-    if args.export != "none" and (own := own_objective(to_dict(config.model))):
+    if args.export != "none" and (own := own_objective(model)):
         logger.warning("args.export=%s: %s; cogfast sample takes the run's own", args.export, own)
     # LoRA files can represent every model; only whole models have diffusers' limits.
-    if args.export == "none" or network.get("lora_rank") is not None:
+    if args.export == "none" or network.config.lora_rank is not None:
         return
-    if (own := config.model.network_config.target) not in NETWORKS:
-        text = f"args.export={args.export}: diffusers has no class for what {own} adds; set args.export=none"
-        refuse(config, "args.export", text)
+    if network.is_own:
+        text = f"args.export={args.export}: diffusers has no class for what {network.target} adds; set args.export=none"
+        raise args.problem("export", text)
     try:
-        diffusers_config(TransformerConfig(**network))
+        diffusers_config(network.config)
     except ValueError as error:
         reason = str(error).partition("; use --to")[0]
         text = f"args.export={args.export}: {reason}; set args.export=none"
-        refuse(config, "args.export", text)
+        raise args.problem("export", text) from None
 
 
-def _check_base(
-    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
-) -> None:
+def _check_base(args: TrainKeys, network: Network) -> None:
     """Check that a frozen base is in args.load, and the keys that keep it in 8 bits or in host memory."""
+    model, sizes = network.model, network.config
     key = "trainable_modules" if model.trainable_modules else "not_trainable_prefixes"
-    if args.load is None and getattr(model, key) != getattr(ModelArguments(), key):
-        transformer = build_on_meta(config, args, None)
+    if args.load is None and getattr(model, key) != getattr(ModelKeys(), key):
+        transformer = build_on_meta(network, args, None)
         kept = {*frozen_to_keep(transformer), *transformer.unused_parameter_names()}
         is_lost = {n not in kept and not p.requires_grad for n, p in transformer.named_parameters()}
         # If all are frozen, nothing is trainable, which is another error.
         if is_lost == {True, False} and checkpoint_to_resume(args) is None:
             text = f"model.{key}={show(getattr(model, key))} freezes random weights, which no checkpoint has"
-            refuse(config, f"model.{key}", f"{text}; set args.load to the folder of the base model")
+            raise model.problem(key, f"{text}; set args.load to the folder of the base model")
     is_frozen = model.lora_train or "all" in model.not_trainable_prefixes
-    is_own = config.model.network_config.target not in NETWORKS
-    is_frozen = is_frozen and model.trainable_modules is None and not is_own
+    is_frozen = is_frozen and model.trainable_modules is None and not network.is_own
     for key, default in (("quantize_base", "none"), ("offload_blocks", 0)):
         value = getattr(args, key)
-        if value != default and not (is_frozen and network.get("lora_rank") is not None):
+        if value != default and not (is_frozen and sizes.lora_rank is not None):
             text = f"args.{key}={value} is for LoRA with a frozen base, but this run trains other weights"
             text += "; set args.lora_rank=64 (or another rank)"
-            refuse(config, f"args.{key}", f"{text}, or args.{key}={default}")
-    if args.offload_blocks > network["num_layers"]:
+            raise args.problem(key, f"{text}, or args.{key}={default}")
+    if args.offload_blocks > sizes.num_layers:
         text = f"args.offload_blocks={args.offload_blocks} exceeds the model's num_layers="
-        refuse(config, "args.offload_blocks", f"{text}{network['num_layers']}; use that or less")
+        raise args.problem("offload_blocks", f"{text}{sizes.num_layers}; use that or less")
 
 
+@names_origins
 def check_train(config: Config, world_size: int | None = None) -> None:
     """Check the configuration of `cogfast train`. world_size: None uses that of this launch."""
-    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    run = Run(config)
+    args, model, data = run.args, run.model, run.data_arguments
     if args.mode == "inference":
         text = "args.mode=inference is for `cogfast sample`; set args.mode=finetune to train"
-        refuse(config, "args.mode", text)
+        raise args.problem("mode", text)
     # From cheap to expensive: keys and paths, the machine, the sizes, then parts that are built.
-    _require_sections(config, "network_config", "denoiser_config", "loss_fn_config")
-    if "target" not in config.data:
-        raise ValueError("data.target is missing; add a file with a data section to --base")
+    _require(run.config.model, "network_config", "denoiser_config", "loss_fn_config")
+    _require_data(run.data)
     # All at once: a user with four wrong paths should not start four times.
-    _refuse_missing(config, _placeholders(config), _missing_paths(config, args))
-    _check_name(config, args)
-    _check_run_folder(config, args)
-    _check_steps(config, args)
+    frozen = run.first_stage, run.text_encoder
+    missing = _missing_paths(args, run.data, *frozen)
+    _refuse_missing(run.origins, _placeholders(run.sections), missing)
+    _check_name(args)
+    _check_run_folder(run)
+    _check_steps(args)
     if model.input_key != "mp4":
         text = f"model.input_key={model.input_key} must be mp4, the key of the videos in a batch"
-        refuse(config, "model.input_key", text)
+        raise model.problem("input_key", text)
     # Otherwise the run would fail when it opens its metrics, after all weights are loaded.
     if args.wandb and importlib.util.find_spec("wandb") is None:
         text = "args.wandb=true, but wandb is not installed; pip install wandb"
-        refuse(config, "args.wandb", text)
+        raise args.problem("wandb", text)
     if args.push_to_hub is not None and not is_hub_id(args.push_to_hub):
         text = f"args.push_to_hub={brief(args.push_to_hub)} must be a repository such as me/my-lora"
-        refuse(config, "args.push_to_hub", f"{text}, and no path here; correct it")
-    _check_precision(config, args)
-    check_optimizer_state(config, args)
-    check_compilers(config, args, is_training=True)
-    network = _network(config)
-    _check_pipeline(config, args, network)
-    check_mesh(config, args, TransformerConfig(**network), world_size)
-    check_global_batch(config, args, world_size)
-    check_offload(config, args)
-    check_fp8(config, args)
-    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
-    _check_export(config, args, network)
+        raise args.problem("push_to_hub", f"{text}, and no path here; correct it")
+    _check_precision(args)
+    check_optimizer_state(args, run.deepspeed)
+    check_compilers(args, is_training=True)
+    network_class(run.network_target, run.allow_import)
+    fields = run.fields
+    _check_channels(fields)
+    _check_pipeline(args, model, fields)
+    network = run.network
+    sizes = network.config
+    check_mesh(args, sizes, data, network.target, world_size)
+    check_global_batch(args, run.deepspeed, world_size)
+    check_offload(args)
+    check_fp8(args)
+    check_attention(args, sizes.head_width)
+    _check_export(args, run.sections["model"], network)
     # Weights from scratch have an output layer of zeros, behind which no adapter gets a gradient.
-    if network.get("lora_rank") is not None and args.load is None:
+    if sizes.lora_rank is not None and args.load is None:
         raise ValueError(
             "args.load is missing: LoRA adapts trained weights, and random weights give it no gradient; "
             "set args.load to the folder of the base model"
         )
-    optimizer = config.deepspeed.get("optimizer")
-    if network.get("lora_rank") is not None and own_optimizer(optimizer) == "muon":
-        text = f"deepspeed.optimizer.type={optimizer.type} is for runs that train all weights: it would "
+    optimizer = run.deepspeed.get("optimizer") or {}
+    if sizes.lora_rank is not None and own_optimizer(optimizer) == "muon":
+        key = "deepspeed.optimizer.type"
+        text = f"{key}={optimizer['type']} is for runs that train all weights: it would "
         text += "orthogonalize the two factors of an adapter, not what they change together"
-        refuse(config, "deepspeed.optimizer.type", f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
-    _check_base(config, args, model, network)
-    check_conditions(config, model, network)
-    _check_data(config, args, model, network)
-    check_sparse(config, args, TransformerConfig(**network), is_training=True)
-    _check_evaluation(config, args, takes_image="image" in model.inputs)
-    try_training_parts(config, args)
-    if network.get("lora_alpha") == 0 and network.get("lora_rank") is not None:
+        raise KeyProblem(key, f"{text}; use Prodigy or sat.ops.FusedEmaAdam")
+    _check_base(args, network)
+    check_conditions(model, fields)
+    _check_data(args, model, run.data, fields)
+    if video_data(run.data) is not None:
+        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
+    check_sparse(args, sizes, data, is_training=True)
+    _check_evaluation(args, model, run.data, run.sampler)
+    _try(run.denoiser, run.loss, run.sampler)
+    try_optimizer(args, run.deepspeed, run.allow_import)
+    num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
+    try_build("args.lr_schedule", partial(fit_rates, run.origins, args, num_steps))
+    if sizes.lora_alpha == 0 and sizes.lora_rank is not None:
         key = f"{LORA_KEY}.lora_alpha"
         text = f"{key}=0 makes the adapters' output and all their gradients 0; set args.lora_alpha"
-        refuse(config, key, f"{text} to the rank, {network['lora_rank']}")
-    _check_adapters(config, args)
+        raise KeyProblem(key, f"{text} to the rank, {sizes.lora_rank}")
+    _check_adapters(args, sizes, run.origins)
 
 
+@names_origins
 def check_cache(config: Config) -> None:
     """Check the configuration of `cogfast cache`."""
-    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
+    run = Run(config)
+    args, model = run.args, run.model
     # Only encoders run here, but they need the network's sizes.
-    _require_sections(config, "network_config")
-    if "target" not in config.data:
-        raise ValueError("data.target is missing; add a file with a data section to --base")
+    _require(run.config.model, "network_config")
+    _require_data(run.data)
     if args.latent_cache is None:
         stored = trained_settings(Path(args.resume)) if args.resume else {}
         own = select(stored.get("args", ({}, ""))[0], "latent_cache") or "PATH"
         fix = f"set it to the folder that the latents are written to: args.latent_cache={own}"
         raise ValueError(f"args.latent_cache is missing; {fix}")
-    _refuse_missing(config, _missing_paths(config, args))
-    _check_precision(config, args)
-    network = _network(config)
-    _check_pipeline(config, args, network)
-    check_conditions(config, model, network)
-    _check_data(config, args, model, network)
+    _refuse_missing(run.origins, _missing_paths(args, run.data, run.first_stage, run.text_encoder))
+    _check_precision(args)
+    network_class(run.network_target, run.allow_import)
+    fields = run.fields
+    _check_channels(fields)
+    _check_pipeline(args, model, fields)
+    check_conditions(model, fields)
+    _check_data(args, model, run.data, fields)
+    if video_data(run.data) is not None:
+        check_frozen_parts(run.first_stage, run.text_encoder, fields["text_length"])
 
 
+@names_origins
 def check_sample(config: Config, weights: str | None = None, given: Sequence[str] = ()) -> None:
     """Check the configuration of `cogfast sample`. weights: run folder that replaces args.load. given: the
     conditions that prompts have."""
-    args, model = TrainArguments.from_config(config), ModelArguments.from_config(config)
-    _require_sections(config, "network_config", "denoiser_config", "sampler_config")
+    run = Run(config)
+    args, model, data = run.args, run.model, run.data_arguments
+    _require(run.config.model, "network_config", "denoiser_config", "sampler_config")
     # A run's own configuration names the files of its training, which sampling need not find.
     if weights is None:
-        _refuse_missing(config, _placeholders(config), _missing_files(args, _WEIGHTS))
+        _refuse_missing(run.origins, _placeholders(run.sections), _missing_files(args, _WEIGHTS))
         if args.load is None and not args.force_inference:
             raise ValueError(
                 "args.load is missing; set it to the weights to sample with, or give a run's folder; "
                 "args.force_inference=true samples with random weights"
             )
-        _check_adapters(config, args)
-    _check_precision(config, args)
-    check_compilers(config, args, is_training=False)
-    try_diffusion(config)
-    network = _network(config)
+        network_class(run.network_target, run.allow_import)
+        _check_channels(run.fields)
+        _check_adapters(args, run.network.config, run.origins)
+    _check_precision(args)
+    check_compilers(args, is_training=False)
+    _try(run.denoiser, run.loss, run.sampler)
+    network_class(run.network_target, run.allow_import)
+    network = run.fields
+    _check_channels(network)
     if weights is None:
-        _check_pipeline(config, args, network)
-    check_mesh(config, args, TransformerConfig(**network))
-    check_attention(config, args, network["hidden_size"] // network["num_attention_heads"])
-    check_conditions(config, model, network)
+        _check_pipeline(args, model, network)
+    sizes = run.network.config
+    check_mesh(args, sizes, data, run.network.target)
+    check_attention(args, sizes.head_width)
+    check_conditions(model, network)
     check_given(model, given)
     if args.sampling_image_size is not None:
-        check_size(config, network, *args.sampling_image_size, key="args.sampling_image_size")
+        check_size(network, *args.sampling_image_size, key="args.sampling_image_size")
     if args.sampling_num_frames is not None:
-        check_latent_frames(config, network, args.sampling_num_frames)
-    check_sparse(config, args, TransformerConfig(**network))
+        check_latent_frames(network, args.sampling_num_frames)
+    check_sparse(args, sizes, data)
 
 
-def log_unused(config: Config) -> None:
-    """Log how many keys are accepted but not used, the defaults that are not SAT's, and where the steps
-    of a SAT run in args.load begin."""
-    # The short names once each: SAT's files repeat some of them in several sections.
-    names = {key.rpartition("params.")[2] for key in config.unused}
-    if names:
-        text = counted(len(names), "key of the configuration has", "keys of the configuration have")
-        logger.info("%s no effect (--dry-run lists them with the reasons)", text)
-    for key, why in config.unused.items():
-        if key == COMMAND_KEY or level(find_origin(config.origins, key)) > 0:  # of the command line
-            logger.warning("%s: %s", key, why if key == COMMAND_KEY else f"no effect, {why}")
-    if own := own_defaults(config):
-        logger.info("no file sets %s", ", ".join(own))
-    # Only rank 0 comes here, so that nothing may be raised.
-    iteration = b""
-    with contextlib.suppress(OSError), open_regular(f"{config.args.load}/latest") as file:
-        iteration = file.read(20).strip()
-    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
-        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
-        text += "this run starts at step 0 and trains all of its steps"
-        logger.info(text, config.args.load, int(iteration))
+def _try(*parts: Component | None) -> None:
+    """Build the parts of the diffusion, which are cheap."""
+    for part in parts:
+        if part is not None:
+            try_build(part.key, part.build)
 
 
-def _require_sections(config: Config, *names: str) -> None:
+def _require(model: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        if is_none(config.model.get(name)):
+        if is_none(model.get(name)):
             raise ValueError(f"model.{name} is missing; add a model file to --base")
+
+
+def _require_data(data: Component | None) -> None:
+    if data is None:
+        raise ValueError("data.target is missing; add a file with a data section to --base")
 
 
 def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -303,34 +316,39 @@ def _strings(node: Any, key: str) -> Iterator[tuple[str, str]]:
         yield from _strings(value, f"{key}.{name}")
 
 
-def _placeholders(config: Config) -> Iterator[tuple[str, str]]:
+def _placeholders(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     more = {"args.load": ", a folder with VAE and text encoder"}
     fix = "set it to your own path, in the file or on the command line"
     of_model = ", or give the folder of a pipeline whose transformer/ has the weights"
-    for name, section in config.sections().items():
-        for key, value in _strings(to_dict(section), name):
+    for name, section in sections.items():
+        for key, value in _strings(section, name):
             if PLACEHOLDER.search(value):
                 text = f"{key}={value!r} is a placeholder of upstream's file; {fix} ({key}=PATH)"
                 yield key, text + more.get(key, of_model * (name == "model"))
 
 
-def _missing_paths(config: Config, args: TrainArguments) -> list[tuple[str, str]]:
+def _missing_paths(
+    args: TrainKeys,
+    data: Component | None,
+    first_stage: Component | None,
+    text_encoder: Component | None,
+) -> list[tuple[str, str]]:
     """Return (key, text) for each missing file or folder that training reads."""
     missing = list(_missing_files(args, _WEIGHTS | _RUN_FILES))
-    videos = video_data(config)
+    videos = video_data(data)
     if videos is not None:
         # If nothing is evaluated, valid_data is not read and need not exist.
         for name in ["train_data", *(["valid_data"] if args.has_evaluation else [])]:
             for source in getattr(args, name):
                 text = videos.missing_source(f"args.{name}", source)
                 missing += [] if text is None else [(f"args.{name}", text)]
-        missing += missing_frozen(config)
+        missing += missing_frozen(first_stage, text_encoder)
     if args.has_evaluation:
         missing += _missing_files(args, _EVALUATION_FILES)
     return missing
 
 
-def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
+def _refuse_missing(origins: Mapping[str, str], *found: Iterable[tuple[str, str]]) -> None:
     """Raise one error with a line for each (key, text). found: earlier ones have precedence."""
     # An item of a list has the key of the list: a placeholder there is not also a missing path.
     texts: dict[str, list[str]] = {}
@@ -344,11 +362,11 @@ def _refuse_missing(config: Config, *found: Iterable[tuple[str, str]]) -> None:
         texts = {k: t for k, t in texts.items() if k[:6] != "model." or "='{your" not in t[0]}
     if texts:
         texts = {key: texts[key] for key in sorted(texts, key=lambda key: key != "args.load")}
-        named = [(find_origin(config.origins, key), text) for key in texts for text in texts[key]]
+        named = [(find_origin(origins, key), text) for key in texts for text in texts[key]]
         raise Problems("\n".join(one_line(f"{origin}: {text}") for origin, text in named))
 
 
-def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _missing_files(args: TrainKeys, keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each missing path. keys: {key of args: what to set it to}."""
     for name, fix in keys.items():
         path, key = getattr(args, name), f"args.{name}"
@@ -361,21 +379,22 @@ def _missing_files(args: TrainArguments, keys: Mapping[str, str]) -> Iterator[tu
             yield key, f"{key}={cut(path, 160)} does not exist{near or f'; set it to {fix}'}"
 
 
-def _check_adapters(config: Config, args: TrainArguments) -> None:
-    network = _network(config)
-    if find_origin(config.origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
+def _check_adapters(
+    args: TrainKeys, network: TransformerConfig, origins: Mapping[str, str]
+) -> None:
+    if find_origin(origins, f"{LORA_KEY}.lora_alpha") == DEFAULT and args.resume is None:
         # The rank stands for an alpha that is not stated.
-        is_other = network.get("lora_rank") and network["lora_alpha"] != SAT_ALPHA
+        is_other = network.lora_rank and network.lora_alpha != SAT_ALPHA
         for name in ("load", "load_lora"):
             path, key = getattr(args, name), f"args.{name}"
             if path is not None and is_other and (problem := lacks_alpha(path)):
-                text = f"{key}={path} {problem}; here it would be the rank, {network['lora_rank']}"
-                refuse(config, key, text)
+                text = f"{key}={path} {problem}; here it would be the rank, {network.lora_rank}"
+                raise KeyProblem(key, text)
     if args.load_lora is not None:
         try:
-            check_config(open_adapter(args.load_lora), TransformerConfig(**_network(config)))
+            check_config(open_adapter(args.load_lora), network)
         except ValueError as error:
-            refuse(config, "args.load_lora", f"args.load_lora: {error}")
+            raise args.problem("load_lora", f"args.load_lora: {error}") from None
     if args.resume is None or not Path(args.resume).is_dir():
         return
     try:
@@ -383,20 +402,22 @@ def _check_adapters(config: Config, args: TrainArguments) -> None:
         if file is not None:
             # CogVideo's trainer stores no alpha: it is the configuration's.
             adapter = dataclasses.replace(open_adapter(file), lora_alpha=None)
-            check_config(adapter, TransformerConfig(**_network(config)))
+            check_config(adapter, network)
     except ValueError as error:
         text = str(error)
-        refuse(config, "args.resume", text if text.startswith("args.") else f"args.resume: {text}")
+        raise args.problem(
+            "resume", text if text.startswith("args.") else f"args.resume: {text}"
+        ) from None
 
 
-def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any]) -> None:
+def _check_pipeline(args: TrainKeys, model: ModelKeys, network: dict[str, Any]) -> None:
     """Compare the configured network with the headers of a diffusers folder before weights load."""
     if args.load is None or find_diffusers_folder(Path(args.load)) is None:
         return
     try:
         source = open_source(Path(args.load))
         if not source.is_partial:
-            configured, model = TransformerConfig(**network), ModelArguments.from_config(config)
+            configured = TransformerConfig(**network)
             found = identify(source, configured.out_channels)
             family = Family.of_config(found)
             has_new = model.new_channels is not None
@@ -408,16 +429,15 @@ def _check_pipeline(config: Config, args: TrainArguments, network: dict[str, Any
             found = identify(fit, configured.out_channels)
             check_family(f"args.load={args.load}", Family.of_config(found), configured)
             check_depth_and_width(f"args.load={args.load}", source.shapes, configured)
-            check_stated(config, Path(args.load), family)
+            check_stated(model, Path(args.load), family)
     except ValueError as error:
-        refuse(config, "args.load", str(error))
+        raise args.problem("load", str(error)) from None
 
 
-def _check_steps(config: Config, args: TrainArguments) -> None:
+def _check_steps(args: TrainKeys) -> None:
     if args.train_iters is not None and args.epochs is not None:
-        refuse(
-            config,
-            "args.epochs",
+        raise args.problem(
+            "epochs",
             f"args.train_iters={args.train_iters} and args.epochs={args.epochs} are both set; "
             "set one of them to null",
         )
@@ -428,109 +448,107 @@ def _check_steps(config: Config, args: TrainArguments) -> None:
             f"args.export_interval={interval} adds to args.export=last, but args.export={args.export}; set "
             "args.export=last, or args.export_interval=null"
         )
-        refuse(config, "args.export_interval", text)
+        raise args.problem("export_interval", text)
     if interval is not None and (not args.save_interval or interval % args.save_interval):
         text = (
             f"args.export_interval={interval} must be a multiple of args.save_interval="
             f"{show(args.save_interval)}: files are written into checkpoints; change one of them"
         )
-        refuse(config, "args.export_interval", text)
+        raise args.problem("export_interval", text)
     if args.train_iters is not None and (args.profiling or 0) >= args.train_iters:
         text = (
             f"args.profiling={args.profiling} must be below args.train_iters={args.train_iters}, where "
             "the run ends; use an earlier step"
         )
-        refuse(config, "args.profiling", text)
+        raise args.problem("profiling", text)
     # The first share must be above 0: something must be left to train on.
     if not re.fullmatch(r"[\d.]*[1-9][\d.]*(,[\d.]+){0,2}", args.split):
         text = (
             f"args.split={args.split!r} must be the shares of training, validation and test data, such "
             "as 9,1,0"
         )
-        refuse(config, "args.split", text)
-    _check_weights(config, args)
+        raise args.problem("split", text)
+    _check_weights(args)
 
 
-def _check_weights(config: Config, args: TrainArguments) -> None:
+def _check_weights(args: TrainKeys) -> None:
     key, weights = "args.train_data_weights", args.train_data_weights
     if weights is None:
         return
     if len(weights) != len(args.train_data):
         text = f"{key}={weights} must have as many entries as args.train_data,"
-        refuse(config, key, f"{text} {len(args.train_data)}; give one weight for each source")
+        raise KeyProblem(key, f"{text} {len(args.train_data)}; give one weight for each source")
     if not any(weights):
         text = f"{key}={weights}: at least one must be above 0; a source of weight 1 is read once"
-        refuse(config, key, f"{text} per epoch")
+        raise KeyProblem(key, f"{text} per epoch")
 
 
-def _check_precision(config: Config, args: TrainArguments) -> None:
+def _check_precision(args: TrainKeys) -> None:
     if args.bf16 and args.fp16:
-        refuse(
-            config, "args.fp16", "args.bf16 and args.fp16 are both true; set one of them to false"
+        raise args.problem(
+            "fp16", "args.bf16 and args.fp16 are both true; set one of them to false"
         )
     if args.fp16 and not torch.cuda.is_available():
         text = "args.fp16=true needs a GPU; on a CPU use args.bf16=true or neither"
-        refuse(config, "args.fp16", text)
+        raise args.problem("fp16", text)
 
 
-def _network(config: Config) -> dict[str, Any]:
-    """Return the fields of TransformerConfig, after checking the number of input channels."""
-    network_class(config.model.network_config.target, config.allow_import)
-    network = transformer_arguments(config.model.network_config.params)
+def _check_channels(network: dict[str, Any]) -> None:
     given, made = network["in_channels"], network["out_channels"]
     if given % made > 1 or given < made:  # one channel of a mask
         key = f"{NETWORK_KEY}.in_channels"
         text = (
             f"{key}={given} must equal out_channels={made}, or have those of model.conditions, too"
         )
-        refuse(config, key, "; ".join(filter(None, (text, derived_models(given, made)))))
-    return network
+        raise KeyProblem(key, "; ".join(filter(None, (text, derived_models(given, made)))))
 
 
 def _check_data(
-    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+    args: TrainKeys, model: ModelKeys, data: Component | None, network: dict[str, Any]
 ) -> None:
     if args.latent_cache is None:
         for name in ("encode_first", "cached_noised_images"):
             key, value = f"args.{name}", getattr(args, name)
             if value:
                 text = f"{key}={show(value)} applies to a latent cache, but args.latent_cache is not set"
-                refuse(config, key, f"{text}; set that to a folder: args.latent_cache=PATH")
+                raise KeyProblem(key, f"{text}; set that to a folder: args.latent_cache=PATH")
     key, number = "args.cached_noised_images", args.cached_noised_images
     if args.latent_cache is not None and "masked_video" in model.inputs:
         key = "args.latent_cache"
         text = f"{key}={args.latent_cache} holds no masked videos: masks are drawn in each step"
-        refuse(config, key, f"{text}; set {key}=null")
+        raise KeyProblem(key, f"{text}; set {key}=null")
     if number and "image" not in model.inputs:
         text = f"{key}={number} applies to image-to-video, but the model takes no image; set it to"
-        refuse(config, key, f"{text} 0")
-    if video_data(config) is not None:
-        _check_pixel_data(config, args, model, network)
+        raise KeyProblem(key, f"{text} 0")
+    if data is not None and video_data(data) is not None:
+        _check_pixel_data(args, model, data, network)
     elif args.latent_cache is not None:
-        text = f"args.latent_cache={args.latent_cache} does not work with {config.data.target}: the cache "
+        text = f"args.latent_cache={args.latent_cache} does not work with {data and data.target}: the cache "
         text += "replaces video files; use a data set of video files, or set args.latent_cache=null"
-        refuse(config, "args.latent_cache", text)
+        raise args.problem("latent_cache", text)
 
 
-def _check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -> None:
+def _check_evaluation(
+    args: TrainKeys, model: ModelKeys, data: Component | None, sampler: Component | None
+) -> None:
     """Check the prompts and images that evaluations sample, and read every image once.
 
     Without evaluations they are not used, and not checked.
     """
-    check_scores(config, args)
+    check_scores(args, data)
     if not args.has_evaluation:
         return
-    if not is_none(config.model.get("sampler_config")):
-        check_negative_prompt(config)
+    if sampler is not None:
+        check_negative_prompt(args.negative_prompt, sampler)
     if args.eval_prompt_file is not None and args.eval_prompts:
         key = "args.eval_prompt_file"
         text = f"{key}={brief(args.eval_prompt_file)} and args.eval_prompts are both set"
-        refuse(config, key, f"{text}; set args.eval_prompts=[] or {key}=null")
+        raise KeyProblem(key, f"{text}; set args.eval_prompts=[] or {key}=null")
     name = "args.eval_images" if args.eval_images is not None else "args.eval_prompt_file"
     try:
         # Reads the files once more than the evaluation does, which is cheap, and reports before it.
         images = [prompt.image for prompt in given_prompts(args) if prompt.image is not None]
-        if images and not takes_image:
+        if images and "image" not in model.inputs:
             text = f"has the image {images[0]}, but a text-to-video model does not use images"
             raise ValueError(f"{name}={getattr(args, name[5:])} {text}; leave them out")
         for image in images:
@@ -538,31 +556,30 @@ def _check_evaluation(config: Config, args: TrainArguments, takes_image: bool) -
     except ValueError as error:
         # Its messages begin with the key.
         key = re.match(r"args\.\w+", str(error))
-        refuse(config, key[0] if key else "args.eval_prompts", str(error))
+        raise KeyProblem(key[0] if key else "args.eval_prompts", str(error)) from None
 
 
 def _check_pixel_data(
-    config: Config, args: TrainArguments, model: ModelArguments, network: dict[str, Any]
+    args: TrainKeys, model: ModelKeys, data: Component, network: dict[str, Any]
 ) -> None:
-    """Check what training on video files needs: sizes, frame counts and frozen encoders."""
+    """Check what training on video files needs: sizes and frame counts."""
+    params = data.arguments
     if model.latent_input:
-        text = f"model.latent_input=true, but {config.data.target} returns pixels; set it to false"
-        refuse(config, "model.latent_input", text)
+        text = f"model.latent_input=true, but {data.target} returns pixels; set it to false"
+        raise model.problem("latent_input", text)
     if not args.train_data:
         text = "args.train_data is empty; set it to the folders of the training videos"
-        refuse(config, "args.train_data", text)
+        raise args.problem("train_data", text)
     # A user's own data set may have constants in place of these params.
-    params = resolve(config.data, config.allow_import)[1]
     if "max_num_frames" in params:
-        check_frames(config, network, params["max_num_frames"], "data.params.max_num_frames")
+        check_frames(network, params["max_num_frames"], "data.params.max_num_frames")
     if "video_size" in params:
         size = checked_size(params["video_size"])
-        check_size(config, network, *size, key="data.params.video_size")
+        check_size(network, *size, key="data.params.video_size")
     buckets = checked_buckets(params.get("buckets")) or ()
     checked_batches(params.get("bucket_batch"), buckets)
-    check_prefixes(config, model, params.get("max_num_frames"), buckets)
+    check_prefixes(model, params.get("max_num_frames"), buckets)
     for i, bucket in enumerate(buckets):
         key = f"data.params.buckets[{i}]"
-        check_frames(config, network, bucket.num_frames, key)
-        check_size(config, network, bucket.height, bucket.width, key=key)
-    check_frozen_parts(config, network["text_length"])
+        check_frames(network, bucket.num_frames, key)
+        check_size(network, bucket.height, bucket.width, key=key)

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import refuse
+from cogfast.core.values import KeyProblem
+from cogfast.train.keys import TrainKeys
 
 _FP8_CAPABILITY = (8, 9)
 
 
-def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> None:
+def check_compilers(args: TrainKeys, is_training: bool) -> None:
     """Check that this machine can build what args.kernels and args.compile need.
 
     Raises ValueError if not, or if training does not support them.
@@ -26,22 +25,22 @@ def check_compilers(config: Config, args: TrainArguments, is_training: bool) -> 
     has_gpu = torch.cuda.is_available()
     # On a CPU args.kernels=triton compiles nothing.
     if has_gpu and args.kernels == "triton":
-        _check_triton(config, "args.kernels", "triton", "torch")
+        _check_triton("args.kernels", "triton", "torch")
     if not args.compile:
         return
     key = "args.compile"
     if is_training and args.zero_stage == 3:
         text = f"{key}=true does not support ZeRO-3, whose gathering of weights cannot be traced"
-        refuse(config, key, f"{text}; use stage 2 or {key}=false")
+        raise KeyProblem(key, f"{text}; use stage 2 or {key}=false")
     if has_gpu:
-        _check_triton(config, key, "true", "false")
+        _check_triton(key, "true", "false")
     else:
         # The compiler that Inductor runs
         program = "clang++" if sys.platform == "darwin" else "g++"
-        _require_compiler(config, key, "true", "false", "CXX", (program,))
+        _require_compiler(key, "true", "false", "CXX", (program,))
 
 
-def check_fp8(config: Config, args: TrainArguments) -> None:
+def check_fp8(args: TrainKeys) -> None:
     """Refuse args.quantize_base=fp8 on a GPU, or in a precision, without fp8 products."""
     key = "args.quantize_base"
     if args.quantize_base != "fp8" or not torch.cuda.is_available():
@@ -50,23 +49,23 @@ def check_fp8(config: Config, args: TrainArguments) -> None:
         text = (
             f"{key}=fp8 needs a GPU with fp8 matrix products (RTX 4090, L40S, H100 or newer), but "
         )
-        refuse(config, key, f"{text}this one is {torch.cuda.get_device_name()}; set {key}=int8")
+        raise KeyProblem(key, f"{text}this one is {torch.cuda.get_device_name()}; set {key}=int8")
     if args.precision != "bf16":
         text = f"{key}=fp8 has products in bf16 on a GPU, but the run is in {args.precision}; set"
-        refuse(config, key, f"{text} deepspeed.bf16.enabled=true, or {key}=int8")
-    _check_triton(config, key, "fp8", "int8")
+        raise KeyProblem(key, f"{text} deepspeed.bf16.enabled=true, or {key}=int8")
+    _check_triton(key, "fp8", "int8")
 
 
-def _check_triton(config: Config, key: str, value: str, instead: str) -> None:
+def _check_triton(key: str, value: str, instead: str) -> None:
     """Check for Triton and for the C compiler that builds its kernel launchers."""
     if find_spec("triton") is None:
         text = f"{key}={value} needs Triton, which is not installed; pip install triton"
-        refuse(config, key, f"{text}, or use {key}={instead}")
-    _require_compiler(config, key, value, instead, "CC", ("gcc", "clang"))
+        raise KeyProblem(key, f"{text}, or use {key}={instead}")
+    _require_compiler(key, value, instead, "CC", ("gcc", "clang"))
 
 
 def _require_compiler(
-    config: Config, key: str, value: str, instead: str, variable: str, programs: tuple[str, ...]
+    key: str, value: str, instead: str, variable: str, programs: tuple[str, ...]
 ) -> None:
     """Check that Python's headers and a compiler exist: one of `programs`, or what `variable` names."""
     # Triton and Inductor ask the same variables first, and compile extension modules.
@@ -79,4 +78,4 @@ def _require_compiler(
         text = f"Python's headers, but {header} does not exist; install them (python3-dev)"
     else:
         return
-    refuse(config, key, f"{key}={value} needs {text}, or use {key}={instead}")
+    raise KeyProblem(key, f"{key}={value} needs {text}, or use {key}={instead}")

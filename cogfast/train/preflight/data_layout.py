@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast.config import Config, data_arguments
-from cogfast.config.merged_config import COMMAND_LINE, refuse
+from cogfast.core.keys import COMMAND_LINE, names_origins
+from cogfast.core.values import KeyProblem
 from cogfast.data.sources.folders import VIDEO_ENDINGS, label_of, named, walk_files
 from cogfast.data.sources.manifest import is_manifest, tables_in
 from cogfast.extensions.stores.store import StoreError
@@ -21,6 +22,7 @@ _MODULE = "cogfast.data.datasets"
 _LISTS = ("videos.txt", "prompts.txt")  # the defaults of VideoList
 
 
+@names_origins
 def infer_layout(config: Config, reads_stores: bool = True) -> Config:
     """Return `config` with the data set that can read args.train_data and args.valid_data.
 
@@ -41,7 +43,7 @@ def infer_layout(config: Config, reads_stores: bool = True) -> Config:
     try:
         each = {source: found for source in sources if (found := _layouts_of(source))}
     except StoreError as error:
-        refuse(config, key, f"{key}={error}")
+        raise KeyProblem(key, f"{key}={error}") from None
     if all("VideoFolder" in found for found in each.values()):
         for source, found in each.items():
             if len(found) > 1:
@@ -52,12 +54,12 @@ def infer_layout(config: Config, reads_stores: bool = True) -> Config:
     if len(fits) > 1:
         choices = " or ".join(f"data.target={_MODULE}.{name}" for name in fits)
         text = f"{key}={named(sources)}: has the layouts of several data sets; set {choices}"
-        refuse(config, key, text)
+        raise KeyProblem(key, text)
     if not fits:
         # Each can be read, but not by one data set.
         shown = ", ".join(f"{source} ({found[0]})" for source, found in each.items())
         text = f"{key}: a run reads one layout, but these have several: {shown}; list all clips in one "
-        refuse(config, key, f"{text}manifest, or give sources of one layout")
+        raise KeyProblem(key, f"{text}manifest, or give sources of one layout")
     # With the defaults of SAT's class.
     params = dict(data_arguments(config))
     section = OmegaConf.create({"target": f"{_MODULE}.{fits[0]}", "params": params})

@@ -11,8 +11,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.data.bad_samples import BadSampleLog
 from cogfast.data.buckets import Survey, in_buckets, join_surveys, survey, table
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
@@ -22,6 +21,7 @@ from cogfast.data.sources.headers import index_of, read_headers
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.stores.store import check_local_cache
 from cogfast.train.assembly import Datasets
+from cogfast.train.keys import TrainKeys
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _NUM_LOGGED = 20  # unreadable samples that are logged one by one
 
 
 def survey_datasets(
-    datasets: Datasets, args: TrainArguments, groups: ProcessGroups, global_batch: int
+    datasets: Datasets, args: TrainKeys, groups: ProcessGroups, global_batch: int
 ) -> tuple[Datasets, dict[str, str]]:
     """Return the data sets with buckets assigned, and {name: reason} of unusable samples.
 
@@ -129,7 +129,7 @@ def _check_same(dataset: SizedDataset | None, key: str, groups: ProcessGroups) -
             raise ValueError(f"{text}, or others; give all ranks the same files and captions")
 
 
-def _needs_scan(dataset: SizedDataset | None, args: TrainArguments) -> TypeGuard[CaptionedVideos]:
+def _needs_scan(dataset: SizedDataset | None, args: TrainKeys) -> TypeGuard[CaptionedVideos]:
     if not isinstance(dataset, CaptionedVideos):
         return False
     # Buckets are chosen by the videos' sizes, and masks must fit their clips.

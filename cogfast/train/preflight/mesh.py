@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.merged_config import refuse
 from cogfast.config.sat_classes import NETWORKS
-from cogfast.config.values import show
+from cogfast.core.values import KeyProblem, show
 from cogfast.model.config import TransformerConfig
+from cogfast.train.keys import TrainKeys
 from cogfast.train.video_size import bucket_sizes, sampled_size
 
 _TENSOR, _CONTEXT = "args.model_parallel_size", "args.context_parallel_size"
@@ -17,67 +17,74 @@ _ROWS = "args.sequence_parallel"
 
 
 def check_mesh(
-    config: Config, args: TrainArguments, model: TransformerConfig, world_size: int | None = None
+    args: TrainKeys,
+    model: TransformerConfig,
+    data: Mapping[str, Any],
+    network: str,
+    world_size: int | None = None,
 ) -> None:
     """Check that args.model_parallel_size and context_parallel_size fit heads, tokens and ranks.
 
-    world_size: None uses that of this launch. ValueError if one does not divide the heads or the ranks,
+    data: the data set's arguments. network: the name of the network's class. world_size: None uses that of
+    this launch. KeyProblem if one does not divide the heads or the ranks,
     if LoRA dropout is on, or if args.sequence_parallel splits rows that the ranks do not divide.
     """
     world, heads = _world(world_size), model.num_attention_heads
     tensor, context = args.model_parallel_size, args.context_parallel_size
     for key, size in ((_TENSOR, tensor), (_CONTEXT, context)):
-        if size > 1 and (own := config.model.network_config.target) not in NETWORKS:
-            text = f"{key}={size} splits the work of cogfast's own modules, not of those that {own} adds"
-            refuse(config, key, f"{text}; use 1, and a higher ZeRO stage for memory")
+        if size > 1 and network not in NETWORKS:
+            text = f"{key}={size} splits the work of cogfast's own modules, not of those that {network} adds"
+            raise KeyProblem(key, f"{text}; use 1, and a higher ZeRO stage for memory")
         if size > 1 and model.lora_dropout > 0:
             text = (
                 f"{key}={size} does not support lora_dropout={model.lora_dropout}: its ranks would "
             )
-            refuse(config, key, f"{text}drop other entries than one rank; use lora_dropout: 0")
+            raise KeyProblem(key, f"{text}drop other entries than one rank; use lora_dropout: 0")
     of = f"num_attention_heads={heads}"
-    _check_heads(config, _TENSOR, tensor, heads, of)
-    _check_ranks(config, _TENSOR, tensor, world, heads, f"the number of ranks, {world}")
+    _check_heads(_TENSOR, tensor, heads, of)
+    _check_ranks(_TENSOR, tensor, world, heads, f"the number of ranks, {world}")
     left, of_ranks = world // tensor, f"the number of ranks, {world}"
     if tensor > 1:
         of += f" / {_TENSOR}={tensor} = {heads // tensor}"
         of_ranks += f" / {_TENSOR}={tensor} = {left}"
-    _check_heads(config, _CONTEXT, context, heads // tensor, of)
-    _check_ranks(config, _CONTEXT, context, left, heads // tensor, of_ranks)
+    _check_heads(_CONTEXT, context, heads // tensor, of)
+    _check_ranks(_CONTEXT, context, left, heads // tensor, of_ranks)
     if not args.sequence_parallel:
         return
     if tensor == 1:
         text = f"{_ROWS}=true splits rows between tensor-parallel ranks, but {_TENSOR}=1; set that to 2"
-        refuse(config, _ROWS, f"{text} or more, or sequence_parallel to false")
-    sizes = bucket_sizes(config, model)
-    if not sizes and "video_size" in data_arguments(config):
-        sizes = [sampled_size(config, model)]
+        raise KeyProblem(_ROWS, f"{text} or more, or sequence_parallel to false")
+    sizes = bucket_sizes(data, model)
+    if not sizes and "video_size" in data:
+        sizes = [sampled_size(data, model)]
     for tokens in (size.num_tokens(model) for size in sizes):
         if tokens % (tensor * context):
             text = f"{_ROWS}=true splits {tokens} text and video tokens between {tensor * context} ranks "
             text += f"({_TENSOR}={tensor}, {_CONTEXT}={context}), which does not divide them; use "
-            refuse(config, _ROWS, f"{text}sizes that do, another video size, or {_ROWS}=false")
+            raise KeyProblem(_ROWS, f"{text}sizes that do, another video size, or {_ROWS}=false")
 
 
-def _check_heads(config: Config, key: str, size: int, heads: int, of: str) -> None:
+def _check_heads(key: str, size: int, heads: int, of: str) -> None:
     if size < 1 or heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        refuse(config, key, f"{key}={size} must divide {of}; use {fitting}")
+        raise KeyProblem(key, f"{key}={size} must divide {of}; use {fitting}")
 
 
-def _check_ranks(config: Config, key: str, size: int, ranks: int, heads: int, of: str) -> None:
+def _check_ranks(key: str, size: int, ranks: int, heads: int, of: str) -> None:
     """Refuse a size that does not divide `ranks`, and name those that divide the heads as well."""
     if ranks % size:
         divisors = (n for n in range(1, ranks + 1) if ranks % n == 0 == heads % n)
         fitting = ", ".join(map(str, divisors))
         text = f"{key}={size} must divide {of}; use {fitting}, or start another number of ranks"
-        refuse(config, key, f"{text} (--nproc_per_node)")
+        raise KeyProblem(key, f"{text} (--nproc_per_node)")
 
 
-def check_global_batch(config: Config, args: TrainArguments, world_size: int | None = None) -> None:
-    """Check that the batch sizes multiply to deepspeed.train_batch_size if it is set, and how gradients are
-    divided by the number of ranks."""
-    total = config.deepspeed.get("train_batch_size")
+def check_global_batch(
+    args: TrainKeys, section: Mapping[str, Any], world_size: int | None = None
+) -> None:
+    """Check that the batch sizes multiply to train_batch_size of DeepSpeed's section if it is set, and how
+    gradients are divided by the number of ranks."""
+    total = section.get("train_batch_size")
     # check_mesh has made sure that this divides.
     copies = _world(world_size) // (args.model_parallel_size * args.context_parallel_size)
     here = args.batch_size * args.gradient_accumulation_steps * copies
@@ -86,14 +93,14 @@ def check_global_batch(config: Config, args: TrainArguments, world_size: int | N
         text = f"{key}={total} does not fit {copies} data-parallel ranks: "
         text += f"train_micro_batch_size_per_gpu={args.batch_size} x gradient_accumulation_steps="
         text += f"{args.gradient_accumulation_steps} x {copies} ranks = {here}; remove {key} or"
-        refuse(config, key, f"{text} change one of them")
+        raise KeyProblem(key, f"{text} change one of them")
     # DeepSpeed does not support a division before the sum in a reduce-scatter.
-    section, zero = config.deepspeed, config.deepspeed.get("zero_optimization") or {}
+    zero = section.get("zero_optimization") or {}
     for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
         key, value = f"deepspeed.{name}", section.get(name, default)
         if value != default and zero.get("reduce_scatter", True):
             text = f"{key}={show(value)} does not work with DeepSpeed's reduce_scatter; set "
-            refuse(config, key, f"{text}deepspeed.zero_optimization.reduce_scatter=false")
+            raise KeyProblem(key, f"{text}deepspeed.zero_optimization.reduce_scatter=false")
 
 
 def _world(world_size: int | None) -> int:

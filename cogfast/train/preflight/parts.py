@@ -5,118 +5,95 @@ Cheap parts are built once, so that their errors are reported early, with the fi
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
-from cogfast.config import Config, instantiate, resolve
-from cogfast.config.arguments import ModelArguments, TrainArguments
-from cogfast.config.components import is_none
+from cogfast.config import Config
 from cogfast.config.load import with_words
-from cogfast.config.merged_config import find_origin, refuse
-from cogfast.config.values import KeyProblem, cut
+from cogfast.core.component import Component
+from cogfast.core.values import KeyProblem, cut
 from cogfast.extensions.formats.image_scale import difference, pipeline_code, stock_scale
 from cogfast.train.assembly import Diffusion
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import TENTH, build_learning_rate, build_optimizer, shorter_warmup
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
-_DIFFUSION = ("denoiser_config", "loss_fn_config", "sampler_config")
 _FIRST_STAGE = "model.first_stage_config"
 _ENCODERS = "model.conditioner_config.params.emb_models"
 
 
-def check_frozen_parts(config: Config, text_length: int) -> None:
+def check_frozen_parts(
+    first_stage: Component | None, text_encoder: Component | None, text_length: int
+) -> None:
     """Check that both encoders are configured, as video files with captions need them."""
-    node, fix = config.model.get("first_stage_config"), "as in the model files of configs/"
-    if is_none(node):
+    fix = "as in the model files of configs/"
+    if first_stage is None:
         text = f"{_FIRST_STAGE} is missing: an autoencoder encodes video files; add the section"
         raise ValueError(f"{text}, {fix}")
-    params = node.get("params") or {}
+    params = first_stage.params
     if "encoder_config" in params and not params.get("ckpt_path"):
-        key = f"{_FIRST_STAGE}.params.ckpt_path"
+        key = first_stage.named("ckpt_path")
         text = f"{key} is missing: an autoencoder with random weights cannot encode videos"
-        refuse(config, key, f"{text}; set it to the path of 3d-vae.pt")
-    entries = _text_encoders(config)
-    if not entries or is_none(entries[0]):
+        raise KeyProblem(key, f"{text}; set it to the path of 3d-vae.pt")
+    if text_encoder is None:
         text = f"{_ENCODERS} is missing or empty: captions are encoded by a text encoder; add one"
         raise ValueError(f"{text}, {fix}")
-    for i, entry in enumerate(entries):
-        _check_text_encoder(config, entry, f"{_ENCODERS}.{i}.params", text_length)
-
-
-def _text_encoders(config: Config) -> list[Mapping]:
-    node = config.model.get("conditioner_config")
-    return [] if node is None else node.params.emb_models
-
-
-def _check_text_encoder(config: Config, entry: Mapping, where: str, text_length: int) -> None:
-    target, arguments = resolve(
-        {"target": entry["target"], "params": entry.get("params")}, config.allow_import
-    )
     # A user's own text encoder may have no such argument; then there is nothing to compare.
-    default = inspect.signature(target).parameters.get("max_length")
-    length = arguments.get("max_length", default and default.default)
+    default = inspect.signature(text_encoder.kind).parameters.get("max_length")
+    length = text_encoder.arguments.get("max_length", default and default.default)
     if length is not None and length != text_length:
-        key = f"{where}.max_length"
+        key = f"{_ENCODERS}.0.params.max_length"
         text = f"{key}={length} must equal text_length={text_length} of the model's "
         text += "pos_embed_config; change one of them (226 for CogVideoX 1.0, 224 for 1.5)"
-        refuse(config, key, text)
+        raise KeyProblem(key, text)
 
 
-def missing_frozen(config: Config) -> Iterator[tuple[str, str]]:
+def missing_frozen(
+    first_stage: Component | None, text_encoder: Component | None
+) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each missing file or folder of the frozen encoders."""
-    node = config.model.get("first_stage_config")
-    params = {} if is_none(node) else node.get("params") or {}
     # SAT's key, and that of diffusers' folder; a first stage has one of them.
-    for name in ("ckpt_path", "path"):
-        path, key = params.get(name), f"{_FIRST_STAGE}.params.{name}"
+    stages = [(first_stage, name) for name in ("ckpt_path", "path") if first_stage is not None]
+    for stage, name in stages:
+        path, key = stage.params.get(name), stage.named(name)
         if path is not None and not Path(path).exists():
             yield key, f"{key}={cut(path, 160)} does not exist; set it to the autoencoder's weights"
-    for i, entry in enumerate(entry for entry in _text_encoders(config) if not is_none(entry)):
-        params, key = entry.get("params") or {}, f"{_ENCODERS}.{i}.params.model_dir"
+    if text_encoder is not None:
+        params, key = text_encoder.params, f"{_ENCODERS}.0.params.model_dir"
         folder = params.get("model_dir")
         is_cached = params.get("cache_dir") is not None  # then model_dir is a hub name
         if folder is not None and not is_cached and not (folder and Path(folder).is_dir()):
             yield key, f"{key}={cut(folder, 160)} is not a folder; set it to the folder of T5"
 
 
-def try_training_parts(config: Config, args: TrainArguments) -> None:
-    """Build denoiser, loss, sampler, optimizer and learning rate; ValueError if one fails."""
-    try_diffusion(config)
+def try_optimizer(args: TrainKeys, section: Mapping[str, Any], allow_import: Sequence[str]) -> None:
+    """Build the optimizer of DeepSpeed's section; KeyProblem if that fails."""
     # One element stands for the model, which is too large to build here.
     weight = nn.Parameter(torch.zeros(1, 1))
-    optimizer = partial(
+    build = partial(
         build_optimizer,
-        config.deepspeed.get("optimizer") or {},
+        section.get("optimizer") or {},
         [{"params": [weight]}],
-        allow_import=config.allow_import,
+        allow_import=allow_import,
         moments=args.optimizer_moments,
         ema_device=args.ema_device,
         lr=args.lr,
     )
-    _try(config, "deepspeed.optimizer", optimizer)
-    num_steps = args.train_iters or sys.maxsize  # steps of epochs are known only with the data
-    _try(config, "args.lr_schedule", partial(fit_rates, config, args, num_steps))
+    try_build("deepspeed.optimizer", build)
 
 
-def try_diffusion(config: Config) -> None:
-    """Build the configured diffusion components; ValueError if one fails."""
-    for name in _DIFFUSION:
-        node, where = config.model.get(name), f"model.{name}"
-        if node is not None:
-            _try(config, where, partial(instantiate, node, config.allow_import, where))
-
-
-def _try(config: Config, key: str, build: Callable[[], object]) -> None:
+def try_build(key: str, build: Callable[[], object]) -> None:
+    """Build what `key` configures; KeyProblem if that fails."""
     try:
         build()
     # Constructors of PyTorch and of users' classes raise these for a wrong value.
@@ -126,7 +103,7 @@ def _try(config: Config, key: str, build: Callable[[], object]) -> None:
         # The error names no key of its own: put the component's key in front.
         if not named.startswith(("args.", "deepspeed.", "model.")):
             named, text = key, f"{key}: {text}"
-        raise ValueError(f"{find_origin(config.origins, named)}: {text}") from None
+        raise KeyProblem(named, text) from None
 
 
 def warn_of_different_schedules(diffusion: Diffusion) -> None:
@@ -148,13 +125,12 @@ def warn_of_different_schedules(diffusion: Diffusion) -> None:
             )
 
 
-def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
+def warn_of_image_scale(run: Run, is_end: bool = False) -> None:
     """Warn if the first frame's scale is not that of diffusers' pipeline. is_end: of a run."""
-    model = ModelArguments.from_config(config)
+    model, load = run.model, run.args.load
     if "image" not in model.inputs:
         return
-    patch, load = config.model.network_config.params.patch_size, config.args.get("load")
-    stock = stock_scale(not isinstance(patch, int) and patch[0] > 1, Path(load) if load else None)
+    stock = stock_scale(run.network.config.patch_size.joins_frames, Path(load) if load else None)
     text = difference(model.image_latent_scale, stock, model.scale_factor)
     if text is not None and is_end:
         code = pipeline_code(model.image_latent_scale, model.scale_factor)
@@ -164,13 +140,22 @@ def warn_of_image_scale(config: Config, is_end: bool = False) -> None:
 
 
 def fit_rates(
-    config: Config, args: TrainArguments, num_steps: int, manifest: Mapping = MappingProxyType({})
-) -> tuple[Config, TrainArguments, Callable[[int], float]]:
-    """Return the learning rate by step, and the configuration with the warm-up of shorter_warmup if `cogfast
+    origins: Mapping[str, str],
+    args: TrainKeys,
+    num_steps: int,
+    manifest: Mapping = MappingProxyType({}),
+) -> tuple[TrainKeys, Callable[[int], float]]:
+    """Return the learning rate by step, and the arguments with the warm-up of shorter_warmup if `cogfast
     train FOLDER` has started the run. manifest: of what it resumes."""
     stored = (manifest.get("config") or {}).get("args", {}).get("warmup_steps")
-    steps = shorter_warmup(config.origins, args, num_steps, stored)
-    if steps is not None and steps != args.warmup_steps:
-        config = with_words(config, [f"args.warmup_steps={steps}"], TENTH)
-        args = dataclasses.replace(args, warmup_steps=steps)
-    return config, args, build_learning_rate(args, num_steps)
+    steps = shorter_warmup(origins, args, num_steps, stored)
+    if steps is not None:
+        args = args.changed(warmup_steps=steps)
+    return args, build_learning_rate(args, num_steps)
+
+
+def with_warmup(config: Config, args: TrainKeys) -> Config:
+    """Return the configuration with the warm-up that fit_rates has chosen."""
+    if args.warmup_steps == config.args.get("warmup_steps"):
+        return config
+    return with_words(config, [f"args.warmup_steps={args.warmup_steps}"], TENTH)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from glob import escape
@@ -24,17 +23,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 import cogfast.extensions.stores.store as store
 from cogfast import __version__
 from cogfast.config import Config
-from cogfast.config.arguments import FolderLayout, ModelArguments, TrainArguments
 from cogfast.config.deepspeed_keys import fold
 from cogfast.config.merged_config import leaves, to_dicts
-from cogfast.config.values import counted, cut, printable
 from cogfast.core.addresses import shown
 from cogfast.core.files import WriteError, read_limited, wait_until, write_text
 from cogfast.core.run_lock import RunLock, check_object, is_held
+from cogfast.core.values import counted, cut, printable
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.extensions.formats.peft import FILE_NAME as LORA_FILE_NAME
 from cogfast.extensions.stores.mirror import (
@@ -47,6 +46,7 @@ from cogfast.extensions.stores.mirror import (
     with_urls,
 )
 from cogfast.extensions.stores.store import StoreError
+from cogfast.model.keys import ModelKeys
 from cogfast.model.weights.checkpoint_manifest import (
     find_run_checkpoint,
     is_in_run,
@@ -55,6 +55,7 @@ from cogfast.model.weights.checkpoint_manifest import (
     run_of,
     step_of,
 )
+from cogfast.train.keys import FolderLayout, TrainKeys
 from cogfast.train.optimizer import TENTH
 from cogfast.train.own_classes import Classes, changes_of_code
 
@@ -102,7 +103,7 @@ _STAMP = re.compile(r"-\d{4}-\d\d-\d\d-\d\d-\d\d-\d\d$")
 
 
 def open_run_folder(
-    args: TrainArguments, groups: ProcessGroups, held: ExitStack
+    args: TrainKeys, groups: ProcessGroups, held: ExitStack
 ) -> tuple[Path, Path | None, Callable[[], None]]:
     """Return the run's folder and the checkpoint that it resumes from, the same on every rank, and what
     raises RuntimeError if another process has taken the folder, which rank 0 locks until `held` ends.
@@ -147,7 +148,7 @@ def open_run_folder(
     return run, checkpoint, lambda: None if lock is None else check_object(lock, holder)
 
 
-def _check_shared(args: TrainArguments, run: Path, holder: str) -> None:
+def _check_shared(args: TrainKeys, run: Path, holder: str) -> None:
     """Raise ValueError if this rank does not see the lock that rank 0 has written into the run's folder."""
     if not wait_until(lambda: is_held(run, holder)):
         key, _ = _given_folder(args)
@@ -156,7 +157,7 @@ def _check_shared(args: TrainArguments, run: Path, holder: str) -> None:
         raise ValueError(f"args.{key}={getattr(args, key)}: {text}; {fix}")
 
 
-def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
+def _open(args: TrainKeys, locks: list[RunLock], held: ExitStack) -> tuple[Path, Path | None]:
     """Find or create the run's folder and lock it. The lock goes into `locks`."""
 
     def lock(run: Path, is_new: bool = False) -> None:
@@ -206,7 +207,7 @@ def _open(args: TrainArguments, locks: list[RunLock], held: ExitStack) -> tuple[
     return run, checkpoint
 
 
-def checkpoint_to_resume(args: TrainArguments) -> Path | None:
+def checkpoint_to_resume(args: TrainKeys) -> Path | None:
     """Return the checkpoint from which a run would resume now; None starts a new run. Creates nothing."""
     if args.run_folder is not None and not store.is_url(args.run_folder):
         return resumed_in_run_folder(args)
@@ -227,7 +228,7 @@ def _copied(found: Path | None) -> Path | None:
     return find_run_checkpoint(Path(copy_of(url))) if store.find(url) else None
 
 
-def resumed_in_run_folder(args: TrainArguments) -> Path | None:
+def resumed_in_run_folder(args: TrainKeys) -> Path | None:
     """Return the checkpoint from which a run in args.run_folder resumes; None starts a new run.
 
     ValueError if the folder has another run, or has none to resume.
@@ -268,7 +269,7 @@ def resumed_in_run_folder(args: TrainArguments) -> Path | None:
     return checkpoint
 
 
-def check_creatable(args: TrainArguments) -> None:
+def check_creatable(args: TrainKeys) -> None:
     """Raise ValueError if the folder that the run writes into cannot be created. Leaves nothing there."""
     key, folder = _given_folder(args)
     if (url := url_of(folder)) is not None:
@@ -290,7 +291,7 @@ def check_creatable(args: TrainArguments) -> None:
         raise _not_creatable(args, key, reason)
 
 
-def create_folder(args: TrainArguments) -> None:
+def create_folder(args: TrainKeys) -> None:
     """Create args.run_folder, or args.save, in which the run's folder will be."""
     key, folder = _given_folder(args)
     try:
@@ -299,7 +300,7 @@ def create_folder(args: TrainArguments) -> None:
         raise _not_creatable(args, key, str(error.strerror)) from None
 
 
-def _given_folder(args: TrainArguments) -> tuple[str, Path]:
+def _given_folder(args: TrainKeys) -> tuple[str, Path]:
     """Return the key that sets where the run is written, and its absolute path."""
     is_path = args.run_folder is None and args.resume not in (None, "auto", "latest")
     if is_path and (own := find_run_checkpoint(place_of(args.resume or "").absolute())):
@@ -308,7 +309,7 @@ def _given_folder(args: TrainArguments) -> tuple[str, Path]:
     return key, place_of(getattr(args, key) or "runs").absolute()
 
 
-def _not_creatable(args: TrainArguments, key: str, reason: str) -> ValueError:
+def _not_creatable(args: TrainKeys, key: str, reason: str) -> ValueError:
     name = cut(str(getattr(args, key) or "runs"))
     what, fix = ("written", "set args.run_folder") if key == "resume" else ("created", "set it")
     return ValueError(f"args.{key}={name}: cannot be {what} ({reason}); {fix} to another folder")
@@ -333,7 +334,7 @@ def adapters_to_resume(checkpoint: Path) -> Path | None:
     return None
 
 
-def tensorboard_folder(run: Path, args: TrainArguments) -> Path:
+def tensorboard_folder(run: Path, args: TrainKeys) -> Path:
     """Return the folder of a run's TensorBoard files."""
     return run / ("logs" if args.folder_layout == "finetune" else "tensorboard")
 
@@ -403,6 +404,7 @@ def _find(
             # Creating the folder also reserves its name against runs that start now; in a store, the lock does.
             run.mkdir(parents=True)
             lock(run, True)
+            return run, None
         except FileExistsError:  # another run started in the same second
             time.sleep(0.2)
         except OSError as error:
@@ -410,8 +412,6 @@ def _find(
                 f"args.save={name_of(save)}: cannot create a run's folder there ({error.strerror or error}); set "
                 "it to another folder"
             ) from None
-        else:
-            return run, None
     return save, None
 
 
@@ -464,8 +464,9 @@ def check_changes(
     Raises:
         ValueError: some differ and args.accept_changes is not set; lists them.
     """
+    matches = lambda key, patterns: any(fnmatch(key, pattern) for pattern in patterns)
     found = _changes_since(manifest, config, classes).items()
-    changes = [text for key, text in found if _matches(key, _DECISIVE) and not _matches(key, _FREE)]
+    changes = [text for key, text in found if matches(key, _DECISIVE) and not matches(key, _FREE)]
     if manifest["global_batch"] != global_batch:
         old, steps = manifest["global_batch"], config.args.gradient_accumulation_steps or 1
         same = f" (args.gradient_accumulation_steps={steps * old // global_batch} keeps it)"
@@ -484,10 +485,6 @@ def check_changes(
 def plain_sections(config: Config) -> dict:
     """Return the resolved sections as in a manifest: JSON types, infinities as strings."""
     return json.loads(json.dumps(with_urls(to_dicts(config))), parse_constant=str)
-
-
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(key, pattern) for pattern in patterns)
 
 
 def describe_run(
@@ -523,7 +520,10 @@ def describe_run(
     environment = _environment(world_size) | {"has_local_changes": bool(changes_of_code)}
     try:
         if changed or not (folder / _CONFIG).is_file():
-            name, text = f"training_config{mark if changed else ''}.yaml", config.to_yaml()
+            name, text = (
+                f"training_config{mark if changed else ''}.yaml",
+                OmegaConf.to_yaml(with_urls(to_dicts(config))),
+            )
             write_text(folder / name, text, 0o666 if shown(text) == text else 0o600)
         write_text(folder / f"environment{mark}.json", json.dumps(environment, indent=2) + "\n")
         if changes_of_code:
@@ -536,28 +536,20 @@ def describe_run(
 
 def _changes_since(manifest: dict, config: Config, classes: Classes) -> dict[str, str]:
     """Return {key: "key: old -> new"} of what differs from a checkpoint, {} without one."""
-    before = _completed(manifest.get("config", {}))
-    if not before:
+    sections = manifest.get("config")
+    if not sections:
         return {}
+    # The sections are completed as this version would have saved them: with the defaults of new keys, and
+    # with the values that have moved from the deepspeed section to args.
+    defaults = {"args": TrainKeys().model_dump(), "model": ModelKeys().model_dump()}
+    before = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
+    fold(before, {})
     old, new = leaves(before), leaves(plain_sections(config))
     # A key that is absent and one that is null count as equal.
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     changes = {key: f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys}
     # Earlier versions stored no classes.
     return changes | changes_of_code(manifest.get("classes", classes), classes)
-
-
-def _completed(sections: dict) -> dict:
-    """Return the sections of a checkpoint as this version of cogfast would have saved them.
-
-    It adds the defaults of new keys, and has moved values of the deepspeed section to args.
-    """
-    if not sections:
-        return {}
-    defaults = {"args": asdict(TrainArguments()), "model": asdict(ModelArguments())}
-    whole = deepcopy(sections) | {k: v | sections.get(k, {}) for k, v in defaults.items()}
-    fold(whole, {})
-    return whole
 
 
 def _environment(world_size: int) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 import cogfast.extensions.stores.store as store
-from cogfast.config import Config, data_arguments
-from cogfast.config.arguments import TrainArguments
+from cogfast.config import Config
 from cogfast.config.components import own_optimizer
 from cogfast.config.merged_config import leaves
-from cogfast.config.values import counted
+from cogfast.core.keys import with_origins
+from cogfast.core.values import counted
 from cogfast.data.batches import Batch
 from cogfast.data.global_order import GlobalOrder
 from cogfast.distributed.fused_step import order_by_blocks
@@ -28,7 +27,7 @@ from cogfast.distributed.process_groups import ModelParallelUnit, ProcessGroups,
 from cogfast.distributed.zero_engine import ZeroEngine, deepspeed_config
 from cogfast.extensions.cache.cached_data import read_from_cache
 from cogfast.extensions.cache.command import encode_first
-from cogfast.extensions.cache.encode_choice import EncodeChoice
+from cogfast.extensions.cache.encode_choice import EncodeChoice, largest_clips
 from cogfast.extensions.elastic.elastic import fall_back, follow_world
 from cogfast.extensions.exports.export import Exporter
 from cogfast.extensions.formats.convert import OTHERS_RUN_DENSE
@@ -63,15 +62,17 @@ from cogfast.train.assembly import (
 from cogfast.train.checkpoint.load import load_checkpoint
 from cogfast.train.checkpoint.write import CheckpointWriter
 from cogfast.train.frozen_encoders import EncodeOverrides
+from cogfast.train.keys import TrainKeys
 from cogfast.train.optimizer import build_optimizer, parameter_groups, warn_of_rate
 from cogfast.train.own_classes import Classes, own_classes
 from cogfast.train.preflight.attention_choice import choose_for_training
-from cogfast.train.preflight.check import check_train, log_unused
+from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.header_scan import log_pictures, record_bad, survey_datasets
 from cogfast.train.preflight.parts import (
     fit_rates,
     warn_of_different_schedules,
     warn_of_image_scale,
+    with_warmup,
 )
 from cogfast.train.run.folder import (
     adapters_to_resume,
@@ -81,8 +82,9 @@ from cogfast.train.run.folder import (
     open_run_folder,
     plain_sections,
 )
+from cogfast.train.run.opened import Run
 from cogfast.train.run.run_log import RunLog
-from cogfast.train.run.terminal import resume_words
+from cogfast.train.run.terminal import log_unused, resume_words
 from cogfast.train.video_size import SampleSize, warn_of_pipeline_positions
 from cogfast.train.watchers.hang import HangStacks
 from cogfast.train.watchers.metrics import BandLosses, Metrics
@@ -111,7 +113,8 @@ class Parts:
         own: classes. held: what the run holds until its log ends: the lock of its folder, uploads to a store.
         """
         config, launch = follow_world(follow_weights(config))
-        args = TrainArguments.from_config(config)
+        run = Run(config)
+        args = run.args
         if not args.compile:
             run_without_dynamo()
         # Before process groups and GPU memory, so that a mistake ends the run in seconds.
@@ -121,36 +124,40 @@ class Parts:
         )
         groups.check_same(leaves(plain_sections(config)))
         if args.fit == "auto":
-            before, (config, args) = config, fit_to_device(config, args, groups)
-            if config is not before:
+            fitted = fit_to_device(run, groups)
+            if fitted is not run:
+                run, config, args = fitted, fitted.config, fitted.args
                 check_train(config)
-        diffusion = assemble_diffusion(config)
+        network, data, model = run.network, run.data_arguments, run.model
+        diffusion = assemble_diffusion(run.denoiser, run.loss, run.sampler)
         if groups.is_main:
             log_unused(config)
             warn_of_missing_token(args)
             warn_of_different_schedules(diffusion)
-            warn_of_pipeline_positions(config)
-            warn_of_image_scale(config)
+            warn_of_pipeline_positions(data, network.config)
+            warn_of_image_scale(run)
         if args.deterministic:
             torch.use_deterministic_algorithms(True)
 
         if args.encode_first:
             # Encoding may take hours: the folder that the run needs then is created before.
             groups.on_main(lambda: create_folder(args))
-            encode_first(config, args, groups, overrides)
+            encode_first(run, args, groups, overrides)
         global_batch = args.batch_size * args.gradient_accumulation_steps * groups.data_size
         # Before the model: headers determine buckets and order, and unreadable data should fail early.
-        videos = assemble_datasets(config, args, groups)
+        videos = assemble_datasets(run.data, args, model.inputs, run.is_masked, groups)
         videos, bad = survey_datasets(videos, args, groups, global_batch)
-        check_prior(config, args, videos.train)
-        datasets = read_from_cache(videos, config, args, groups, overrides)
+        check_prior(run.loss, network, args, videos.train)
+        about = run.sections, run.allow_import, args, model
+        datasets = read_from_cache(videos, *about, groups, overrides)
         order = assemble_order(datasets.train, args.seed, global_batch)
         num_steps = args.train_iters if args.epochs is None else order.num_steps(args.epochs)
         assert num_steps is not None, "from_config sets a default"
-        config, args, learning_rate = fit_rates(config, args, num_steps)
+        args, learning_rate = fit_rates(config.origins, args, num_steps)
+        config = with_warmup(config, args)
         if groups.is_main:
             log_pictures(datasets.train, order)
-            warn_of_rate(args, num_steps, config.deepspeed.get("optimizer") or {})
+            warn_of_rate(args, num_steps, run.deepspeed.get("optimizer") or {})
         folder, checkpoint, check_owner = open_run_folder(args, groups, held)
         step, manifest = 0, {}
         if checkpoint is not None:
@@ -160,7 +167,8 @@ class Parts:
                 step, args = _take_adapters(name_of(adapters), args, groups)
         if checkpoint is not None:
             manifest = groups.on_main(partial(read_manifest, checkpoint, RESUMABLE))
-            config, args, learning_rate = fit_rates(config, args, num_steps, manifest)
+            args, learning_rate = fit_rates(config.origins, args, num_steps, manifest)
+            config = with_warmup(config, args)
             groups.on_main(partial(check_changes, checkpoint, manifest, config, global_batch, own))
             step = manifest["step"]
             if groups.is_main and step > num_steps:
@@ -177,54 +185,44 @@ class Parts:
             # The headers were read before the folder existed.
             record_bad(folder, bad, len(datasets.train))
 
-        transformer = assemble_transformer(config, args, groups, allow_missing=args.force_train)
+        transformer = assemble_transformer(network, args, groups, allow_missing=args.force_train)
         _check_lora(transformer, args, groups)
         exporter = Exporter(
             args.export, transformer, num_steps, DTYPES[args.precision], args.export_interval
         )
         # A resumed run keeps its attention backend and the way in which clips are encoded.
         stored, way = manifest.get("attention_backend"), manifest.get("encode_way")
-        self.attention = choose_attention(
-            config, args, transformer.config, manifest.get("attention"), groups, is_training=True
-        )
-        args = dataclasses.replace(args, attention=self.attention)
-        use_attention(transformer, self.attention)
-        if groups.is_main and transformer.sparse_share is not None and args.export != "none":
-            logger.warning(
-                "args.export=%s and " + OTHERS_RUN_DENSE,
-                args.export,
-                f"args.attention={self.attention}",
-            )
+        before = manifest.get("attention")
+        chosen = choose_attention(args, network.config, data, before, groups, is_training=True)
+        args = args.changed(attention=chosen)
+        use_attention(transformer, chosen)
         is_sparse = transformer.sparse_share is not None
-        backend = choose_for_training(config, args, transformer.config, groups, stored, is_sparse)
+        if groups.is_main and is_sparse and args.export != "none":
+            text = "args.export=%s and " + OTHERS_RUN_DENSE
+            logger.warning(text, args.export, f"args.attention={chosen}")
+        backend = choose_for_training(data, args, transformer.config, groups, stored, is_sparse)
         transformer.use_kernels(choose_kernels(args.kernels, backend))
-        encode_choice = EncodeChoice(config, args, groups, way, datasets.train)
-        encoder = assemble_encoder(config, args, transformer, groups, encode_choice, overrides)
+        clips = largest_clips(args, data, network.config, model.en_and_decode_n_samples_a_time)
+        encode_choice = EncodeChoice(clips, args, groups, way, datasets.train)
+        encoder = assemble_encoder(run, args, transformer, groups, encode_choice, overrides)
         num_trained, gradient_check = count_trained(transformer), GradientCheck(transformer)
-        section = config.deepspeed.get("optimizer") or {}
+        settings, timeout_s = deepspeed_config(run.deepspeed, args), args.collective_timeout
+        section, zero = run.deepspeed.get("optimizer") or {}, settings["zero_optimization"]
         is_muon = own_optimizer(section) == "muon"
-        settings, timeout_s = deepspeed_config(config, args), args.collective_timeout
-        zero, data_size = settings["zero_optimization"], groups.world_size // groups.tensor_size
         made = parameter_groups(transformer, args.weight_decay, args.optimizer_moments, is_muon)
-        optimizer = build_optimizer(
-            section,
-            order_by_blocks(made, transformer, zero, data_size),
-            args.kernels,
-            config.allow_import,
-            args.optimizer_moments,
-            args.ema_device,
-            args.lr,
-        )
+        made = order_by_blocks(made, transformer, zero, groups.world_size // groups.tensor_size)
+        state = args.optimizer_moments, args.ema_device, args.lr
+        optimizer = build_optimizer(section, made, args.kernels, config.allow_import, *state)
         # Before ZeRO-3 divides the parameters.
-        memory = MemoryWatch(config, args, groups, self.how_to_resume)
+        memory = MemoryWatch(run, args, groups, self.how_to_resume)
         memory.attention = backend
         mpu = None if groups.tensor is None else ModelParallelUnit(groups)
         # Last, because DeepSpeed copies the loaded weights into its flat partitions.
         engine = ZeroEngine(transformer, optimizer, settings, mpu, timeout_s=timeout_s)
-        size = SampleSize(config, transformer.config, args.sampling_fps)
+        size = SampleSize(data, transformer.config, args.sampling_fps)
         memory.policies = apply_checkpointing(transformer, args, groups, memory.setup)
-        resize = data_arguments(config).get("resize", "crop")
-        more = (datasets.valid, args, groups, folder, resize, tuple(sampled_tensors(config)))
+        tensors = tuple(sampled_tensors(network.target, data))
+        more = (datasets.valid, args, groups, folder, data.get("resize", "crop"), tensors)
         evaluator = Evaluator(engine, diffusion, encoder, *more)
         layout = args.folder_layout
         checkpoints = checkpoints_folder(folder, layout)
@@ -236,7 +234,7 @@ class Parts:
             # A run that ends before its first step need not save this one again.
             writer.resume(checkpoint, step)
             logger.info("resumed %s at step %d", name_of(checkpoint), step)
-        self.config, self.args, self.groups, self.log = config, args, groups, log
+        self.run, self.config, self.args, self.groups, self.log = run, config, args, groups, log
         self.folder, self.held, self.step, self.num_steps = folder, held, step, num_steps
         self.global_batch, self.num_trained = global_batch, num_trained
         self.attention_backend = backend
@@ -288,7 +286,8 @@ def assemble(config: Config, overrides: EncodeOverrides, kind: type) -> Parts:
     log, held = RunLog(), ExitStack()
     own = own_classes(plain_sections(config), config.allow_import, kind)
     try:
-        return Parts(config, overrides, own, log, held)
+        with with_origins(config.origins):
+            return Parts(config, overrides, own, log, held)
     except BaseException as error:
         log.end(error)
         held.close()
@@ -353,9 +352,7 @@ def assemble_watchers(
     return Watchers(watchers), metrics, scores
 
 
-def _check_lora(
-    transformer: DiffusionTransformer, args: TrainArguments, groups: ProcessGroups
-) -> None:
+def _check_lora(transformer: DiffusionTransformer, args: TrainKeys, groups: ProcessGroups) -> None:
     reason = lora_cannot_learn(transformer, groups)
     if reason is None:
         return
@@ -367,9 +364,7 @@ def _check_lora(
     logger.warning("%s", text)
 
 
-def _take_adapters(
-    file: str, args: TrainArguments, groups: ProcessGroups
-) -> tuple[int, TrainArguments]:
+def _take_adapters(file: str, args: TrainKeys, groups: ProcessGroups) -> tuple[int, TrainKeys]:
     """Start from a checkpoint of CogVideo's diffusers trainer: its LoRA file, a path or URL, and its step."""
     folder = store.parent(file)
     step = step_of(Path(folder))
@@ -381,11 +376,11 @@ def _take_adapters(
             folder,
             step,
         )
-    return step, dataclasses.replace(args, load_lora=groups.on_all(partial(copy_of, file)))
+    return step, args.changed(load_lora=groups.on_all(partial(copy_of, file)))
 
 
 def _log_changes(
-    manifest: dict[str, Any], args: TrainArguments, order: GlobalOrder, num_samples: int
+    manifest: dict[str, Any], args: TrainKeys, order: GlobalOrder, num_samples: int
 ) -> None:
     """Log what differs from the run that a checkpoint is of, where a run may change it."""
     moments = args.optimizer_moments

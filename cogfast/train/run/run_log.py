@@ -7,7 +7,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from cogfast.config.values import one_line, printable
+from cogfast.core.values import one_line, printable
 from cogfast.train.run.folder import command_line
 from cogfast.train.run.trackers import LogFile
 

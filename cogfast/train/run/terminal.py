@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import math
@@ -11,11 +12,16 @@ from inspect import iscode, isfunction
 from pathlib import Path
 
 from cogfast.config import Config
-from cogfast.config.arguments import ModelArguments
+from cogfast.config.load import COMMAND_KEY
 from cogfast.config.sat_classes import NETWORKS
+from cogfast.config.sat_unused import own_defaults
+from cogfast.core.files import open_regular
+from cogfast.core.keys import find_origin, level
+from cogfast.core.values import counted
 from cogfast.extensions.sample.flags import addresses, as_words, input_words, sampled_tensors
 from cogfast.extensions.stores.mirror import name_of
 from cogfast.train.run.folder import plain_sections
+from cogfast.train.run.opened import Run
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +87,14 @@ def log_commands(
     origin = config.origins.get(f"args.{key}", "")
     # cogfast finetune sets both by its own options, too.
     more = f"{origin} {2 * value}" if origin.startswith("--train_") else f"args.{key}={2 * value}"
-    model = ModelArguments.from_config(config)
+    opened = Run(config)
+    model, network = opened.model, opened.network_target
     files = input_words(model.inputs, model.given_frames)
-    for name in sampled_tensors(config):
+    for name in sampled_tensors(network, opened.data_arguments):
         files += f" --tensor {shlex.quote(f'{name}=FILE.npy')}"
     to = "peft" if is_lora else "diffusers"
     own = "".join(f" --allow-import {shlex.quote(name)}" for name in config.allow_import)
-    is_own = config.model.network_config.target not in NETWORKS
+    is_own = network not in NETWORKS
     # No other format has added modules.
     more_words = " --ema" * shows_ema + " --allow-unexpected" * is_own
     theirs = addresses(plain_sections(config), is_of_run=True)
@@ -106,3 +113,26 @@ def log_commands(
     if is_own and model.trainable_modules is not None and not is_lora:
         del commands["to convert"]
     log_facts(commands)
+
+
+def log_unused(config: Config) -> None:
+    """Log how many keys are accepted but not used, the defaults that are not SAT's, and where the steps
+    of a SAT run in args.load begin."""
+    # The short names once each: SAT's files repeat some of them in several sections.
+    names = {key.rpartition("params.")[2] for key in config.unused}
+    if names:
+        text = counted(len(names), "key of the configuration has", "keys of the configuration have")
+        logger.info("%s no effect (--dry-run lists them with the reasons)", text)
+    for key, why in config.unused.items():
+        if key == COMMAND_KEY or level(find_origin(config.origins, key)) > 0:  # of the command line
+            logger.warning("%s: %s", key, why if key == COMMAND_KEY else f"no effect, {why}")
+    if own := own_defaults(config):
+        logger.info("no file sets %s", ", ".join(own))
+    # Only rank 0 comes here, so that nothing may be raised.
+    iteration = b""
+    with contextlib.suppress(OSError), open_regular(f"{config.args.load}/latest") as file:
+        iteration = file.read(20).strip()
+    if config.args.mode == "pretrain" and iteration.isdigit() and int(iteration) > 1:
+        text = "args.load=%s is SAT's iteration %d, from which SAT's mode: pretrain continues to count: "
+        text += "this run starts at step 0 and trains all of its steps"
+        logger.info(text, config.args.load, int(iteration))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogfast.config.values import one_line
 from cogfast.core.files import open_own
+from cogfast.core.values import one_line
 from cogfast.train.run.folder import wandb_id
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class _Tracker:
     """A failure is logged once, and again only after something was written in between."""
 
     name: str
-
-    def __init__(self) -> None:
-        self._is_lost = False
+    _is_lost = False
 
     def _attempt(self, what: str, action: Callable[[], None]) -> bool:
         """Return whether `action` succeeded. what: what it writes."""
@@ -100,7 +98,6 @@ class TensorBoardRun(_Tracker):
     name = "TensorBoard's file"
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        super().__init__()
         shown = threading.excepthook
         # The next call raises the error of the writer's thread, so that no traceback is needed.
         threading.excepthook = lambda e: "tensorboard" in type(e.thread).__module__ or shown(e)
@@ -137,7 +134,6 @@ class WandbRun(_Tracker):
     name = "W&B"
 
     def __init__(self, folder: Path, project: str) -> None:
-        super().__init__()
         try:
             import wandb  # pyright: ignore[reportMissingImports] - optional
 

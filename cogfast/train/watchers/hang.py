@@ -44,8 +44,7 @@ class HangStacks(Watcher):
         faulthandler.cancel_dump_traceback_later()
         self.file.close()
         if error is not None and is_of_another_rank(error):
-            found = list(hanging(self.folder))
-            if found:
+            if found := list(hanging(self.folder)):
                 error.add_note(f"no progress: {'; '.join(found)}; stacks are in hang/")
             return
         with suppress(OSError):  # the last rank removes the folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -17,7 +16,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from cogfast.config.arguments import TrainArguments
 from cogfast.core.files import WriteError, set_aside, write_text
 from cogfast.diffusion.loss import NUM_BANDS, VideoDiffusionLoss
 from cogfast.distributed.process_groups import ProcessGroups
@@ -29,6 +27,7 @@ from cogfast.extensions.plan.gpus import peak_flops
 from cogfast.extensions.plan.trace import train_flops
 from cogfast.extensions.sample.generate import SampledVideo
 from cogfast.model.attention import Attention
+from cogfast.train.keys import TrainKeys
 from cogfast.train.run.folder import tensorboard_folder
 from cogfast.train.run.trackers import LogFile, TensorBoardRun, WandbRun
 from cogfast.train.video_size import SampleSize
@@ -97,7 +96,7 @@ class Metrics(Watcher):
 
     def __init__(
         self,
-        args: TrainArguments,
+        args: TrainKeys,
         folder: Path,
         groups: ProcessGroups,
         engine: ZeroEngine,
@@ -201,6 +200,8 @@ class Metrics(Watcher):
             [*islice(packed, len(part))] for part in parts
         )
         seconds, num_timed = time.perf_counter() - CLOCK.started, CLOCK.num_steps
+        kinds = zip(("loss_video", "loss_image"), by_kind[::2], by_kind[1::2], strict=True)
+        means = {key: total / number if number else None for key, total, number in kinds}
         total, number = by_kind[0] + by_kind[2], by_kind[1] + by_kind[3]
         loss = total / number if number else math.nan
         if math.isfinite(loss):
@@ -220,12 +221,12 @@ class Metrics(Watcher):
             "step": step,
             "loss": loss,
             "loss_running": self.running_loss,
-            **(_of_kinds(by_kind) if self.size.has_both else {}),
+            **(means if self.size.has_both else {}),
             "lr": engine.optimizer.param_groups[0]["lr"],
             "grad_norm": norm if norm >= 0 else math.nan,  # DeepSpeed: -1 for a non-finite norm
             "step_ms": 1000 * seconds / num_timed,
             "data_wait_ms": 1000 * max(waits) / num_timed,
-            **dataclasses.asdict(CLOCK.take()),
+            **CLOCK.take(),
             "save_wait_ms": 1000 * save_seconds / self.num_unlogged_steps,
             "eval_seconds": eval_seconds,
             "samples_per_s": self.timed_samples / seconds,
@@ -237,7 +238,8 @@ class Metrics(Watcher):
             "nonfinite_losses": self.num_unlogged_losses * size - round(number * size),
             **memory_gib(self.groups.device),
             **self.bands.named(bands),
-            **_named_masses(masses),
+            **({"attention_kept": sum(masses) / len(masses)} if masses else {}),
+            **{f"attention_kept_layer_{i:02d}": mass for i, mass in enumerate(masses)},
         }
         self.loss_sum.zero_()
         self.bands.sums.zero_()
@@ -326,19 +328,6 @@ class Metrics(Watcher):
         if self.groups.is_main:
             self.page.write(self.history, is_active)
         self.next_page = time.perf_counter() + _PAGE_SECONDS
-
-
-def _of_kinds(sums: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean loss of clips and of pictures, None for a kind without steps."""
-    means = [sums[i] / sums[i + 1] if sums[i + 1] else None for i in (0, 2)]
-    return dict(zip(("loss_video", "loss_image"), means, strict=True))
-
-
-def _named_masses(masses: Sequence[float]) -> dict[str, float]:
-    if not masses:
-        return {}
-    layers = {f"attention_kept_layer_{i:02d}": mass for i, mass in enumerate(masses)}
-    return {"attention_kept": sum(masses) / len(masses), **layers}
 
 
 def _history_until(step: int, path: Path) -> list[dict]:

@@ -6,7 +6,6 @@ a log line that reports a bad step, all ranks read its micro-batches again and r
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cogfast.config.arguments import TrainArguments
-from cogfast.config.values import printable
+from cogfast.core.values import printable
 from cogfast.data.batches import Batch
 from cogfast.data.datasets import CaptionedVideos, SizedDataset
 from cogfast.data.global_order import GlobalOrder
@@ -31,6 +29,7 @@ from cogfast.distributed.step_clock import CLOCK
 from cogfast.distributed.zero_engine import ZeroEngine
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.assembly import assemble_batches
+from cogfast.train.keys import TrainKeys
 from cogfast.train.watchers.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class NonfiniteCheck(Watcher):
 
     def __init__(
         self,
-        args: TrainArguments,
+        args: TrainKeys,
         groups: ProcessGroups,
         folder: Path,
         engine: ZeroEngine,
@@ -148,7 +147,7 @@ class NonfiniteCheck(Watcher):
         groups = self.groups
         network_ranks = groups.control if self.engine.stage == 3 else groups.model_control
         # In this process: workers would read ahead far more than is needed.
-        args = dataclasses.replace(self.args, num_workers=0, max_bad_fraction=1.0)
+        args = self.args.changed(num_workers=0, max_bad_fraction=1.0)
         given = (self.dataset, args, groups, self.folder, bad - 1)
         with groups.on_all(lambda: assemble_batches(*given)) as batches:
             for _ in range(args.gradient_accumulation_steps):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cogfast.config.values import counted
+from cogfast.core.values import counted
 from cogfast.distributed.parallelize import find_shards
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.tensor_parallel import ParallelGroup

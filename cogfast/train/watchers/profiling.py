@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +23,8 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.cuda import profiler as cuda_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cogfast.config.values import counted
 from cogfast.core.files import UNFINISHED, WriteError, write_text, write_whole
+from cogfast.core.values import counted
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.stores.mirror import name_of
@@ -54,14 +54,9 @@ class Profiler(Watcher):
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        with record_function(name):
-            if self.is_on_gpu:
-                torch.cuda.nvtx.range_push(name)
-            try:
-                yield
-            finally:
-                if self.is_on_gpu:
-                    torch.cuda.nvtx.range_pop()
+        of_nsys = torch.cuda.nvtx.range(name) if self.is_on_gpu else nullcontext()
+        with record_function(name), of_nsys:
+            yield
 
     def before_step(self, step: int) -> None:
         if step == self.first:
@@ -110,8 +105,7 @@ class Profiler(Watcher):
             torch.cuda.synchronize()  # sync: include all kernels of the last step
             if self.groups.local_rank == 0:
                 cuda_profiler.stop()
-        trace = self._restore()
-        if trace is not None:
+        if (trace := self._restore()) is not None:
             self._write(trace)
 
     def _restore(self) -> profile | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Watcher:
         """End with the run. error: what ends it, if it fails."""
 
 
-class Watchers:
+class Watchers(AbstractContextManager):
     """Calls watchers in their order, and closes them in the reverse one."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -53,9 +53,6 @@ class Watchers:
             if line is not None:
                 for reader in self.active:
                     reader.after_log(line)
-
-    def __enter__(self) -> Watchers:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with ExitStack() as stack:

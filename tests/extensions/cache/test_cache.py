@@ -25,12 +25,13 @@ from cogfast.extensions.cache.entries import Entries
 from cogfast.extensions.cache.entry_keys import hash_file, hash_text
 from cogfast.model.autoencoder import Moments, VideoAutoencoder
 from cogfast.model.weights.checkpoint_manifest import read_manifest
-from cogfast.train.assembly import Datasets, assemble_datasets
+from cogfast.train.assembly import Datasets
 from cogfast.train.encode import Encoder
 from cogfast.train.frozen_encoders import NO_OVERRIDES
+from cogfast.train.run import opened
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_refused
-from tests.support.runs import Run
+from tests.support.runs import Run, datasets_of
 from tests.support.tiny_run import CHANNELS, assert_same, write_clips, write_clips_with_vae
 from tests.support.tiny_run import run as launch
 from tests.train.test_encode import noised_by_hand
@@ -76,10 +77,11 @@ def few_clips(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_existing_caches_stay_valid(run: Run) -> None:
     """Another entry of a spec would make all entries of users useless."""
     config = run.config()
-    args = TrainArguments.from_config(config)
+    made = opened.Run(config)
+    described = made.sections, (), made.args, made.model
     settings = ClipSettings(video_size=(32, 48), fps=8.0, max_num_frames=9)
     for given in (settings, replace(settings, trust_index=True, keep_decoded_mib=9)):
-        spec = cache_key.cache_specs(config, args, given, NO_OVERRIDES)["video"]
+        spec = cache_key.cache_specs(*described, given, NO_OVERRIDES)["video"]
         del spec["VAE"]
         assert spec == {
             "precision": "fp32",
@@ -154,11 +156,13 @@ def test_training_from_the_cache_is_training_from_pixels(
     assert None not in runs["pixels"].built
 
 
-def datasets_of(config: Config) -> Datasets:
+def cached_of(config: Config) -> Datasets:
     """The data sets of a run, read from the cache if it has one."""
     args = TrainArguments.from_config(config)
-    videos = assemble_datasets(config, args)
-    return read_from_cache(videos, config, args, start_processes(), NO_OVERRIDES)
+    videos = datasets_of(config, args)
+    made = opened.Run(config)
+    about = made.sections, made.allow_import, args, made.model
+    return read_from_cache(videos, *about, start_processes(), NO_OVERRIDES)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -197,11 +201,11 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     cache = cached.into(tmp_path / "cache").train()
     for found, expected in zip(cache.last.seen, pixels.last.seen, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    clip = datasets_of(run.config()).train[0]["video"].float() / 127.5 - 1
+    clip = cached_of(run.config()).train[0]["video"].float() / 127.5 - 1
     theirs = AutoencoderKLCogVideoX.from_pretrained(few.data / "vae")
     with torch.no_grad():
         expected = theirs.encode(clip.transpose(0, 1)[None]).latent_dist.mean[0]
-    found = datasets_of(cached.config()).train[0]["latent_mean"]
+    found = cached_of(cached.config()).train[0]["latent_mean"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
     # All entries are there: nothing is loaded, whatever fits now.
@@ -219,7 +223,7 @@ def test_clips_are_encoded_in_the_way_that_fits_and_the_cache_remembers_it(
     assert read_manifest(cache.checkpoint)["encode_way"] == ("frames", True)
     tiles = cached.config("model.first_stage_config.params.encode_chunks=tiles")
     line = "cache made by encode_chunks frames, the config has tiles"
-    assert_refused(lambda: datasets_of(tiles), line)
+    assert_refused(lambda: cached_of(tiles), line)
 
     log.clear()
     run.by(Trainer).train("args.accept_changes=true", f"args.resume={pixels.path}", steps=2)
@@ -328,7 +332,7 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
     assert set(num_drawn) == {0, 1, 2}
 
     evaluator = trainer.evaluator
-    evaluator.args = replace(trainer.args, eval_num_samples=2)
+    evaluator.args = trainer.args.changed(eval_num_samples=2)
     shown = [prompt.image for prompt in evaluator._prompts(trainer.size.latents, "")]
     unit = [video["video"][0] / 127.5 - 1 for video in (videos.valid[0], videos.valid[1])]
     torch.testing.assert_close(shown, unit, rtol=0, atol=1e-6)
@@ -338,11 +342,11 @@ def test_noised_images_of_the_cache_are_the_encoders(run: Run, tmp_path: Path) -
         "cache made by first frames kept False, the config has True; cache made by "
         "args.cached_noised_images 3, the config has none: 0 of 10 usable; run `cogfast cache`"
     )
-    assert_refused(lambda: datasets_of(plain), line)
+    assert_refused(lambda: cached_of(plain), line)
     cache_latents(plain)
     assert before.items() <= contents(tmp_path / "cache").items()
     for both in (config, plain):
-        datasets_of(both)
+        cached_of(both)
 
 
 def test_only_changed_clips_are_encoded_again(

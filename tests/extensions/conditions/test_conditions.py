@@ -25,11 +25,10 @@ from cogfast.model.transformer import assemble_transformer
 from cogfast.model.weights.identify import identify
 from cogfast.model.weights.load import load_transformer
 from cogfast.model.weights.open import open_source
-from cogfast.train.assembly import assemble_datasets, assemble_diffusion
 from tests.extensions.tar.test_tar_shards import _tar
 from tests.support.pipelines import SIZE, Pipelines, write_control_pipeline
 from tests.support.refusals import Refusal, assert_refused, refusals
-from tests.support.runs import Run
+from tests.support.runs import Run, datasets_of, diffusion_of
 from tests.support.tiny_run import ROOT
 from tests.support.video_files import constant_rate, decode_all, write_clip
 from tests.train.test_encode import DEEP, FLAT, RNG, SCALE, STD, clips, encoder, only, pooled
@@ -205,7 +204,7 @@ def test_loss_and_gradients_are_those_of_diffusers_network(
     control = draw(2, channels, 3, 4, 6).flip(0)
     text = text[..., : config.text_hidden_size]
     control.requires_grad_(True)
-    diffusion = assemble_diffusion(run.of_files(*FILES).config())
+    diffusion = diffusion_of(run.of_files(*FILES).config())
     idx, noise = torch.tensor([30, 700]), draw(2, 16, 3, 4, 6) * 0.5
     given = Conditioning(text=text, condition_latents=control)
     loss = diffusion.loss.at(ours, diffusion.denoiser, latents, given, idx, noise)
@@ -255,7 +254,7 @@ def test_conditions_that_do_not_fit_the_network_are_refused(run: Run, refusal: R
     config = run.of_files(*FILES[:1]).config(*refusal.words)
     network = {"in_channels": 32, "out_channels": 16}
     given = ModelArguments.from_config(config)
-    assert_refused(lambda: check_conditions(config, given, network), refusal.line)
+    assert_refused(lambda: check_conditions(given, network), refusal.line)
 
 
 def test_a_model_without_control_reads_none(
@@ -265,14 +264,14 @@ def test_a_model_without_control_reads_none(
     words += [f"data.params.{key}={value}" for key, value in CLIP.items()] + ["args.split='1'"]
     run = run.of_files(*FILES).with_words(*words)
     plain, taking = run.config(), run.config("model.conditions=[control]")
-    found = assemble_datasets(plain, TrainArguments.from_config(plain)).train
+    found = datasets_of(plain, TrainArguments.from_config(plain)).train
     assert "control" not in found[0] and "control videos are not read" in log.text
     args = TrainArguments.from_config(taking)
-    found = assemble_datasets(taking, args).train
+    found = datasets_of(taking, args).train
     assert isinstance(found, CaptionedVideos) and "control" in found[0]
     (folder / "controls.txt").unlink()
     line = "2 of 2 samples have no control video, first <...>clip0.mp4"
-    assert_refused(lambda: assemble_datasets(taking, args), line)
+    assert_refused(lambda: datasets_of(taking, args), line)
 
 
 def test_an_identical_control_in_a_shard_is_named(folder: Path) -> None:
@@ -290,11 +289,10 @@ def test_an_evaluations_control_repeats_its_last_frame(folder: Path) -> None:
 
 
 def test_no_first_frames_of_controls_are_kept(folder: Path) -> None:
-    samples = [VideoList(str(folder), **CLIP)[0]]
-    found = {}
+    sample, found = VideoList(str(folder), **CLIP)[0], {}
     for is_clip in (True, False):
-        built = encoder(conditions=("image", "control"))
-        (found[is_clip],) = encode_clips(samples, ["k"], built, [is_clip], 2, torch.device("cpu"))
+        built, rows = encoder(conditions=("image", "control")), [(sample, "k", is_clip)]
+        (found[is_clip],) = encode_clips(rows, built, 2, torch.device("cpu"))
     assert {"noised_image_mean", "mean"} <= found[True].keys()
     assert not {"noised_image_mean", "first_frame"} & found[False].keys()
     assert torch.equal(found[True]["mean"], found[False]["mean"])

@@ -155,8 +155,9 @@ def by_load(key: str) -> Callable[[Trained, bool, Path], Tensor]:
 
 
 def by_sampling(trained: Trained, ema: bool, folder: Path) -> Tensor:
-    config, args, groups = (getattr(trained.run.last, n) for n in ("config", "args", "groups"))
-    return output(assemble_transformer(config, args, groups, str(trained.run.path), ema))
+    parts = trained.run.last.parts
+    network, args, groups = parts.run.network, parts.args, parts.groups
+    return output(assemble_transformer(network, args, groups, str(trained.run.path), ema))
 
 
 def by_publishing(trained: Trained, ema: bool, folder: Path) -> Tensor:

@@ -18,6 +18,7 @@ from cogfast.extensions.plan.memory import choose_policies, host_parts, setup_of
 from cogfast.model.lora import is_lora_parameter
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.train.activation_checkpointing import Policy, apply_policies
+from cogfast.train.run import opened
 from tests.support.runs import Run
 from tests.support.tiny_run import assert_same
 from tests.support.tiny_transformers import inputs, tiny
@@ -173,7 +174,7 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_others_on_the_host(run: R
     config = run.config(DEEP, policy("full"))
     args = TrainArguments.from_config(config)
     # Activations are the largest part.
-    plain = replace(setup_of(config, args, 1), batch_size=10**4)
+    plain = replace(setup_of(opened.Run(config), args, 1), batch_size=10**4)
     setup = replace(plain, offloads=True)
     for name in POLICIES:
         kept, policies = setup.block(1, name).kept, [name] * LAYERS
@@ -191,6 +192,6 @@ def test_a_buffer_is_replaced_once_its_copies_are_done() -> None:
     offloaded.free[0].append(offloaded.take(0, small))
     memory = weakref.ref(offloaded.free[0][0])
     stream: Any = SimpleNamespace(synchronize=lambda: seen.append(memory() is not None))
-    offloaded.stream = stream
+    offloaded.side.stream = stream
     assert offloaded.take(0, large).nbytes == large.nbytes
     assert seen == [True]

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +19,8 @@ from cogfast.diffusion.denoiser import Conditioning
 from cogfast.distributed.step_clock import CLOCK
 from cogfast.extensions.sample.evaluate import Evaluator
 from cogfast.extensions.sample.generate import VideoMaker
-from cogfast.train.assembly import assemble_datasets
 from cogfast.train.trainer import Trainer
-from tests.support.runs import Run
+from tests.support.runs import Run, datasets_of
 from tests.support.tiny_run import CHANNELS, write_clips
 from tests.support.video_files import decode_all
 from tests.train.test_trainer import ENCODED
@@ -81,7 +79,7 @@ def test_held_out_loss_is_the_formula_at_band_middles(run: Run, family: str) -> 
     assert trainer.evaluator(7, trainer.size.latents) == found
     assert transformer.training
     if family == "5b":  # args.elastic: the samples of any division of the global batch
-        args = replace(trainer.args, elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
+        args = trainer.args.changed(elastic="shrink", batch_size=2, gradient_accumulation_steps=2)
         of_run = (trainer.engine, trainer.diffusion, trainer.encoder, trainer.datasets.valid)
         divided = Evaluator(*of_run, args, trainer.groups, trainer.folder)
         again = divided(0, trainer.size.latents)
@@ -105,7 +103,7 @@ def test_weights_of_training_do_not_count_in_a_strict_evaluation(
 ) -> None:
     words = (f"args.train_data_weights=[{weights}]", f"args.strict_eval={strict}")
     config = run.with_args(valid_data=None, split="1,1").config(*words)
-    found = assemble_datasets(config, TrainArguments.from_config(config))
+    found = datasets_of(config, TrainArguments.from_config(config))
     assert found.valid.order(0, 1).epoch_size == length == len(found.valid) * length / 3
     assert found.train.order(0, 1).epoch_size == round(3 * weights)
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import ImageLatentScale, TrainArguments
 from cogfast.core.slot_random import SlotRandom
 from cogfast.extensions.formats.image_scale import pipeline_code, scale_of
 from cogfast.extensions.sample.sizes import sampled_sizes
+from cogfast.model.keys import ImageLatentScale
 from cogfast.train.preflight.check import check_sample
+from cogfast.train.run import opened
 from cogfast.train.video_size import LatentSize
 from tests.support.pipelines import PROMPT, SCALE, SEED, SIZE, STEPS, Pipelines
 from tests.support.refusals import assert_command_refused, assert_line, assert_refused
@@ -290,7 +291,8 @@ def test_sats_inference_file_goes_with_every_model(
     def size_of(*arguments: str) -> LatentSize:
         config = run_of(*files).config(*given, *arguments)
         check_sample(config, given=["image"] if images != [None] else [])
-        return sampled_sizes(config, TrainArguments.from_config(config), images)[0]
+        made = opened.Run(config)
+        return sampled_sizes(made.args, made.fields, made.data_arguments, images)[0]
 
     if "1.5" in name:
         assert size_of() == LatentSize(16, 22, 96, 170, 81, 16)

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 
 from cogfast.cli.options import parse_sample
 from cogfast.config import Config
-from cogfast.config.arguments import TrainArguments
 from cogfast.config.merged_config import to_dict
 from cogfast.extensions.sample.flags import SamplingFlags, check_negative_prompt
 from cogfast.extensions.sample.sizes import sampled_sizes
+from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import run_of
 
@@ -80,7 +80,8 @@ def test_frames_are_those_of_the_video(
 ) -> None:
     config = SamplingFlags(frames=frames).apply(load(model))
     assert config.args.sampling_num_frames == latent
-    (size,) = sampled_sizes(config, TrainArguments.from_config(config), [None])
+    made = opened.Run(config)
+    (size,) = sampled_sizes(made.args, made.fields, made.data_arguments, [None])
     assert (size.num_frames, size.frames) == (frames, latent)
     with pytest.raises(ValueError, match=rf"^--frames={wrong}: {text}".replace("+", r"\+")):
         SamplingFlags(frames=wrong).apply(load(model))
@@ -88,10 +89,15 @@ def test_frames_are_those_of_the_video(
 
 def test_a_negative_prompt_needs_guidance():
     config = load("cogvideox_5b", "args.negative_prompt=blurry")
-    check_negative_prompt(config)
-    check_negative_prompt(SamplingFlags(guidance=1.0).apply(load()))
+
+    def check(config: Config) -> None:
+        made = opened.Run(config)
+        check_negative_prompt(made.args.negative_prompt, made.sampler)
+
+    check(config)
+    check(SamplingFlags(guidance=1.0).apply(load()))
     with pytest.raises(ValueError, match=r"args.negative_prompt='blurry' .* give --guidance 6"):
-        check_negative_prompt(SamplingFlags(guidance=1.0).apply(config))
+        check(SamplingFlags(guidance=1.0).apply(config))
 
 
 def test_an_option_and_its_key_on_one_command_line_are_refused():

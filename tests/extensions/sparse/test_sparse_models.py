@@ -1,6 +1,7 @@
 """Models and runs with block-sparse attention: exact where nothing is left out, resumed, sampled, refused."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
+from cogfast.core.keys import with_origins
 from cogfast.extensions.sparse.check import check_sparse, use_attention
 from cogfast.model.transformer import DiffusionTransformer
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.activation_checkpointing import LADDER, apply_policies
+from cogfast.train.run import opened
 from tests.support.refusals import Refusal, assert_refused, refusals
 from tests.support.runs import Run
 from tests.support.tiny_transformers import FAMILY, tiny
@@ -110,8 +112,9 @@ def test_a_run_resumes_samples_and_fine_tunes_sparse(
 @refusals(Path(__file__).with_name("refusals.txt"))
 def test_what_cannot_run_is_refused(run: Run, refusal: Refusal) -> None:
     def check() -> None:
-        config = run.config(*refusal.words)
-        check_sparse(config, TrainArguments.from_config(config), FAMILY["5b"], is_training=True)
+        made = opened.Run(run.config(*refusal.words))
+        with with_origins(made.origins):
+            check_sparse(made.args, FAMILY["5b"], made.data_arguments, is_training=True)
 
     assert_refused(check, refusal.line)
 
@@ -139,6 +142,6 @@ def test_a_gpu_that_gains_nothing_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config, model = run.config(SPARSE), replace(FAMILY["2b"], **changes)
-    args = TrainArguments.from_config(config)
-    assert_refused(lambda: check_sparse(config, args, model, is_training=True), message)
+    made, model = opened.Run(run.config(SPARSE)), replace(FAMILY["2b"], **changes)
+    check = partial(check_sparse, made.args, model, made.data_arguments, is_training=True)
+    assert_refused(check, message)

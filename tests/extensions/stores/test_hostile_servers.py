@@ -14,10 +14,11 @@ import pytest
 from fsspec.config import conf
 
 from cogfast.core import files
+from cogfast.core.addresses import CACHE_VARIABLE
 from cogfast.core.run_lock import check_object
 from cogfast.extensions.stores import ranges, store
 from cogfast.extensions.stores.mirror import copy_of, download_run
-from cogfast.extensions.stores.store import CACHE_VARIABLE, StoreError, local_copy
+from cogfast.extensions.stores.store import StoreError, local_copy
 from tests.cli.hostile.bounds import GIB, bounded
 from tests.support.refusals import assert_refused
 from tests.support.s3_server import Fault, S3Server

@@ -19,8 +19,9 @@ from s3fs import S3FileSystem
 
 from cogfast.core.files import UNFINISHED
 from cogfast.extensions.stores import store
+from cogfast.extensions.stores.keys import parse_cache
 from cogfast.extensions.stores.mirror import copy_of, named_by_urls, url_of
-from cogfast.extensions.stores.store import StoreError, local_copy, parse_cache
+from cogfast.extensions.stores.store import StoreError, local_copy
 from cogfast.extensions.stores.store_errors import diagnosis
 from tests.support.refusals import assert_refused, refusals
 from tests.support.s3_server import Fault, S3Server

@@ -13,7 +13,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from cogfast.extensions.stores.store import is_url
+from cogfast.core.addresses import is_url
 from cogfast.model.weights.checkpoint_manifest import newest_checkpoint, step_of
 from tests.support.tiny_run import Started, losses, run, start, wait_for
 

@@ -1,7 +1,6 @@
 """args.attention_backend: names that are refused, what auto measures and chooses, what a checkpoint
 stores."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from cogfast.__main__ import main
 from cogfast.config.arguments import TrainArguments
-from cogfast.config.sat_network import transformer_arguments
 from cogfast.distributed.process_groups import ProcessGroups
 from cogfast.kernels import torch_library
 from cogfast.kernels.attention_backends import (
@@ -23,7 +21,6 @@ from cogfast.kernels.attention_backends import (
     reason_unavailable,
 )
 from cogfast.kernels.gpu import flash_attn
-from cogfast.model.config import TransformerConfig
 from cogfast.model.weights.checkpoint_manifest import read_manifest
 from cogfast.train.preflight import attention_choice
 from cogfast.train.preflight.attention_choice import (
@@ -34,6 +31,7 @@ from cogfast.train.preflight.attention_choice import (
     measure,
     run_shape,
 )
+from cogfast.train.run import opened
 from tests.support.kernels.cpu_kernels import NEEDS_CPU_KERNELS
 from tests.support.refusals import assert_refused
 from tests.support.runs import Run
@@ -152,11 +150,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, h100: None, run: Run):
         bench = Bench(times)
         monkeypatch.setattr(attention_choice, "measure", bench)
         config = run.config("args.bf16=true", *arguments)
-        args = TrainArguments.from_config(config)
-        network = config.model.network_config.params
-        model = TransformerConfig(**transformer_arguments(network))
+        made = opened.Run(config)
+        args, model = made.args, made.network.config
         groups = ProcessGroups(0, 1, 0, GPU, None, False)
-        return choose_for_training(config, args, model, groups, stored), bench
+        return choose_for_training(made.data_arguments, args, model, groups, stored), bench
 
     return choose
 
@@ -209,7 +206,9 @@ def test_the_shape_is_that_of_the_runs_attention(run: Run, attend_by) -> None:
     attend_by(spy)
     size = "data.params.video_size=[16, 32]"
     trainer = run.train("args.attention_backend=flash", size, steps=1).last
-    wanted = run_shape(trainer.config, trainer.args, trainer.engine.transformer.config)
+    wanted = run_shape(
+        opened.Run(trainer.config).data_arguments, trainer.args, trainer.engine.transformer.config
+    )
     assert seen == {wanted} and wanted[1] == 3 * 1 * 2 + 8
 
 
@@ -240,18 +239,18 @@ def test_a_run_on_a_cpu_stores_the_choice_of_all_ranks(run: Run, monkeypatch) ->
     both = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name, None])
     model = trained.last.engine.transformer.config
     # Another machine has no library.
-    assert choose_for_training(config, args, model, both, stored=None) == "flash"
-    own = dataclasses.replace(args, kernels="torch")
+    assert choose_for_training({}, args, model, both, stored=None) == "flash"
+    own = args.changed(kernels="torch")
     alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda name: [name])
     for stored in (None, "cogfast"):
-        assert choose_for_training(config, own, model, alone, stored) is None
-    assert choose_for_training(config, own, model, alone, "math") == "math"
-    named = dataclasses.replace(own, attention_backend="cogfast")
+        assert choose_for_training({}, own, model, alone, stored) is None
+    assert choose_for_training({}, own, model, alone, "math") == "math"
+    named = own.changed(attention_backend="cogfast")
     line = (
         "it is a kernel of cogfast, and args.kernels=torch leaves these out; this machine can run"
     )
     with pytest.raises(ValueError, match=line):
-        check_attention(config, named, 64)
+        check_attention(named, 64)
 
 
 @NEEDS_CPU_KERNELS
@@ -259,7 +258,7 @@ def test_a_named_kernel_is_compiled_at_the_start(run: Run, monkeypatch) -> None:
     """On a machine where nothing has run yet, as for auto."""
     config = run.config("args.attention_backend=cogfast")
     monkeypatch.setattr(torch_library, "HAS_CPU_KERNELS", False)
-    check_attention(config, TrainArguments.from_config(config), 64)
+    check_attention(TrainArguments.from_config(config), 64)
     assert torch_library.HAS_CPU_KERNELS
 
 
@@ -269,7 +268,7 @@ def test_a_name_that_cannot_run_says_what_can(run: Run) -> None:
     assert {"flash", "math"} < {*names}
     reason = f"it needs a CUDA GPU; this machine can run: {', '.join(names)}"
     line = f"args.attention_backend=cudnn: {reason}$"
-    assert_refused(lambda: check_attention(config, TrainArguments.from_config(config), 64), line)
+    assert_refused(lambda: check_attention(TrainArguments.from_config(config), 64), line)
 
 
 def test_a_deterministic_run_may_not_name_cudnn(
@@ -279,10 +278,10 @@ def test_a_deterministic_run_may_not_name_cudnn(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run = run.with_words("args.attention_backend=cudnn", "args.bf16=true")
     config = run.config()
-    check_attention(config, TrainArguments.from_config(config), 64)
+    check_attention(TrainArguments.from_config(config), 64)
     exact = run.config("args.deterministic=true")
     line = (
         "args.attention_backend=cudnn: its gradients do not repeat bit for bit, as deterministic "
         "runs must; this machine can run: auto, flash, efficient, math$"
     )
-    assert_refused(lambda: check_attention(exact, TrainArguments.from_config(exact), 64), line)
+    assert_refused(lambda: check_attention(TrainArguments.from_config(exact), 64), line)

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from cogfast.config.arguments import TrainArguments
-from cogfast.train.assembly import assemble_datasets
 from cogfast.train.preflight.check import check_train
 from cogfast.train.preflight.data_layout import infer_layout
 from tests.support.refusals import assert_refused
-from tests.support.runs import Run
+from tests.support.runs import Run, datasets_of
 from tests.support.tiny_run import write_clips
 
 
@@ -42,7 +41,7 @@ def test_the_layout_follows_from_the_path(run: Run, source: str, layout: str) ->
     config = infer_layout(run.config(f"args.train_data=[{run.data / source}]"))
     assert config.data.target.endswith(f".{layout}")
     check_train(config)
-    train = assemble_datasets(config, TrainArguments.from_config(config)).train
+    train = datasets_of(config, TrainArguments.from_config(config)).train
     assert len(train) == 2
     assert train.settings.skip_frms_num == 3
 

@@ -19,10 +19,10 @@ from cogfast.data.datasets import DataDir, ListedVideos, VideoFolder
 from cogfast.data.sources.clip_list import ClipList, PackedStrings
 from cogfast.data.sources.file_index import to_lines
 from cogfast.distributed.process_groups import ProcessGroups
-from cogfast.train.assembly import Datasets, assemble_datasets
+from cogfast.train.assembly import Datasets
 from cogfast.train.preflight.header_scan import survey_datasets
 from tests.support.refusals import assert_refused
-from tests.support.runs import Run
+from tests.support.runs import Run, datasets_of
 from tests.support.video_files import sat_folder
 
 CLIP = {"video_size": [32, 48], "fps": 8, "max_num_frames": 9}
@@ -78,7 +78,7 @@ def on_ranks(run: Run, name: str, sources: list[str], is_surveyed: bool = True) 
             MAIN[:] = [get_ident()]
         Ranks.barrier.wait()  # so that each has a thread of its own
         groups = Ranks(rank, 2, rank, torch.device("cpu"), None, False)
-        found = assemble_datasets(config, args, groups)
+        found = datasets_of(config, args, groups)
         return survey_datasets(found, args, groups, 2)[0] if is_surveyed else found
 
     with ThreadPoolExecutor(2) as pool:

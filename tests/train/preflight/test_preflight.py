@@ -12,12 +12,12 @@ from cogfast.core.shapes import PatchSize
 from cogfast.data.datasets import ListedVideos
 from cogfast.data.sources.clip_list import ClipList
 from cogfast.data.sources.folders import DataDir
-from cogfast.train.assembly import assemble_diffusion
-from cogfast.train.preflight.check import check_sample, check_train, log_unused
+from cogfast.train.preflight.check import check_sample, check_train
 from cogfast.train.preflight.parts import warn_of_different_schedules
+from cogfast.train.run.terminal import log_unused
 from cogfast.train.video_size import LatentSize, frames_problem
 from tests.support.refusals import Refusal, assert_refused, refusals
-from tests.support.runs import Run
+from tests.support.runs import Run, diffusion_of
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_images_go_to_image_models(config, tmp_path: Path):
 def test_different_noise_schedules_are_logged(config, caplog):
     shift = "params.discretization_config.params.shift_scale=1.0"
     for overrides in ((), (f"model.sampler_config.{shift}",), (f"model.denoiser_config.{shift}",)):
-        warn_of_different_schedules(assemble_diffusion(config("cogvideox_2b", *overrides)))
+        warn_of_different_schedules(diffusion_of(config("cogvideox_2b", *overrides)))
     logged = [record.message.split()[0] for record in caplog.records]
     assert logged == ["model.sampler_config", "model.loss_fn_config", "model.sampler_config"]
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cogfast.__main__ import main
-from cogfast.config.arguments import TrainArguments
 from cogfast.data.video.clip import ClipSettings
 from cogfast.extensions.cache.cache_key import cache_specs
 from cogfast.extensions.formats.convert import convert
 from cogfast.model.weights.checkpoint_manifest import RESUMABLE, read_manifest, write_manifest
 from cogfast.train.frozen_encoders import NO_OVERRIDES
+from cogfast.train.run import opened
 from cogfast.train.trainer import Trainer
 from tests.support.refusals import assert_command_refused, assert_refused
 from tests.support.runs import Run
@@ -172,8 +172,9 @@ def test_a_cache_is_of_the_code_of_its_encoders(
     settings = ClipSettings(video_size=(32, 32), fps=8, max_num_frames=9)
 
     def specs(*words: str) -> dict[str, dict]:
-        config = run.by(Trainer, "mine_encoders").config(*words)
-        return cache_specs(config, TrainArguments.from_config(config), settings, NO_OVERRIDES)
+        made = opened.Run(run.by(Trainer, "mine_encoders").config(*words))
+        described = made.sections, made.allow_import, made.args, made.model
+        return cache_specs(*described, settings, NO_OVERRIDES)
 
     own, plain = specs(f"{key}.target=mine_encoders.{name}"), specs()
     assert own[kind] != plain[kind]

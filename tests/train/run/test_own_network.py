@@ -203,8 +203,9 @@ def test_running_means_of_added_modules_are_trained_weights(
     assert "table" not in saved
     reset = type(whole.last.engine.transformer).reset
     assert len(reset) == 1 and names <= {*reset[0]}
-    config, args, groups = (getattr(whole.last, name) for name in ("config", "args", "groups"))
-    loaded = assemble_transformer(config, args, groups, str(whole.path))
+    parts = whole.last.parts
+    network, args, groups = parts.run.network, parts.args, parts.groups
+    loaded = assemble_transformer(network, args, groups, str(whole.path))
     assert len(reset) == 1, "nothing of it is new"
     assert_same(dict(loaded.named_buffers()), live)
 

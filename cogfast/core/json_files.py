@@ -16,8 +16,8 @@ from pydantic import AfterValidator, ConfigDict, FailFast, WithJsonSchema
 from pydantic_core import from_json
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be read by pydantic
 
-from cogfast.config.values import KeyProblem, Range, cut, printable, validated
 from cogfast.core.files import LFS, is_lfs_pointer, read_limited
+from cogfast.core.values import KeyProblem, Range, cut, printable, validated
 
 # Limit. The index of a model with a million tensors is smaller than 64 MiB.
 MOST_BYTES = 64 << 20  # of a file

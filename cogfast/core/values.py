@@ -345,3 +345,10 @@ def _inside(node: dict, part: int | str, whole: dict) -> dict | None:
     found = _resolved(found, whole)
     # A list of numbers is shown whole.
     return None if isinstance(part, int) and found.get("type") not in ("object", "array") else found
+
+
+def select(node: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested mappings; None if there is none."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

@@ -1,0 +1,46 @@
+"""A class that a configuration names (`target`) with its arguments (`params`), checked and not yet built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cogfast.core.values import KeyProblem
+
+_SECTIONS = ("model.", "data.", "args.", "deepspeed.")  # how a message with a key starts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """A class and its arguments."""
+
+    kind: Callable[..., Any]
+    arguments: Mapping[str, Any]  # by name; a component, or a list of components, is built first
+    key: str  # its dotted key; "" without one
+    target: str  # the name that the configuration has for `kind`
+    params: Mapping[str, Any]  # as the configuration has them, with SAT's names
+
+    def build(self, **given: object) -> Any:
+        """Build the object. given: additional arguments."""
+        built = {name: _built(value) for name, value in self.arguments.items()}
+        try:
+            return self.kind(**built, **given)
+        except (TypeError, ValueError) as error:
+            if not self.key or str(error).startswith(_SECTIONS):
+                raise
+            raise KeyProblem(self.key, f"{self.key}: {error}") from error  # --traceback shows where
+
+    def named(self, name: str) -> str:
+        """Return the dotted key of a param."""
+        return f"{self.key}.params.{name}"
+
+    def problem(self, name: str, text: str) -> KeyProblem:
+        """Return the error that `text` describes of a param. The caller raises it."""
+        return KeyProblem(self.named(name), text)
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(one, Component) for one in value):
+        return [one.build() for one in value]
+    return value.build() if isinstance(value, Component) else value
